@@ -1,0 +1,67 @@
+"""What an agent loop knows of an inference engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from message_queue.tokens import Int32Array, TokenOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are sampled. temperature 0 is greedy. Logprobs are of the distribution after temperature."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"sampling.temperature is {self.temperature}; must be >= 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p is {self.top_p}; must be in (0, 1]")
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"sampling.top_k is {self.top_k}; must be -1 (off) or >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """One decode.
+
+    request_id: unique while in flight; no id is a prefix of another.
+    token_ids: int32 [n], everything so far: prompt, earlier turns and, on a resume, the tokens already sampled.
+    max_new_tokens: what is left of the budget.
+    rows_held: routing rows the caller already holds; the engine returns rows from this position on.
+    stop_token_ids: sampling one of these ends the decode; the token is part of the output.
+    session: requests of one trajectory share it, so that a router can keep them on one replica.
+    cache_salt: requests with different salts share no prefix cache.
+    """
+
+    request_id: str
+    token_ids: Int32Array
+    max_new_tokens: int
+    rows_held: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    session: str = ""
+    cache_salt: str = ""
+
+
+class Engine(Protocol):
+    """Decodes tokens. Implementations: vLLM and SGLang replicas, a router over replicas, and the fake of the tests."""
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """Decode until a stop token, the budget, or an abort.
+
+        An abort is a normal result: `StopReason.ABORT` with all tokens, logprobs and rows so far (possibly none).
+        While the engine is paused the call waits.
+
+        Raises:
+            EngineError: the engine is dead or refused the request.
+        """
+        ...
+
+
+class EngineError(RuntimeError):
+    """An engine cannot serve; names replica and cause."""

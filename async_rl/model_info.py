@@ -1,0 +1,65 @@
+"""Facts of a Hugging Face checkpoint that every part of a run needs: family, vocabulary, context, routed layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from message_queue.tokens import RoutingSpec
+
+
+class CheckpointError(ValueError):
+    """A checkpoint folder that cannot be used; names the folder, what is wrong and the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """family: `model_type` of the checkpoint. routing: None for a dense model."""
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    context_length: int
+    routing: RoutingSpec | None
+
+
+def read_model_info(checkpoint: Path) -> ModelInfo:
+    """Read `config.json` of a Hugging Face checkpoint folder.
+
+    Raises:
+        CheckpointError: no such folder, no or unreadable config.json, or a field that is absent.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"model checkpoint {checkpoint} has no config.json; give a checkpoint folder")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        return ModelInfo(
+            family=config["model_type"],
+            vocab_size=config["vocab_size"],
+            num_layers=config["num_hidden_layers"],
+            context_length=config["max_position_embeddings"],
+            routing=_routing(config),
+        )
+    except (json.JSONDecodeError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a usable model config: {error!r}") from error
+
+
+def _routing(config: dict[str, Any]) -> RoutingSpec | None:
+    """MoE layers in global numbers, from the fields that the families use."""
+    num_experts = next(
+        (config[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if config.get(k)), None
+    )
+    if not num_experts:
+        return None
+    layers = range(config["num_hidden_layers"])
+    if "first_k_dense_replace" in config:
+        moe = [i for i in layers if i >= config["first_k_dense_replace"]]
+    else:
+        step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+        moe = [i for i in layers if (i + 1) % step == 0 and i not in dense]
+    if not moe:
+        return None
+    return RoutingSpec(layers=tuple(moe), num_experts=num_experts, top_k=config["num_experts_per_tok"])

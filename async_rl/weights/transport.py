@@ -1,0 +1,64 @@
+"""How a published version travels from trainer to engines: one safetensors file in shared memory or on a shared disk.
+
+The trainer writes it once; every engine maps it, loads it and answers with the digest of what it read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from async_rl.weights.digest import WeightsDigest
+from message_queue.tokens import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """A published version: where its tensors are (Hugging Face names) and what they hash to."""
+
+    path: Path
+    weights: WeightVersion
+
+
+def write_update(directory: Path, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
+    """Write one version under `directory`; the file appears whole or not at all.
+
+    Raises:
+        OSError: no room or no permission; the message names the path.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    digest = WeightsDigest()
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        held[name] = tensor.detach().to("cpu").contiguous()
+        digest.update(name, held[name])
+    path = directory / f"weights-{version}.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file(held, partial)
+    partial.replace(path)
+    return WeightUpdate(path=path, weights=WeightVersion(version, digest.hexdigest()))
+
+
+def read_update(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, tensor) of a written version."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            yield name, file.get_tensor(name)
+
+
+def discard_updates(directory: Path, *, keep_version: int) -> None:
+    """Remove every version older than `keep_version`."""
+    for path in directory.glob("weights-*.safetensors"):
+        if int(path.stem.split("-")[1]) < keep_version:
+            path.unlink()
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove what `write_update` made."""
+    shutil.rmtree(directory, ignore_errors=True)

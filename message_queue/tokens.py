@@ -1,0 +1,191 @@
+"""One uninterrupted decode: the tokens, logprobs and routed experts an engine returns, and the weights that made them.
+
+Positions are absolute in a trajectory: 0 is the first prompt token. Row p is the routing used when token p was
+forwarded; it set the distribution of token p + 1. The last sampled token of a trajectory was never forwarded, so a
+trajectory of T tokens has rows 0..T-2 at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+ExpertArray = NDArray[np.uint8] | NDArray[np.uint16]
+
+
+class ContractError(ValueError):
+    """Data that breaks the contract between rollout and training; the message names the field and the value."""
+
+
+class StopReason(StrEnum):
+    """Why a decode ended."""
+
+    STOP = "stop"  # end-of-turn token
+    LENGTH = "length"  # token budget or context exhausted
+    ABORT = "abort"  # the engine was told to stop; the trajectory resumes
+    TOOL_CALL = "tool_call"  # stopped at the end of a tool call
+    ERROR = "error"  # the engine gave up on the request
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """The weights that sampled a segment.
+
+    version: `param_version`, +1 per publish, 0 for the initial weights.
+    digest: content hash of what the engine loaded, echoed by the engine.
+    """
+
+    version: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        if self.version < 0:
+            raise ContractError(f"WeightVersion.version is {self.version}; versions start at 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSpec:
+    """What a routing row means. Travels once per run, never with a sample.
+
+    layers: global numbers (0-based) of the MoE layers, ascending; dense layers are not listed.
+    num_experts: routed experts per MoE layer. top_k: experts chosen per token.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ContractError(f"RoutingSpec.layers is {self.layers}; need ascending, distinct layer numbers >= 0")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ContractError(f"RoutingSpec.top_k is {self.top_k}; must be in 1..num_experts={self.num_experts}")
+
+    @property
+    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+        """Narrowest unsigned type that holds an expert id."""
+        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """(moe_layers, top_k)."""
+        return len(self.layers), self.top_k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutedExperts:
+    """Consecutive routing rows.
+
+    first_position: absolute position of `experts[0]`.
+    experts: uint8 or uint16 [rows, moe_layers, top_k], MoE layers in the order of `RoutingSpec.layers`.
+    unavailable: the engine states that it cannot give the `unavailable` rows just before `first_position`.
+    """
+
+    first_position: int
+    experts: ExpertArray
+    unavailable: int = 0
+
+    def __post_init__(self) -> None:
+        if self.experts.ndim != 3 or self.experts.dtype not in (np.dtype(np.uint8), np.dtype(np.uint16)):
+            raise ContractError(
+                f"RoutedExperts.experts is {self.experts.dtype}{list(self.experts.shape)}; "
+                "need uint8 or uint16 [rows, moe_layers, top_k]"
+            )
+        if not 0 <= self.unavailable <= self.first_position:
+            raise ContractError(
+                f"RoutedExperts.unavailable is {self.unavailable} with first_position {self.first_position}; "
+                "need 0 <= unavailable <= first_position"
+            )
+        ordered = np.sort(self.experts, axis=-1)
+        duplicate = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+        if duplicate.any():
+            row, layer = (int(i) for i in np.argwhere(duplicate)[0])
+            raise ContractError(
+                f"RoutedExperts.experts has a duplicate expert at position {self.first_position + row}, "
+                f"MoE layer index {layer}: {self.experts[row, layer].tolist()}"
+            )
+
+    @property
+    def end_position(self) -> int:
+        """Position after the last row."""
+        return self.first_position + len(self.experts)
+
+    def check(self, spec: RoutingSpec) -> None:
+        """Refuse rows that do not fit `spec`.
+
+        Raises:
+            ContractError: wrong layer or top-k count, or an expert id out of range.
+        """
+        if self.experts.shape[1:] != spec.row_shape:
+            raise ContractError(
+                f"RoutedExperts.experts has rows of shape {list(self.experts.shape[1:])}; "
+                f"the model routes {list(spec.row_shape)} (moe_layers, top_k)"
+            )
+        if self.experts.size and int(self.experts.max()) >= spec.num_experts:
+            raise ContractError(
+                f"RoutedExperts.experts has expert id {int(self.experts.max())}; the model has {spec.num_experts}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenOutput:
+    """A segment: tokens decoded without interruption under one weight version.
+
+    token_ids: int32 [n]. logprobs: float32 [n], natural log, of the distribution that was sampled from.
+    routed_experts: the rows this decode computed and was asked for; None where the model does not route or n is 0.
+    replica: name of the engine replica.
+    """
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    routed_experts: RoutedExperts | None
+    weights: WeightVersion
+    stop_reason: StopReason
+    replica: str
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int32:
+            raise ContractError(
+                f"TokenOutput.token_ids is {self.token_ids.dtype}{list(self.token_ids.shape)}; need int32[n]"
+            )
+        if self.logprobs.shape != self.token_ids.shape or self.logprobs.dtype != np.float32:
+            raise ContractError(
+                f"TokenOutput.logprobs is {self.logprobs.dtype}{list(self.logprobs.shape)}; "
+                f"need float32{list(self.token_ids.shape)}, one per token"
+            )
+        if (self.token_ids < 0).any():
+            raise ContractError(f"TokenOutput.token_ids has the negative id {int(self.token_ids.min())}")
+        bad = ~np.isfinite(self.logprobs) | (self.logprobs > 0)
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise ContractError(
+                f"TokenOutput.logprobs[{at}] is {float(self.logprobs[at])}; logprobs are finite and <= 0"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def check(self, *, vocab_size: int, routing: RoutingSpec | None) -> None:
+        """Refuse a segment that does not fit the model; called at the engine's edge.
+
+        Raises:
+            ContractError: a token id outside the vocabulary, or rows that are absent, unexpected or out of range.
+        """
+        if len(self) and int(self.token_ids.max()) >= vocab_size:
+            raise ContractError(
+                f"TokenOutput.token_ids has id {int(self.token_ids.max())}; the vocabulary has {vocab_size}"
+            )
+        if self.routed_experts is not None:
+            if routing is None:
+                raise ContractError("TokenOutput.routed_experts is set, but the run captures no routing")
+            self.routed_experts.check(routing)
+        elif routing is not None and len(self):
+            raise ContractError(
+                f"TokenOutput.routed_experts is None for {len(self)} tokens from replica {self.replica}; "
+                "the run captures routing"
+            )
