@@ -1,0 +1,50 @@
+# `make run` and `make test` are all a fresh clone needs; both set up the virtualenv first.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+ARGS ?=
+TESTS ?= tests
+
+.PHONY: run test lint format types contracts setup staleness bench clean
+
+setup: $(VENV)/.ready
+
+# torch comes from the configured index where it has a CPU build, else from PyTorch's CPU index.
+$(VENV)/.ready: requirements/cpu.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --no-deps $(TORCH) || $(BIN)/pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH)
+	$(BIN)/pip install -q --no-deps -r requirements/cpu.lock
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+run: setup
+	$(BIN)/python -m async_rl.run $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+staleness: setup
+	$(BIN)/python -m recipes.staleness.sweep $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/basedpyright
+
+contracts: setup
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python benchmarks/train_throughput.py
+	$(BIN)/python benchmarks/replica_throughput.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
