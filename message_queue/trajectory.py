@@ -233,3 +233,16 @@ class PromptGroup:
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return sum(t.num_sampled for t in self.trajectories)
+
+    @property
+    def closed(self) -> bool:
+        """Whether every trajectory has its stop reason and reward."""
+        return bool(self.trajectories) and all(t.closed for t in self.trajectories)
+
+    def tokens_per_version(self) -> dict[int, int]:
+        """`param_version` -> tokens that it sampled."""
+        counts: dict[int, int] = {}
+        for trajectory in self.trajectories:
+            for segment in trajectory.segments:
+                counts[segment.weights.version] = counts.get(segment.weights.version, 0) + len(segment)
+        return {version: tokens for version, tokens in counts.items() if tokens}

@@ -1,0 +1,151 @@
+"""Messages <-> token ids through the tokenizer's chat template. Sampled tokens are never tokenized again.
+
+Only what the model did not write is rendered: the prompt once, and each reply (tool results, user messages) as the
+text that the template puts after an assistant turn. That text is cut from a rendering of a stand-in conversation, so
+nothing depends on how the template would re-render earlier turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from agent_loop.loop import Message
+from message_queue.tokens import Int32Array
+
+# Long and odd enough not to occur in a template; two of them show whether a reply depends on what precedes it.
+STAND_INS = ("stand-in assistant turn 7f3a", "another stand-in assistant turn, 91c4")
+
+
+class ChatTemplateError(ValueError):
+    """A chat template or tokenizer that cannot continue a conversation token by token; says why."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> Any:
+        """The text, a str."""
+        ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tools: list[Any] | None = ...,
+        add_generation_prompt: bool = ...,
+        tokenize: bool = ...,
+    ) -> Any:
+        """The rendered text, a str, when tokenize is False."""
+        ...
+
+
+class Chat:
+    """Renders prompts and replies, and reads sampled turns.
+
+    Args:
+        end_of_turn: text of the token that ends a turn, usually the tokenizer's eos_token.
+        tools: JSON descriptions of the tools, given to the template. Replies of role "tool" are possible only then.
+        stop_tokens: further tokens that end a decode; a turn that ends with one is not a finished turn.
+
+    Raises:
+        ChatTemplateError: a stop token that is not one token, or a template that renders a reply differently
+            depending on the turn before it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        end_of_turn: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop_tokens: Sequence[str] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = [dict(tool) for tool in tools] or None
+        self._end_of_turn = end_of_turn
+        self._markers = (end_of_turn, *stop_tokens)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(self._single_id(text) for text in self._markers))
+        self._end_id = self.stop_token_ids[0]
+        if tools:
+            self._check_stable(Message(role="tool", content="0"))
+
+    def prompt(self, messages: Sequence[Message]) -> Int32Array:
+        """int32 [n]: the conversation up to where the model starts to write."""
+        return self._encode(self._render([_as_dict(m) for m in messages]))
+
+    def reply(self, messages: Sequence[Message], *, after: Int32Array) -> Int32Array:
+        """int32 [n]: what follows the sampled turn `after`, up to where the model writes again.
+
+        The end-of-turn token comes first if the turn lacks it (stopped at the end of a tool call). Text of a stop
+        token inside a message is broken up: what a tool returns can neither end a turn nor speak as another role.
+        """
+        text = self._tail([self._disarm(m) for m in messages], STAND_INS[0])
+        ids = self._encode(self._end_of_turn + text)
+        if int(ids[0]) != self._end_id:
+            raise ChatTemplateError(
+                f"the tokenizer merges {self._end_of_turn!r} with what follows it; make it a special token"
+            )
+        return ids[1:] if self.ends_turn(after) else ids
+
+    def ends_turn(self, turn: Int32Array) -> bool:
+        """Whether the sampled tokens end with the end-of-turn token."""
+        return len(turn) > 0 and int(turn[-1]) == self._end_id
+
+    def text(self, turn: Int32Array) -> str:
+        """Text of a sampled turn, without its end-of-turn token. Any other token stays visible."""
+        ids = turn[:-1] if self.ends_turn(turn) else turn
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+    # ---- inside
+
+    def _encode(self, text: str) -> Int32Array:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def _single_id(self, text: str) -> int:
+        ids = self._encode(text)
+        if len(ids) != 1:
+            raise ChatTemplateError(f"stop token {text!r} is {len(ids)} tokens in this tokenizer; name a single token")
+        return int(ids[0])
+
+    def _render(self, conversation: list[dict[str, str]]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                conversation, tools=self._tools, add_generation_prompt=True, tokenize=False
+            )
+        )
+
+    def _tail(self, messages: Sequence[Message], stand_in: str) -> str:
+        """What the template renders after the end-of-turn token of an assistant turn `stand_in`."""
+        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
+        rendered = self._render(conversation + [_as_dict(m) for m in messages])
+        _, found, rest = rendered.partition(stand_in)
+        if not found or not rest.startswith(self._end_of_turn):
+            raise ChatTemplateError(
+                f"the chat template does not put {self._end_of_turn!r} right after an assistant turn, so a sampled "
+                f"turn cannot be continued; use a template that does, or name its end-of-turn token. "
+                f"It renders: {rendered!r}"
+            )
+        return rest.removeprefix(self._end_of_turn)
+
+    def _check_stable(self, message: Message) -> None:
+        first, second = (self._tail([message], stand_in) for stand_in in STAND_INS)
+        if first != second or message.content not in first:
+            raise ChatTemplateError(
+                f"the chat template renders a message of role {message.role!r} differently depending on the turn "
+                f"before it, or leaves it out: {first!r} and {second!r}; use a template that appends"
+            )
+
+    def _disarm(self, message: Message) -> Message:
+        content = message.content
+        for marker in self._markers:
+            content = content.replace(marker, f"{marker[0]} {marker[1:]}")
+        return Message(role=message.role, content=content)
+
+
+def _as_dict(message: Message) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}

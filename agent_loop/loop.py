@@ -1,0 +1,98 @@
+"""One prompt -> one trajectory: what goes in, what bounds it, and what an agent loop promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from message_queue.trajectory import Trajectory
+
+
+class RolloutError(RuntimeError):
+    """This rollout cannot be finished, though the engines serve: its group is dropped with the reason."""
+
+
+class PromptError(RolloutError):
+    """A prompt that leaves no room to answer; names the prompt, its length and the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """role: system, user, assistant or tool, as the chat template knows them."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A task input.
+
+    index: its place in the source. messages: the conversation so far. target: what the reward needs, never shown.
+    """
+
+    index: int
+    messages: tuple[Message, ...]
+    target: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError(f"prompt {self.index} has no messages; give at least one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnLimits:
+    """Bounds of one trajectory.
+
+    max_turns: model calls. max_tokens: T, prompt and tool replies included; at most the context of the engine.
+    max_new_tokens_per_turn: sampled tokens of one turn; None leaves only `max_tokens`.
+    tool_timeout_s: one tool call. reward_timeout_s: the reward.
+    generate_timeout_s: one engine call, pauses for weight updates included.
+    """
+
+    max_turns: int
+    max_tokens: int
+    max_new_tokens_per_turn: int | None = None
+    tool_timeout_s: float = 30.0
+    reward_timeout_s: float = 60.0
+    generate_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"limits.{name} is {value}; must be at least 1")
+        for name in ("tool_timeout_s", "reward_timeout_s", "generate_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"limits.{name} is {value}; must be a positive number of seconds")
+
+    def turn_budget(self, held: int) -> int:
+        """Tokens that the next turn may sample when the trajectory holds `held`; 0 or less when it is full."""
+        left = self.max_tokens - held
+        return left if self.max_new_tokens_per_turn is None else min(left, self.max_new_tokens_per_turn)
+
+
+class AgentLoop(Protocol):
+    """Turns a prompt into a trajectory. Constructed complete: engine, chat, tools, reward, limits, sampling.
+
+    One loop serves any number of rollouts at once; it keeps no state between or across them.
+    """
+
+    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
+        """Fill the empty `trajectory` and close it with its reward and stop reason.
+
+        Aborts by the engine are resumed inside. The trajectory grows as segments arrive, so that a caller sees what
+        was generated even if the rollout fails; it is never left with a turn that was half recorded.
+
+        Args:
+            session: name of this rollout, unique in the run, without "#".
+            cache_salt: rollouts with different salts share no prefix cache.
+
+        Raises:
+            RolloutError: the prompt does not fit, the reward failed, or the engine gave up on a request.
+            EngineError: the engine cannot serve or gave no answer in time.
+            ContractError: the engine broke the contract.
+        """
+        ...

@@ -1,0 +1,46 @@
+"""Single turn: decode one answer and score it."""
+
+from __future__ import annotations
+
+from agent_loop.chat import Chat
+from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.loop import Prompt, TurnLimits
+from agent_loop.reward import Completion, Reward, score_in_time
+from agent_loop.segments import SegmentDecoder, observe_prompt, sampled_tokens
+from message_queue.trajectory import Trajectory
+
+
+class SingleTurnLoop:
+    """An AgentLoop of one turn; it reads no tool calls. Trajectory.info: turns, aborts."""
+
+    def __init__(
+        self, *, engine: Engine, chat: Chat, reward: Reward, limits: TurnLimits, sampling: SamplingConfig
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._reward = reward
+        self._limits = limits
+        self._sampling = sampling
+
+    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
+        """Fill and close `trajectory`; see AgentLoop.run."""
+        decoder = SegmentDecoder(
+            self._engine,
+            sampling=self._sampling,
+            stop_token_ids=self._chat.stop_token_ids,
+            session=session,
+            cache_salt=cache_salt,
+            timeout_s=self._limits.generate_timeout_s,
+        )
+        observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
+        stop_reason = await decoder.decode(trajectory, max_new_tokens=self._limits.turn_budget(len(trajectory)))
+        text = self._chat.text(sampled_tokens(trajectory.turns[-1]))
+        reward = await score_in_time(
+            self._reward,
+            prompt,
+            completion=Completion(turns=(text,), stop_reason=stop_reason),
+            timeout_s=self._limits.reward_timeout_s,
+        )
+        trajectory.close(
+            stop_reason=stop_reason, reward=reward, info={"turns": 1.0, "aborts": float(decoder.num_aborts)}
+        )

@@ -1,0 +1,101 @@
+"""Multi-turn tool use: decode a turn, execute its calls, show the replies, until a turn without calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agent_loop.chat import Chat
+from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.loop import Message, Prompt, TurnLimits
+from agent_loop.reward import Completion, Reward, score_in_time
+from agent_loop.segments import SegmentDecoder, observe_prompt, sampled_tokens
+from agent_loop.tools import ToolReply, ToolRunner, parse_tool_calls
+from message_queue.tokens import StopReason
+from message_queue.trajectory import Trajectory
+
+
+@dataclass(slots=True)
+class _Record:
+    """What happened so far in one rollout."""
+
+    texts: list[str] = field(default_factory=list[str])
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+
+    def note(self, replies: Sequence[ToolReply]) -> None:
+        self.num_tool_calls += len(replies)
+        self.num_tool_errors += sum(reply.failed for reply in replies)
+
+
+class ToolUseLoop:
+    """An AgentLoop. Without calls in its first turn, or with `limits.max_turns` 1, it is a single-turn loop.
+
+    A trajectory ends with
+        STOP: a turn without tool calls, or one that ended with another stop token than end-of-turn;
+        LENGTH: the turn was cut off, or the tool reply leaves no room to answer (it is not appended then);
+        TOOL_CALL: the calls of the last allowed turn are not executed.
+
+    Trajectory.info: turns, tool_calls (executed or malformed), tool_errors, aborts (decodes that were resumed).
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        chat: Chat,
+        tools: ToolRunner,
+        reward: Reward,
+        limits: TurnLimits,
+        sampling: SamplingConfig,
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._tools = tools
+        self._reward = reward
+        self._limits = limits
+        self._sampling = sampling
+
+    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
+        """Fill and close `trajectory`; see AgentLoop.run."""
+        decoder = SegmentDecoder(
+            self._engine,
+            sampling=self._sampling,
+            stop_token_ids=self._chat.stop_token_ids,
+            session=session,
+            cache_salt=cache_salt,
+            timeout_s=self._limits.generate_timeout_s,
+        )
+        observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
+        record = _Record()
+        stop_reason = await self._turns(trajectory, decoder, record)
+        completion = Completion(turns=tuple(record.texts), stop_reason=stop_reason)
+        reward = await score_in_time(
+            self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s
+        )
+        info = {
+            "turns": float(len(record.texts)),
+            "tool_calls": float(record.num_tool_calls),
+            "tool_errors": float(record.num_tool_errors),
+            "aborts": float(decoder.num_aborts),
+        }
+        trajectory.close(stop_reason=stop_reason, reward=reward, info=info)
+
+    async def _turns(self, trajectory: Trajectory, decoder: SegmentDecoder, record: _Record) -> StopReason:
+        while True:
+            stop_reason = await decoder.decode(trajectory, max_new_tokens=self._limits.turn_budget(len(trajectory)))
+            turn = sampled_tokens(trajectory.turns[-1])
+            record.texts.append(self._chat.text(turn))
+            if stop_reason is StopReason.LENGTH:
+                return StopReason.LENGTH
+            calls = parse_tool_calls(record.texts[-1])
+            if not calls or (stop_reason is StopReason.STOP and not self._chat.ends_turn(turn)):
+                return StopReason.STOP
+            if len(record.texts) == self._limits.max_turns:
+                return StopReason.TOOL_CALL
+            replies = await self._tools.run(calls)
+            record.note(replies)
+            observation = self._chat.reply([Message(role="tool", content=r.text) for r in replies], after=turn)
+            if self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
+                return StopReason.LENGTH
+            trajectory.observe(observation)

@@ -1,0 +1,199 @@
+"""Tools: what one is, how a call is read from a turn, and how the calls of a turn are executed, exactly once.
+
+A tool phase sits between two decodes. Aborts and weight updates happen inside decodes, so they cannot repeat it; a
+cancelled rollout cancels the running tool, and the trajectory takes the replies only when all of them are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from agent_loop.loop import RolloutError
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(f"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|$)", re.DOTALL)
+
+
+class ToolError(Exception):
+    """Raised by a tool to tell the model what was wrong with its call."""
+
+
+class Tool(Protocol):
+    """A function the model can call.
+
+    parameters: JSON schema of the arguments object.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """The reply shown to the model.
+
+        Raises:
+            ToolError: the call is wrong; its text is shown to the model.
+            RolloutError: the tool itself is out of order; the rollout ends and its group is dropped.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A well-formed call."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """Something between call markers that is no call; cause is told to the model."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReply:
+    """What the model is shown for one call."""
+
+    text: str
+    failed: bool
+
+
+def describe_tool(tool: Tool) -> dict[str, Any]:
+    """The description that chat templates take (OpenAI function format)."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
+
+
+def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
+    """Calls in Hermes / Qwen format, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in order.
+
+    Never raises: what cannot be read is a MalformedCall. No opening marker, no calls.
+    """
+    return [_parse_call(match) for match in _CALL.finditer(text)]
+
+
+def _parse_call(match: re.Match[str]) -> ToolCall | MalformedCall:
+    if not match.group(0).endswith(CALL_CLOSE):
+        return MalformedCall(f"the tool call has no {CALL_CLOSE}")
+    try:
+        call: object = json.loads(match.group(1))
+    except (ValueError, RecursionError) as error:
+        cause = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        return MalformedCall(f"the tool call is not valid JSON ({cause})")
+    if not isinstance(call, dict):
+        return MalformedCall("the tool call is not a JSON object")
+    fields = cast(dict[str, object], call)
+    name, arguments = fields.get("name"), fields.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return MalformedCall('the tool call needs a string "name" and an object "arguments"')
+    return ToolCall(name, cast(dict[str, Any], arguments))
+
+
+class Gate(Protocol):
+    """Where a rollout waits before it starts a tool."""
+
+    async def passed(self) -> None:
+        """Return once the gate is open."""
+        ...
+
+
+class OpenGate:
+    """A gate that never shuts."""
+
+    async def passed(self) -> None:
+        """Return at once."""
+
+
+class PauseGate:
+    """Makes a pause cover tools too: no tool starts between `pause` and `resume`; running ones finish."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def pause(self) -> None:
+        """Shut the gate."""
+        self._open.clear()
+
+    def resume(self) -> None:
+        """Open the gate for all who wait."""
+        self._open.set()
+
+    async def passed(self) -> None:
+        """Return once the gate is open."""
+        await self._open.wait()
+
+
+def explain_error(cause: str) -> str:
+    """Default reply to a failed call."""
+    return f"error: {cause}"
+
+
+class ToolRunner:
+    """Executes the calls of a turn, one after the other, each once.
+
+    Args:
+        timeout_s: of one call, not counting the wait at the gate.
+        gate: waited at before each call.
+        error_text: what the model is shown, given the cause of a failure.
+
+    Raises:
+        ValueError: two tools of one name.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        timeout_s: float,
+        gate: Gate | None = None,
+        error_text: Callable[[str], str] = explain_error,
+    ) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) != len(tools):
+            raise ValueError(f"tools are named {[tool.name for tool in tools]}; give each a name of its own")
+        self._timeout_s = timeout_s
+        self._gate = gate or OpenGate()
+        self._error_text = error_text
+
+    async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
+        """One reply per call, in order. A failure of any kind is a reply; only RolloutError passes through."""
+        return [await self._reply(call) for call in calls]
+
+    async def _reply(self, call: ToolCall | MalformedCall) -> ToolReply:
+        if isinstance(call, MalformedCall):
+            return self._failure(call.cause)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return self._failure(f"there is no such tool; the tools are {', '.join(sorted(self._tools)) or 'none'}")
+        await self._gate.passed()
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return ToolReply(await tool(call.arguments), failed=False)
+        except RolloutError:
+            raise
+        except ToolError as error:
+            return self._failure(str(error))
+        except TimeoutError as error:
+            if deadline.expired():
+                return self._failure(f"{tool.name} gave no answer in {self._timeout_s:g} s")
+            return self._failure(f"{tool.name} failed ({type(error).__name__})")
+        except Exception as error:  # noqa: BLE001 - a tool is foreign code: a bad call is data, not a crash
+            return self._failure(f"{tool.name} failed ({type(error).__name__}: {error})")
+
+    def _failure(self, cause: str) -> ToolReply:
+        return ToolReply(self._error_text(cause), failed=True)

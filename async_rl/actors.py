@@ -1,0 +1,207 @@
+"""Every Ray actor of a run and where it is placed; `handles.py` has the typed driver side of each.
+
+The classes are plain and tested without Ray; an actor only wraps one. An async actor runs each concurrency group on an
+event loop of its own, so control calls (pause, abort, load) are not queued behind thousands of generations; they are
+carried over to the loop that owns the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agent_loop.engine import GenerateRequest
+from async_rl.engines.replica import ReplicaStats
+from async_rl.engines.vllm import VllmConfig, VllmReplica
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import TokenOutput, WeightVersion
+
+T = TypeVar("T")
+MAX_GENERATIONS = 16_384  # concurrent generate calls of one replica; further ones wait in Ray's queue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Where the actors run.
+
+    address: of a running Ray cluster; None starts one on this machine.
+    num_cpus: logical CPUs of a started one; may exceed the cores, it only counts actors.
+    object_store_bytes: shared memory of a started one.
+    cpus_per_rank, gpus_per_rank: of one trainer rank; cpus_per_replica, gpus_per_replica: of one engine replica.
+    strategy: placement strategy. start_timeout_s: bound on placing and starting all actors.
+    call_timeout_s: bound on one trainer call. stop_timeout_s: bound on closing one actor.
+    """
+
+    address: str | None = None
+    num_cpus: int = 16
+    object_store_bytes: int = 256 << 20
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: float = 0.0
+    cpus_per_replica: float = 1.0
+    gpus_per_replica: float = 0.0
+    strategy: str = "PACK"
+    start_timeout_s: float = 300.0
+    call_timeout_s: float = 600.0
+    stop_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
+            raise ValueError(f"cluster.strategy is {self.strategy!r}; use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
+        for field in ("start_timeout_s", "call_timeout_s", "stop_timeout_s", "object_store_bytes", "num_cpus"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"cluster.{field} is {getattr(self, field)}; must be > 0")
+
+
+def start_ray(config: ClusterConfig) -> None:
+    """Join the cluster at `address`, or start one on this machine."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU keep the device variables
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.address is not None:
+        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        return
+    ray.init(
+        num_cpus=config.num_cpus,
+        object_store_memory=config.object_store_bytes,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+
+
+class Placement:
+    """One bundle per actor: trainer ranks first, then replicas, then the queue.
+
+    Raises:
+        TimeoutError: from `ready`, when the cluster cannot hold the run.
+    """
+
+    def __init__(self, config: ClusterConfig, *, ranks: int, replicas: int) -> None:
+        rank = {"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank}
+        replica = {"CPU": config.cpus_per_replica, "GPU": config.gpus_per_replica}
+        self._ranks = ranks
+        self._config = config
+        self._bundles = [_without_zero(b) for b in (*[rank] * ranks, *[replica] * replicas, {"CPU": 1.0})]
+        self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
+
+    async def ready(self) -> None:
+        """Wait until the cluster has reserved every bundle."""
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await cast(Awaitable[object], self._group.ready())
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the cluster has {ray.cluster_resources()} and cannot hold {self._bundles} within "
+                f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks or replicas"
+            ) from error
+
+    def rank(self, index: int) -> dict[str, Any]:
+        """Actor options of trainer rank `index`."""
+        return self._options(index, cpus=self._config.cpus_per_rank, gpus=self._config.gpus_per_rank)
+
+    def replica(self, index: int) -> dict[str, Any]:
+        """Actor options of replica `index`."""
+        return self._options(
+            self._ranks + index, cpus=self._config.cpus_per_replica, gpus=self._config.gpus_per_replica
+        )
+
+    def queue(self) -> dict[str, Any]:
+        """Actor options of the queue."""
+        return self._options(len(self._bundles) - 1, cpus=1.0, gpus=0.0)
+
+    def _options(self, bundle: int, *, cpus: float, gpus: float) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+
+# ---- replica
+
+
+@ray.remote(concurrency_groups={"generate": MAX_GENERATIONS, "control": 16})
+class ReplicaActor:
+    """A vLLM replica in a process of its own."""
+
+    @ray.method(concurrency_group="generate")
+    async def start(self, config: VllmConfig, *, name: str, checkpoint: Path, capture_routing: bool) -> WeightVersion:
+        self._home = asyncio.get_running_loop()
+        self._replica = await VllmReplica.start(
+            config, name=name, checkpoint=checkpoint, capture_routing=capture_routing
+        )
+        return self._replica.weights
+
+    @ray.method(concurrency_group="generate")
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        return await self._replica.generate(request)
+
+    @ray.method(concurrency_group="control")
+    async def pause(self) -> None:
+        await self._on_home(self._replica.pause())
+
+    @ray.method(concurrency_group="control")
+    async def abort(self) -> int:
+        return await self._on_home(self._replica.abort())
+
+    @ray.method(concurrency_group="control")
+    async def drain(self) -> None:
+        await self._on_home(self._replica.drain())
+
+    @ray.method(concurrency_group="control")
+    async def load(self, update: WeightUpdate) -> WeightVersion:
+        return await self._on_home(self._replica.load(update))
+
+    @ray.method(concurrency_group="control")
+    async def resume(self) -> None:
+        await self._on_home(self._replica.resume())
+
+    @ray.method(concurrency_group="control")
+    async def stats(self) -> ReplicaStats:
+        return await self._on_home(self._replica.stats())
+
+    @ray.method(concurrency_group="control")
+    async def close(self) -> None:
+        await self._on_home(self._replica.close())
+
+    @ray.method(concurrency_group="control")
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def _on_home(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the event loop that owns the engine."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+
+
+# ---- trainer
+
+
+@ray.remote
+class TrainerActor:
+    """One trainer rank in a process of its own."""
+
+    def address(self) -> str:
+        """host:port on this node, free at the time of the call."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(self, **kwargs: Any) -> None:
+        from async_rl.train.worker import TrainerRank  # megatron is only imported where a rank lives
+
+        self._rank = TrainerRank(**kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._rank, method)(*args, **kwargs)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def _without_zero(bundle: dict[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in bundle.items() if amount > 0}

@@ -1,0 +1,115 @@
+"""Checkpoints of a run: the trainer's state and the driver's, in one folder that appears whole or not at all.
+
+checkpoints/step-000020/
+    trainer/    model, optimizer, random state of every rank
+    run.json    RunState
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from message_queue.queue import QueueSnapshot
+
+FORMAT = 1
+
+
+class SavesTrainer(Protocol):
+    async def save(self, directory: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands between two train steps.
+
+    version_updates: param_version -> optimizer updates those weights hold.
+    prompt_cursor: first prompt index never handed out. unfinished_prompts: handed out, neither trained nor dropped.
+    queue: state of the queue; its unfinished groups end as dropped when it is restored.
+    """
+
+    train_step: int = 0
+    param_version: int = 0
+    version_updates: Mapping[int, int] = field(default_factory=lambda: {0: 0})
+    prompt_cursor: int = 0
+    unfinished_prompts: Sequence[int] = ()
+    queue: QueueSnapshot = field(default_factory=QueueSnapshot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """every: train steps between checkpoints, 0 for only at the end or on a stop. keep: how many stay on disk."""
+
+    every: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every is {self.every}; must be >= 0 (0: only at the end or on a stop)")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep is {self.keep}; must be >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    format: int
+    state: RunState
+
+
+class Checkpoints:
+    """Saves and finds the checkpoints of one run directory."""
+
+    def __init__(self, directory: Path, *, config: CheckpointConfig) -> None:
+        self._directory = directory
+        self._config = config
+
+    def due(self, train_step: int) -> bool:
+        """Whether a checkpoint is taken after this step."""
+        return bool(self._config.every) and train_step % self._config.every == 0
+
+    async def save(self, state: RunState, *, trainer: SavesTrainer) -> Path:
+        """Write a checkpoint; one that is cut short leaves those before it usable."""
+        final = self._directory / f"step-{state.train_step:06d}"
+        partial = final.with_suffix(".partial")
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        await trainer.save(partial / "trainer")
+        (partial / "run.json").write_bytes(msgspec.json.encode(_Document(format=FORMAT, state=state)))
+        await asyncio.to_thread(shutil.rmtree, final, ignore_errors=True)
+        partial.rename(final)
+        for old in self._finished()[: -self._config.keep]:
+            await asyncio.to_thread(shutil.rmtree, old)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, if there is one."""
+        finished = self._finished()
+        return finished[-1] if finished else None
+
+    def _finished(self) -> list[Path]:
+        return sorted(p for p in self._directory.glob("step-*") if p.suffix == "" and (p / "run.json").is_file())
+
+
+def read_run_state(checkpoint: Path) -> RunState:
+    """Read the driver's part of a checkpoint.
+
+    Raises:
+        ValueError: not a checkpoint, or one of another format; names the path.
+    """
+    path = checkpoint / "run.json"
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(
+            f"resume: {checkpoint} is not a checkpoint of format {FORMAT} ({error}); "
+            "give a folder checkpoints/step-NNNNNN, or resume=never"
+        ) from error
+    if document.format != FORMAT:
+        raise ValueError(f"resume: {checkpoint} has format {document.format}; this version reads format {FORMAT}")
+    return document.state

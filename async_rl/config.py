@@ -1,0 +1,247 @@
+"""RunConfig: every value of a run, typed, with the rules that span several of them.
+
+Hydra composes `configs/`; from here on there are only frozen dataclasses, each beside the class it configures. A wrong
+value is refused before any process starts, with the field, the value and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import TurnLimits
+from async_rl.actors import ClusterConfig
+from async_rl.batch.advantage import AdvantageConfig
+from async_rl.checkpoints import CheckpointConfig
+from async_rl.data.task import TaskConfig
+from async_rl.engines.vllm import VllmConfig
+from async_rl.model_info import CheckpointError, read_model_info
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import TrainerConfig
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.warm_start import WarmStartConfig
+from message_queue.staleness import StalenessConfig
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A run that cannot be started as asked; names field, value and the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """checkpoint: Hugging Face folder; None lets the task build its own model."""
+
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """groups_per_batch prompt groups of trajectories_per_group trajectories make one batch.
+
+    on_update: what a weight update does to generations in flight. resume_routing: which rows a resumed one keeps.
+    max_failed_groups: so many failed groups in a row stop the run.
+    """
+
+    groups_per_batch: int
+    trajectories_per_group: int
+    on_update: Literal["resume", "drain"] = "resume"
+    resume_routing: Literal["append"] = "append"
+    max_failed_groups: int = 16
+    sampling: SamplingConfig
+    limits: TurnLimits
+
+    def __post_init__(self) -> None:
+        for field in ("groups_per_batch", "trajectories_per_group", "max_failed_groups"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"rollout.{field} is {getattr(self, field)}; must be >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """every: train steps per publish. transport: `shm` (shared memory of one node) or `disk` (a shared directory).
+
+    directory: for `disk`. timeout_s: bound on one publish.
+    """
+
+    every: int = 1
+    transport: Literal["shm", "disk"] = "shm"
+    directory: Path | None = None
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"sync.every is {self.every}; must be >= 1")
+        if self.transport == "disk" and self.directory is None:
+            raise ValueError("sync.transport is 'disk' and sync.directory is null; give a directory all nodes see")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationConfig:
+    """every: train steps between rounds over `prompts` held-out prompts; 0 for only before and after."""
+
+    every: int = 10
+    prompts: int = 256
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.prompts < 0:
+            raise ValueError(f"validation.every={self.every}, validation.prompts={self.prompts}; must be >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueConfig:
+    """max_ready: finished groups held before `put` waits; None for what the staleness budget allows.
+
+    timeout_s: bound on one answer of the queue's process.
+    """
+
+    max_ready: int | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run. resume: `auto` continues what `output_dir` holds, `never` refuses to, or a checkpoint folder."""
+
+    name: str
+    output_dir: Path
+    total_train_steps: int
+    seed: int
+    resume: str
+    model: ModelConfig
+    engine: VllmConfig
+    trainer: TrainerConfig
+    optimizer: OptimizerConfig
+    loss: LossConfig
+    advantage: AdvantageConfig
+    staleness: StalenessConfig
+    rollout: RolloutConfig
+    sync: SyncConfig
+    queue: QueueConfig
+    validation: ValidationConfig
+    checkpoint: CheckpointConfig
+    warm_start: WarmStartConfig
+    task: TaskConfig
+    cluster: ClusterConfig
+
+    def __post_init__(self) -> None:
+        for problem in _problems(self):
+            raise ValueError(problem)
+
+
+def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
+    """Compose `config_name` with Hydra overrides and check everything that can be checked without a process.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    try:
+        with initialize_config_dir(str(config_dir), version_base="1.3"):
+            composed = compose(config_name, overrides=list(overrides))
+        values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+    return build_config(values)
+
+
+def build_config(values: Mapping[str, Any]) -> RunConfig:
+    """Typed RunConfig from plain values.
+
+    Raises:
+        ConfigError: unknown key, wrong type, value out of range, or an impossible combination.
+    """
+    unknown = list(_unknown_keys(RunConfig, values))
+    if unknown:
+        raise ConfigError(f"unknown config key: {', '.join(unknown)}")
+    try:
+        return TypeAdapter(RunConfig).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    """Rules that span fields; each names the fields, their values and the fix."""
+    if config.total_train_steps < 0:
+        yield f"total_train_steps is {config.total_train_steps}; must be >= 0"
+    if config.staleness.max_staleness < config.sync.every - 1:
+        yield (
+            f"staleness.max_staleness is {config.staleness.max_staleness} with sync.every={config.sync.every}: weights "
+            f"are up to {config.sync.every - 1} updates old before any wait; raise the bound or publish more often"
+        )
+    trajectories = config.rollout.groups_per_batch * config.rollout.trajectories_per_group
+    if trajectories % config.trainer.data_parallel:
+        yield (
+            f"a batch has {trajectories} trajectories (rollout.groups_per_batch={config.rollout.groups_per_batch} x "
+            f"rollout.trajectories_per_group={config.rollout.trajectories_per_group}), which does not divide over "
+            f"{config.trainer.data_parallel} data-parallel ranks; change one of them"
+        )
+    if config.rollout.limits.max_tokens > config.engine.max_model_len:
+        yield (
+            f"rollout.limits.max_tokens is {config.rollout.limits.max_tokens}, more than "
+            f"engine.max_model_len={config.engine.max_model_len}; lower the one or raise the other"
+        )
+    if config.resume not in ("auto", "never") and not (Path(config.resume) / "run.json").is_file():
+        yield f"resume is {config.resume!r}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
+    yield from _model_problems(config)
+
+
+def _model_problems(config: RunConfig) -> Iterator[str]:
+    """What the model's own config rules out."""
+    if config.model.checkpoint is None:
+        return
+    try:
+        info = read_model_info(config.model.checkpoint)
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"
+        return
+    if info.routing is None and config.trainer.router_replay != "none":
+        yield (
+            f"trainer.router_replay is {config.trainer.router_replay}, but model.checkpoint "
+            f"{config.model.checkpoint} is dense ({info.family}); use trainer.router_replay=none"
+        )
+    if config.engine.max_model_len > info.context_length:
+        yield (
+            f"engine.max_model_len is {config.engine.max_model_len}, more than the {info.context_length} positions of "
+            f"model.checkpoint {config.model.checkpoint}"
+        )
+
+
+def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys that no field takes, dotted."""
+    hints = get_type_hints(kind)
+    known = {f.name for f in fields(kind)}
+    for key, value in values.items():
+        if key not in known:
+            yield f"{prefix}{key}"
+        elif is_dataclass(hints[key]) and isinstance(value, Mapping):
+            yield from _unknown_keys(cast(type[Any], hints[key]), cast(Mapping[str, Any], value), f"{prefix}{key}.")
+
+
+def _explain(error: Any) -> str:
+    """A pydantic error as `field is value: reason`."""
+    where = ".".join(str(part) for part in error["loc"])
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return reason
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} is {error['input']!r}: {reason}"
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's first line, and its hint on how to add a key left out: unknown keys are refused here."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [
+        line for line in lines if not line.startswith(("To append", "Set the environment", "full_key", "object_type"))
+    ]
+    return " ".join(kept) or repr(error)

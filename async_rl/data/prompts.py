@@ -1,0 +1,105 @@
+"""Where training prompts come from. A source is a position in a fixed order, so a run continues where it stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agent_loop.loop import Message, Prompt
+from async_rl.data.task import Task
+
+
+class PromptOrder(Protocol):
+    """Endless, deterministic: index -> Prompt."""
+
+    def train_prompt(self, index: int) -> Prompt: ...
+
+
+class PromptSource:
+    """Hands out prompts in order, those of a stopped run's unfinished groups first.
+
+    Args:
+        order: the endless order of prompts.
+        cursor: next index that was never handed out.
+        unfinished: indices handed out by an earlier run whose groups were neither trained nor dropped.
+    """
+
+    def __init__(self, order: PromptOrder, *, cursor: int = 0, unfinished: Iterable[int] = ()) -> None:
+        self._order = order
+        self._cursor = cursor
+        self._unfinished = sorted(unfinished)
+
+    @property
+    def unfinished(self) -> Sequence[int]:
+        """Indices of an earlier run that are still to be admitted."""
+        return tuple(self._unfinished)
+
+    @property
+    def cursor(self) -> int:
+        """First index that was never handed out."""
+        return self._cursor
+
+    def current(self) -> Prompt:
+        """The prompt to admit next."""
+        return self._order.train_prompt(self._unfinished[0] if self._unfinished else self._cursor)
+
+    def advance(self) -> None:
+        """The current prompt was admitted; go on to the one after it."""
+        if self._unfinished:
+            self._unfinished.pop(0)
+        else:
+            self._cursor += 1
+
+
+class PromptFile:
+    """JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`, shuffled anew each epoch.
+
+    Raises:
+        ValueError: the file cannot be read, is empty, or a line is malformed; names file, line and cause.
+    """
+
+    def __init__(self, path: Path, *, seed: int) -> None:
+        self._seed = seed
+        self._entries = _read_entries(path)
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def train_prompt(self, index: int) -> Prompt:
+        """Prompt `index`; epoch e is a permutation of the file drawn from (seed, e)."""
+        epoch, at = divmod(index, len(self._entries))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._entries)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        messages, target = self._entries[self._order[at]]
+        return Prompt(index=index, messages=messages, target=target)
+
+
+def prompt_order(task: Task, *, prompt_file: Path | None, seed: int) -> PromptOrder:
+    """The prompt file where one is given, else the task's own stream."""
+    return task if prompt_file is None else PromptFile(prompt_file, seed=seed)
+
+
+def _read_entries(path: Path) -> Sequence[tuple[tuple[Message, ...], dict[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"task.prompt_file is {path}, which cannot be read: {error}") from error
+    entries: list[tuple[tuple[Message, ...], dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            messages = tuple(Message(role=m["role"], content=m["content"]) for m in record["messages"])
+            entries.append((messages, dict(record.get("target", {}))))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"task.prompt_file line {number} of {path} is not a prompt: {error!r}; "
+                'write {"messages": [{"role": "user", "content": "..."}], "target": {}}'
+            ) from error
+    if not entries:
+        raise ValueError(f"task.prompt_file is {path}, which has no prompts")
+    return entries

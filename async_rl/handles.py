@@ -1,0 +1,214 @@
+"""Typed driver side of the actors: every call is bounded, every failure names who failed at what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from tensordict import TensorDict
+
+from agent_loop.engine import EngineError, GenerateRequest
+from async_rl.actors import Placement, ReplicaActor, TrainerActor
+from async_rl.engines.replica import ReplicaStats
+from async_rl.engines.vllm import VllmConfig, engine_environment
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import TrainerConfig
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import TokenOutput, WeightVersion
+
+T = TypeVar("T")
+
+
+class TrainerError(RuntimeError):
+    """A trainer rank failed; names the rank, the call and the cause."""
+
+
+class ReplicaHandle:
+    """Driver side of a replica: an Engine, and the control calls of the publisher."""
+
+    def __init__(
+        self, actor: ActorHandle[Any], *, name: str, generate_timeout_s: float, control_timeout_s: float
+    ) -> None:
+        self.name = name
+        self._actor = actor
+        self._generate_timeout_s = generate_timeout_s
+        self._control_timeout_s = control_timeout_s
+
+    @classmethod
+    async def start(
+        cls, config: VllmConfig, *, name: str, checkpoint: Path, capture_routing: bool, options: dict[str, Any]
+    ) -> ReplicaHandle:
+        """Start the actor and its engine."""
+        environment = {"env_vars": engine_environment(config)}
+        actor = cast(Any, ReplicaActor).options(**options, runtime_env=environment, max_restarts=0).remote()
+        handle = cls(
+            actor,
+            name=name,
+            generate_timeout_s=config.generate_timeout_s,
+            control_timeout_s=config.load_timeout_s,
+        )
+        started = actor.start.remote(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)
+        await handle._call("start", started, config.start_timeout_s)
+        return handle
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `agent_loop.engine.Engine`; cancelling the caller aborts the request."""
+        ref = self._actor.generate.remote(request)
+        try:
+            return await self._call(f"generate {request.request_id}", ref, self._generate_timeout_s)
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
+
+    async def pause(self) -> None:
+        await self._call("pause", self._actor.pause.remote(), self._control_timeout_s)
+
+    async def abort(self) -> int:
+        return await self._call("abort", self._actor.abort.remote(), self._control_timeout_s)
+
+    async def drain(self) -> None:
+        await self._call("drain", self._actor.drain.remote(), self._generate_timeout_s)
+
+    async def load(self, update: WeightUpdate) -> WeightVersion:
+        return await self._call("load", self._actor.load.remote(update), self._control_timeout_s)
+
+    async def resume(self) -> None:
+        await self._call("resume", self._actor.resume.remote(), self._control_timeout_s)
+
+    async def stats(self) -> ReplicaStats:
+        return await self._call("stats", self._actor.stats.remote(), self._control_timeout_s)
+
+    async def pid(self) -> int:
+        """Process id of the actor."""
+        return await self._call("pid", self._actor.pid.remote(), self._control_timeout_s)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Close the engine; a replica that does not answer is killed."""
+        try:
+            await self._call("close", self._actor.close.remote(), timeout_s)
+        finally:
+            ray.kill(self._actor)
+
+    async def _call(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await ref
+        except TimeoutError as error:
+            raise EngineError(f"{self.name}: {what} took longer than {timeout_s} s") from error
+        except RayActorError as error:
+            raise EngineError(f"{self.name}: process died during {what}") from error
+        except RayTaskError as error:
+            raise EngineError(f"{self.name}: {what} failed: {error.cause}") from error
+
+
+class ReplicaFleet:
+    """Figures over all replicas."""
+
+    def __init__(self, replicas: list[ReplicaHandle]) -> None:
+        self._replicas = replicas
+
+    async def busy_seconds(self) -> float:
+        """Seconds with something in flight, mean over replicas."""
+        stats = await asyncio.gather(*(r.stats() for r in self._replicas))
+        return sum(s.busy_seconds for s in stats) / len(stats)
+
+
+class TrainerHandle:
+    """All trainer ranks as one; every call goes to every rank and rank 0 answers."""
+
+    def __init__(self, actors: list[ActorHandle[Any]], *, timeout_s: float) -> None:
+        self._actors = actors
+        self._timeout_s = timeout_s
+
+    @classmethod
+    async def start(
+        cls,
+        config: TrainerConfig,
+        *,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        checkpoint: Path,
+        placement: Placement,
+        timeout_s: float,
+    ) -> TrainerHandle:
+        """Start all ranks; they meet at an address of rank 0."""
+        environment = {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}}
+        actors = [
+            cast(Any, TrainerActor).options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote()
+            for i in range(config.ranks)
+        ]
+        handle = cls(actors, timeout_s=timeout_s)
+        rendezvous = await handle._bounded("address", 0, actors[0].address.remote())
+        common = {
+            "config": config,
+            "optimizer": optimizer,
+            "loss": loss,
+            "checkpoint": checkpoint,
+            "world_size": config.ranks,
+            "rendezvous": rendezvous,
+        }
+        await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
+        return handle
+
+    async def train(self, batch: TensorDict) -> dict[str, float]:
+        """One batch; see TrainerRank.train."""
+        return await self._everywhere("train", ray.put(batch))
+
+    async def train_supervised(self, batch: TensorDict) -> dict[str, float]:
+        """One supervised step; see TrainerRank.train_supervised."""
+        return await self._everywhere("train_supervised", ray.put(batch))
+
+    async def export(self, directory: Path, *, version: int) -> WeightUpdate:
+        """Write the current weights as `version`."""
+        return await self._everywhere("export", directory, version=version)
+
+    async def save(self, directory: Path) -> None:
+        await self._everywhere("save", directory)
+
+    async def restore(self, directory: Path) -> None:
+        await self._everywhere("restore", directory)
+
+    async def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        await self._everywhere("reset_optimizer", optimizer)
+
+    async def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return await self._all("pid", [a.pid.remote() for a in self._actors])
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Close every rank; one that does not answer is killed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._everywhere("close")
+        finally:
+            for actor in self._actors:
+                ray.kill(actor)
+
+    async def _everywhere(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return (await self._all(method, [a.call.remote(method, *args, **kwargs) for a in self._actors]))[0]
+
+    async def _all(self, what: str, refs: list[Awaitable[T]]) -> list[T]:
+        """Answers of all ranks; the first failure is raised at once, though other ranks may still wait for it."""
+        tasks = [asyncio.ensure_future(self._bounded(what, i, ref)) for i, ref in enumerate(refs)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await ref
+        except TimeoutError as error:
+            raise TrainerError(f"trainer rank {rank}: {what} took longer than {self._timeout_s} s") from error
+        except RayActorError as error:
+            raise TrainerError(f"trainer rank {rank}: process died during {what}") from error
+        except RayTaskError as error:
+            raise TrainerError(f"trainer rank {rank}: {what} failed: {error.cause!r}") from error

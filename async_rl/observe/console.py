@@ -1,0 +1,125 @@
+"""Live console: a table that is redrawn on a terminal, one plain line per step elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from async_rl.observe.recorder import Console, StepRecord
+from async_rl.rollout.validator import ValidationResult
+
+_COLUMNS = (
+    ("step", "train_step", "{:.0f}"),
+    ("version", "param_version", "{:.0f}"),
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "loss", "{:+.4f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("stale mean", "staleness/mean", "{:.2f}"),
+    ("stale max", "staleness/max", "{:.0f}"),
+    ("k3", "mismatch/k3", "{:.1e}"),
+    ("resumed", "partial/resumed_fraction", "{:.0%}"),
+    ("ready", "queue/ready", "{:.0f}"),
+    ("open", "queue/open", "{:.0f}"),
+    ("idle train", "idle/trainer", "{:.0%}"),
+    ("idle roll", "idle/rollout", "{:.0%}"),
+    ("tok/s", "throughput/tokens_per_s", "{:.0f}"),
+)
+_SHOWN_STEPS = 12
+
+
+def open_console(*, total_train_steps: int, first_step: int) -> Console:
+    """The live table on a terminal, plain lines elsewhere."""
+    clock = _Clock(total=total_train_steps, first=first_step)
+    return LiveConsole(clock) if sys.stdout.isatty() else PlainConsole(clock)
+
+
+class PlainConsole:
+    """One line per event, for files and pipes."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+        self._out = RichConsole(highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, record: StepRecord) -> None:
+        cells = "  ".join(f"{title} {_cell(record.metrics, key, form)}" for title, key, form in _COLUMNS)
+        self._out.print(f"{cells}  left {self._clock.left(record)}")
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        self._out.print(_validation_text(train_step, result))
+
+    def note(self, text: str) -> None:
+        self._out.print(text)
+
+    def close(self) -> None: ...
+
+
+class LiveConsole:
+    """The last steps as a table, the newest validation, a progress bar."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+        self._rows: list[list[str]] = []
+        self._footer = ""
+        self._done = 0
+        self._live = Live(self._render(), refresh_per_second=4)
+        self._live.start()
+
+    def step(self, record: StepRecord) -> None:
+        self._rows = [*self._rows[1 - _SHOWN_STEPS :], [_cell(record.metrics, key, form) for _, key, form in _COLUMNS]]
+        self._done = int(record.metrics["train_step"])
+        self._left = self._clock.left(record)
+        self._live.update(self._render(self._left))
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        self._footer = _validation_text(train_step, result)
+        self._live.console.print(self._footer)
+
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(text))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self, left: str = "--:--") -> Group:
+        table = Table(expand=True)
+        for title, _, _ in _COLUMNS:
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, ProgressBar(total=self._clock.total, completed=self._done), Text(f"time left {left}"))
+
+
+class _Clock:
+    """Time left from the mean step time so far."""
+
+    def __init__(self, *, total: int, first: int) -> None:
+        self.total = total
+        self._first = first
+        self._begun = time.monotonic()
+
+    def left(self, record: StepRecord) -> str:
+        """minutes:seconds."""
+        step = int(record.metrics["train_step"])
+        seconds = (time.monotonic() - self._begun) / max(1, step - self._first) * (self.total - step)
+        return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
+
+
+def _cell(metrics: Mapping[str, float], key: str, form: str) -> str:
+    value = metrics.get(key, math.nan)
+    return form.format(value) if math.isfinite(value) else "-"
+
+
+def _validation_text(train_step: int, result: ValidationResult) -> str:
+    return (
+        f"validation at step {train_step}: success {result.success_rate:.3f} on {result.prompts} held-out prompts, "
+        f"weights {result.min_version}..{result.max_version}"
+    )

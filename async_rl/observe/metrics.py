@@ -1,0 +1,119 @@
+"""Every metric of a train step: its key, how it is reduced over steps, its unit and meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from message_queue.tokens import StopReason
+from message_queue.trajectory import PromptGroup
+
+Reduction = Literal["mean", "max", "sum", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """reduction: how values of several steps become one."""
+
+    reduction: Reduction
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "train_step": Metric("last", "steps", "optimizer steps done"),
+    "param_version": Metric("last", "version", "newest published version"),
+    "reward/mean": Metric("mean", "reward", "over the trajectories of the batch"),
+    "reward/std": Metric("mean", "reward", "over the trajectories of the batch"),
+    "loss": Metric("mean", "nat", "policy loss, summed over tokens and divided as loss.aggregation says"),
+    "grad_norm": Metric("mean", "", "global norm before clipping"),
+    "lr": Metric("last", "", "learning rate of the step"),
+    "entropy": Metric("mean", "nat", "mean over sampled tokens, current policy"),
+    "clip/fraction": Metric("mean", "share", "sampled tokens whose ratio is clipped"),
+    "tokens": Metric("sum", "tokens", "sampled tokens that entered the loss"),
+    "staleness/mean": Metric("mean", "updates", "over sampled tokens of the batch"),
+    "staleness/p99": Metric("max", "updates", "over sampled tokens of the batch"),
+    "staleness/max": Metric("max", "updates", "over sampled tokens of the batch"),
+    "mismatch/k1": Metric("mean", "nat", "mean of behaviour - current logprob"),
+    "mismatch/k3": Metric("mean", "nat", "mean of exp(d) - 1 - d, d = current - behaviour logprob"),
+    "mismatch/abs_max": Metric("max", "nat", "largest |d|"),
+    "mismatch/k3_lag0": Metric("mean", "nat", "k3 of tokens whose context and own decode saw only current weights"),
+    "ess/token": Metric("mean", "share", "effective sample size of the token weights exp(d)"),
+    "routing/overlap": Metric("mean", "share", "replayed experts that the live router would choose too"),
+    "routing/fallback_fraction": Metric("mean", "share", "rows of real tokens left to the live router"),
+    "routing/missing_fraction": Metric("max", "share", "forwarded positions whose row the engine could not give"),
+    "routing/bytes_per_token": Metric("mean", "bytes", "row bytes received per token of the batch"),
+    "partial/resumed_fraction": Metric("mean", "share", "trajectories that were aborted and resumed at least once"),
+    "partial/max_segments": Metric("max", "segments", "most segments of one trajectory"),
+    "length/offered_mean": Metric("mean", "tokens", "sampled tokens per trajectory, all finished groups so far"),
+    "length/trained_mean": Metric("mean", "tokens", "sampled tokens per trajectory of the batch"),
+    "idle/trainer": Metric("mean", "share", "of the step spent waiting for a batch"),
+    "idle/rollout": Metric("mean", "share", "of the step in which replicas had nothing in flight"),
+    "queue/ready": Metric("mean", "groups", "finished, waiting for the trainer"),
+    "queue/open": Metric("mean", "groups", "being generated"),
+    "sync/seconds": Metric("mean", "s", "newest publish, first pause to last resume"),
+    "sync/pause_seconds": Metric("mean", "s", "newest publish, longest pause of a replica"),
+    "throughput/tokens_per_s": Metric("mean", "tokens/s", "sampled tokens trained per second of wall time"),
+    "ledger/admitted": Metric("last", "groups", "admitted since the run began"),
+    "ledger/trained": Metric("last", "groups", "trained since the run began"),
+    "ledger/dropped": Metric("last", "groups", "dropped since the run began"),
+    "ledger/open": Metric("last", "groups", "admitted, neither trained nor dropped"),
+    "ledger/error": Metric("last", "groups", "admitted - trained - dropped - open; 0 or the run stops"),
+}
+
+
+def batch_metrics(
+    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int]
+) -> dict[str, float]:
+    """Metrics that the trajectories of a batch determine.
+
+    Args:
+        update: optimizer updates held by the weights whose gradient is taken.
+        version_updates: param_version -> optimizer updates those weights hold.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    rewards = np.array([t.reward for t in trajectories], np.float64)
+    versions = np.concatenate([t.param_versions()[t.loss_mask()] for t in trajectories])
+    held = {version: update - version_updates[version] for version in np.unique(versions).tolist()}
+    staleness = np.array([held[v] for v in versions.tolist()], np.float64)
+    row_bytes = sum(s.routed_experts.experts.nbytes for t in trajectories for s in t.segments if s.routed_experts)
+    forwarded = sum(len(t) - 1 for t in trajectories)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/p99": float(np.quantile(staleness, 0.99, method="higher")),
+        "staleness/max": float(staleness.max()),
+        "partial/resumed_fraction": float(
+            np.mean([any(s.stop_reason is StopReason.ABORT for s in t.segments) for t in trajectories])
+        ),
+        "partial/max_segments": float(max(len(t.segments) for t in trajectories)),
+        "length/trained_mean": float(np.mean([t.num_sampled for t in trajectories])),
+        "routing/bytes_per_token": row_bytes / sum(len(t) for t in trajectories),
+        "routing/missing_fraction": _missing_rows(groups) / forwarded,
+    }
+
+
+def _missing_rows(groups: Sequence[PromptGroup]) -> int:
+    """Forwarded positions without a row: those the engine declared unavailable and those never covered."""
+    missing = 0
+    for trajectory in (t for g in groups for t in g.trajectories):
+        if trajectory.routing is not None:
+            missing += len(trajectory) - 1 - trajectory.num_rows + trajectory.num_unavailable_rows
+    return missing
+
+
+def staleness_histogram(
+    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int]
+) -> dict[int, int]:
+    """Sampled tokens of the batch by staleness."""
+    counts: dict[int, int] = {}
+    for trajectory in (t for g in groups for t in g.trajectories):
+        versions, tokens = np.unique(trajectory.param_versions()[trajectory.loss_mask()], return_counts=True)
+        for version, n in zip(versions.tolist(), tokens.tolist(), strict=True):
+            lag = update - version_updates[version]
+            counts[lag] = counts.get(lag, 0) + n
+    return dict(sorted(counts.items()))

@@ -1,0 +1,118 @@
+"""Where a run's numbers go: `metrics.jsonl`, `validation.jsonl`, `ledger.jsonl`, TensorBoard, and the console."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from async_rl.observe.metrics import METRICS
+from async_rl.rollout.validator import ValidationResult
+from message_queue.trajectory import PromptGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One train step. staleness_tokens: sampled tokens of the batch by staleness."""
+
+    metrics: Mapping[str, float]
+    staleness_tokens: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.metrics) - set(METRICS))
+        if unknown:
+            raise ValueError(f"metrics {unknown} are not in observe.metrics.METRICS; add them with their reduction")
+
+
+class Console(Protocol):
+    """What a person sees while the run goes on."""
+
+    def step(self, record: StepRecord) -> None: ...
+    def validation(self, train_step: int, result: ValidationResult) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Scalars(Protocol):
+    """The part of TensorBoard's SummaryWriter that is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """Writes every record as it comes; a run that is cut short leaves whole lines."""
+
+    def __init__(self, directory: Path, *, console: Console, scalars: Scalars) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._metrics = (directory / "metrics.jsonl").open("a", buffering=1)
+        self._validation = (directory / "validation.jsonl").open("a", buffering=1)
+        self._ledger = (directory / "ledger.jsonl").open("a", buffering=1)
+        self._console = console
+        self._scalars = scalars
+        self._offered_tokens = 0
+        self._offered_trajectories = 0
+
+    def offered(self, group: PromptGroup) -> None:
+        """Count a finished group, whether it will be trained or not."""
+        self._offered_tokens += group.num_tokens
+        self._offered_trajectories += len(group.trajectories)
+
+    def step(self, record: StepRecord) -> None:
+        """Record one train step."""
+        offered = self._offered_tokens / max(1, self._offered_trajectories)
+        metrics = {**record.metrics, "length/offered_mean": offered}
+        step = int(metrics["train_step"])
+        line: dict[str, Any] = {key: metrics[key] for key in METRICS if key in metrics}
+        line["staleness/tokens"] = {str(lag): n for lag, n in record.staleness_tokens.items()}
+        self._metrics.write(_json_line(line))
+        for key, value in metrics.items():
+            if math.isfinite(value):
+                self._scalars.add_scalar(key, value, step)
+        self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        """Record one round over the held-out prompts, asked for after `train_step`."""
+        self._validation.write(
+            _json_line(
+                {
+                    "train_step": train_step,
+                    "validation/success": result.success_rate,
+                    "validation/prompts": result.prompts,
+                    "validation/mean_tokens": result.mean_tokens,
+                    "validation/min_version": result.min_version,
+                    "validation/max_version": result.max_version,
+                }
+            )
+        )
+        self._scalars.add_scalar("validation/success", result.success_rate, train_step)
+        self._console.validation(train_step, result)
+
+    def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append what became of groups."""
+        for record in records:
+            self._ledger.write(_json_line(record))
+
+    def note(self, text: str) -> None:
+        """Tell the person at the console."""
+        self._console.note(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the person at the console that something is off, though the run goes on."""
+        self._console.note(f"warning: {text}")
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        for file in (self._metrics, self._validation, self._ledger):
+            file.close()
+        self._scalars.close()
+        self._console.close()
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    """Strict JSON: NaN and infinities become null."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(clean, allow_nan=False) + "\n"

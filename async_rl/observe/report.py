@@ -1,0 +1,128 @@
+"""Reads run directories and draws them: curves as PNG, a self-contained HTML page per run or comparison."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from async_rl.observe.metrics import METRICS
+
+_PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward/mean",)),
+    ("staleness (optimizer updates)", ("staleness/mean", "staleness/max")),
+    ("mismatch k3", ("mismatch/k3", "mismatch/k3_lag0")),
+    ("idle share", ("idle/trainer", "idle/rollout")),
+    ("partial rollouts", ("partial/resumed_fraction",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What a run directory holds. steps: objects of metrics.jsonl. validations: of validation.jsonl."""
+
+    name: str
+    steps: Sequence[dict[str, Any]]
+    validations: Sequence[dict[str, Any]]
+
+    def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(train steps, values) of a metric; steps without a value are left out."""
+        rows = [(s["train_step"], s[key]) for s in self.steps if s.get(key) is not None]
+        table = np.array(rows, np.float64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Read a run directory.
+
+    Raises:
+        ValueError: no metrics.jsonl, or a damaged line; names the file.
+    """
+    return RunRecord(
+        name=directory.name,
+        steps=_read_lines(directory / "metrics.jsonl"),
+        validations=_read_lines(directory / "validation.jsonl", required=False),
+    )
+
+
+def draw_curves(runs: Sequence[RunRecord]) -> Figure:
+    """Held-out success and the main metrics of one or more runs over train steps."""
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3).ravel()
+    for run in runs:
+        points = [(v["train_step"], v["validation/success"]) for v in run.validations]
+        if points:
+            steps, success = zip(*points, strict=True)
+            axes[0].plot(steps, success, marker="o", label=run.name)
+    _finish(axes[0], "held-out success at T=1")
+    axes[0].set_ylim(0, 1)
+    for axis, (title, keys) in zip(axes[1:], _PANELS, strict=True):
+        for run in runs:
+            for key in keys:
+                steps, values = run.column(key)
+                axis.plot(steps, values, label=key if len(runs) == 1 else f"{run.name} {key}")
+        _finish(axis, title)
+        if title.startswith("mismatch"):
+            axis.set_yscale("log")
+    return figure
+
+
+def write_report(runs: Sequence[RunRecord], path: Path) -> None:
+    """One HTML page: curves and the last values, nothing external."""
+    image = io.BytesIO()
+    draw_curves(runs).savefig(image, format="png", dpi=110)
+    encoded = base64.b64encode(image.getvalue()).decode()
+    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+    rows = "".join(
+        _row(key, runs) for key in METRICS if any(s.get(key) is not None for r in runs for s in r.steps[-1:])
+    )
+    path.write_text(
+        "<!doctype html><meta charset=utf-8><title>async_rl report</title>"
+        "<style>body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}"
+        "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}</style>"
+        f"<h1>{html.escape(', '.join(run.name for run in runs))}</h1>"
+        f'<img style="max-width:100%" src="data:image/png;base64,{encoded}">'
+        f"<h2>Last train step</h2><table><tr><th></th>{head}<th>meaning</th></tr>{rows}</table>"
+    )
+
+
+def _row(key: str, runs: Sequence[RunRecord]) -> str:
+    cells = "".join(f"<td>{_number(run.steps[-1].get(key) if run.steps else None)}</td>" for run in runs)
+    return f"<tr><td>{html.escape(key)}</td>{cells}<td>{html.escape(METRICS[key].meaning)}</td></tr>"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _finish(axis: Axes, title: str) -> None:
+    axis.set_title(title)
+    axis.set_xlabel("train step")
+    axis.grid(alpha=0.3)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize="small")
+
+
+def _read_lines(path: Path, *, required: bool = True) -> list[dict[str, Any]]:
+    if not path.is_file():
+        if required:
+            raise ValueError(f"{path} does not exist; give the output_dir of a run")
+        return []
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is damaged: {error}") from error
+    return records

@@ -1,0 +1,340 @@
+"""The system on one page: four stages in one TaskGroup.
+
+    feed --------> rollout --------> queue --------> train --------> publish
+     ^  admitted     |  prompt group         batch     |  weights       |
+     |               +--- aborted partials resume <----|----------------+
+     +------------------ admission reopens when every replica serves the new version
+
+    stage     consumes              produces              waits for                     is unblocked by
+    feed      prompts               admitted prompts      the staleness budget          publish, drops
+    rollout   admitted prompts      prompt groups         engines, tools                (nothing: it never blocks feed)
+    train     batches of groups     gradients, versions   a batch the bound allows      rollout
+    publish   versions              loaded replicas       every replica to load         train
+    validate  requests              held-out success      engines                       train
+    expire    hopeless groups       cancelled rollouts    the bound (policy drop)       train
+
+All but train are endless and run in the background; train is finite and is the body. A failed
+rollout is data (a dropped group with its reason); a failed stage is a crash with its cause. Only this module passes
+values between stages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from tensordict import TensorDict
+
+from agent_loop.loop import Prompt
+from async_rl.batch.advantage import AdvantageConfig, compute_advantages
+from async_rl.batch.collate import collate
+from async_rl.checkpoints import Checkpoints, RunState
+from async_rl.data.prompts import PromptSource
+from async_rl.observe.metrics import batch_metrics, staleness_histogram
+from async_rl.observe.recorder import Recorder, StepRecord
+from async_rl.observe.trace import Trace
+from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.rollout.validator import Validator
+from async_rl.weights.publisher import Publisher, PublishReport
+from async_rl.weights.transport import WeightUpdate, discard_updates
+from message_queue.ledger import LedgerRecord
+from message_queue.queue import Admission, Batch, PutResult, QueueSnapshot
+from message_queue.trajectory import PromptGroup
+
+
+class StageError(RuntimeError):
+    """A stage failed; the cause is chained."""
+
+
+class Trainer(Protocol):
+    """All trainer ranks as one."""
+
+    async def train(self, batch: TensorDict) -> dict[str, float]: ...
+    async def export(self, directory: Path, *, version: int) -> WeightUpdate: ...
+    async def save(self, directory: Path) -> None: ...
+
+
+class GroupQueue(Protocol):
+    """The trajectory queue, wherever it runs; see `message_queue.queue.TrajectoryQueue` for each call."""
+
+    async def admit(self, prompt: int) -> Admission: ...
+    async def put(self, group: PromptGroup) -> PutResult: ...
+    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> bool: ...
+    async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]: ...
+    async def take(self) -> Batch[PromptGroup]: ...
+    async def trained(self, groups: Sequence[int], *, train_step: int) -> None: ...
+    async def publish(self, version: int, *, update: int) -> None: ...
+    async def loaded(self, version: int) -> None: ...
+    async def snapshot(self) -> QueueSnapshot: ...
+    async def drain_records(self) -> list[LedgerRecord]: ...
+
+
+class RolloutClock(Protocol):
+    """Seconds in which the replicas had something in flight, mean over replicas, since they started."""
+
+    async def busy_seconds(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """What the pipeline itself decides; see the run config for the meaning of each value."""
+
+    total_train_steps: int
+    publish_every: int
+    validate_every: int
+    max_failed_groups: int
+    advantage: AdvantageConfig
+    weights_directory: Path
+
+
+class Pipeline:
+    """Runs the stages until the last train step, a stop request, or a failed stage."""
+
+    def __init__(
+        self,
+        *,
+        config: PipelineConfig,
+        prompts: PromptSource,
+        queue: GroupQueue,
+        rollouter: Rollouter,
+        trainer: Trainer,
+        publisher: Publisher,
+        clock: RolloutClock,
+        validator: Validator | None,
+        checkpoints: Checkpoints,
+        recorder: Recorder,
+        trace: Trace,
+        start: RunState,
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._queue = queue
+        self._rollouter = rollouter
+        self._trainer = trainer
+        self._publisher = publisher
+        self._clock = clock
+        self._validator = validator
+        self._checkpoints = checkpoints
+        self._recorder = recorder
+        self._trace = trace
+        self._train_step = start.train_step
+        self._version = start.param_version
+        self._version_updates = dict(start.version_updates)
+        self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
+        self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
+        self._validations: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+        self._stop = asyncio.Event()
+        self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
+        self._failed_in_a_row = 0
+
+    def request_stop(self) -> None:
+        """Finish the train step under way, save a checkpoint, and return from `run`."""
+        self._stop.set()
+
+    async def run(self) -> bool:
+        """Run to the last train step; True if it got there, False after a stop request.
+
+        Raises:
+            ExceptionGroup: of StageError, the cause of each chained.
+        """
+        if self._train_step == 0 and self._validator is not None:
+            await self._validate_now(0)
+        async with asyncio.TaskGroup() as background:
+            stages = {
+                name: background.create_task(self._stage(name, work), name=name)
+                for name, work in (
+                    ("feed", self._feed()),
+                    ("rollout", self._rollout()),
+                    ("expire", self._expire()),
+                    ("publish", self._publish()),
+                    ("validate", self._validate()),
+                )
+            }
+            await self._stage("train", self._train())
+            stages["feed"].cancel()
+            stages["rollout"].cancel()
+            await self._updates.join()
+            await self._save()
+            finished = not self._stop.is_set()
+            if finished and self._validator is not None:
+                await self._validations.join()
+                await self._validate_now(self._train_step)
+            for task in stages.values():
+                task.cancel()
+        return finished
+
+    async def _stage(self, name: str, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            raise StageError(f"stage {name} failed") from error
+
+    # ---- stages
+
+    async def _feed(self) -> None:
+        while True:
+            prompt = self._prompts.current()
+            admission = await self._queue.admit(prompt.index)
+            self._prompts.advance()
+            await self._admitted.put((prompt, admission))
+
+    async def _rollout(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                prompt, admission = await self._admitted.get()
+                groups.create_task(self._roll(prompt, admission), name=f"group-{admission.group}")
+
+    async def _roll(self, prompt: Prompt, admission: Admission) -> None:
+        with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
+            outcome = await self._rollouter.roll(prompt, admission)
+        if isinstance(outcome, DroppedGroup):
+            await self._queue.drop(
+                outcome.group, reason=outcome.reason, segments=outcome.segments, tokens=outcome.tokens
+            )
+            if outcome.expired:
+                return
+            self._recorder.warn(f"group {outcome.group} dropped: {outcome.reason}")
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= self._config.max_failed_groups:
+                raise RuntimeError(
+                    f"{self._failed_in_a_row} groups in a row failed (rollout.max_failed_groups); "
+                    f"the last: {outcome.reason}"
+                )
+            return
+        self._failed_in_a_row = 0
+        self._recorder.offered(outcome)
+        await self._queue.put(outcome)
+
+    async def _expire(self) -> None:
+        known: set[int] = set()
+        while True:
+            hopeless = await self._queue.wait_expired(known=known)
+            for group in hopeless:
+                self._rollouter.cancel(group, reason="expired: no batch within the staleness bound is left for it")
+            known.update(hopeless)
+
+    async def _train(self) -> None:
+        while self._train_step < self._config.total_train_steps:
+            begun, busy = time.monotonic(), await self._clock.busy_seconds()
+            batch = await self._take_or_stop()
+            if batch is None:
+                return
+            waited = time.monotonic() - begun
+            with self._trace.span("train", f"step {self._train_step + 1}", groups=len(batch.groups)):
+                metrics = await self._train_on(batch)
+            if self._train_step % self._config.publish_every == 0:
+                await self._export()
+            seconds = time.monotonic() - begun
+            metrics["idle/trainer"] = waited / seconds
+            metrics["idle/rollout"] = max(0.0, 1.0 - (await self._clock.busy_seconds() - busy) / seconds)
+            metrics["throughput/tokens_per_s"] = sum(g.num_tokens for g in batch.groups) / seconds
+            await self._record(batch, metrics)
+            await self._request_validation()
+            if self._checkpoints.due(self._train_step):
+                await self._save()
+
+    async def _publish(self) -> None:
+        while True:
+            update = await self._updates.get()
+            with self._trace.span("publish", f"version {update.weights.version}"):
+                self._last_publish = await self._publisher.publish(update)
+            await self._queue.loaded(update.weights.version)
+            discard_updates(self._config.weights_directory, keep_version=update.weights.version)
+            self._updates.task_done()
+
+    async def _validate(self) -> None:
+        while True:
+            step = await self._validations.get()
+            await self._validate_now(step)
+            self._validations.task_done()
+
+    # ---- parts of the train stage
+
+    async def _take_or_stop(self) -> Batch[PromptGroup] | None:
+        """The next batch, or None when a stop was requested first."""
+        take = asyncio.create_task(self._queue.take(), name="take")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait((take, stop), return_when=asyncio.FIRST_COMPLETED)
+            return take.result() if take.done() else None
+        finally:
+            for task in (take, stop):
+                task.cancel()
+
+    async def _train_on(self, batch: Batch[PromptGroup]) -> dict[str, float]:
+        groups = batch.groups
+        advantages = compute_advantages(groups, self._config.advantage)
+        tensors = await asyncio.to_thread(
+            collate,
+            groups,
+            advantages=advantages,
+            current_update=batch.update,
+            version_updates=self._version_updates,
+        )
+        metrics = await self._trainer.train(tensors)
+        self._train_step += 1
+        await self._queue.trained([g.group for g in groups], train_step=self._train_step)
+        metrics |= batch_metrics(groups, update=batch.update, version_updates=self._version_updates)
+        return metrics
+
+    async def _export(self) -> None:
+        self._version += 1
+        self._version_updates[self._version] = self._train_step
+        update = await self._trainer.export(self._config.weights_directory, version=self._version)
+        await self._queue.publish(self._version, update=self._train_step)
+        await self._updates.put(update)
+
+    async def _record(self, batch: Batch[PromptGroup], metrics: dict[str, float]) -> None:
+        snapshot = await self._queue.snapshot()
+        counts = snapshot.ledger
+        metrics |= {
+            "train_step": self._train_step,
+            "param_version": self._version,
+            "queue/ready": snapshot.ready,
+            "queue/open": snapshot.open,
+            "sync/seconds": self._last_publish.seconds,
+            "sync/pause_seconds": self._last_publish.pause_seconds,
+            "ledger/admitted": counts.admitted,
+            "ledger/trained": counts.trained,
+            "ledger/dropped": counts.dropped,
+            "ledger/open": counts.open,
+            "ledger/error": counts.error,
+        }
+        histogram = staleness_histogram(batch.groups, update=batch.update, version_updates=self._version_updates)
+        self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=histogram))
+        self._recorder.ledger(await self._queue.drain_records())
+        if counts.error:
+            raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")
+
+    async def _request_validation(self) -> None:
+        every = self._config.validate_every
+        last = self._train_step == self._config.total_train_steps
+        if self._validator is None or last or not every or self._train_step % every:
+            return
+        if self._validations.full():
+            self._recorder.warn(f"validation at step {self._train_step} skipped: the one before still runs")
+        else:
+            self._validations.put_nowait(self._train_step)
+
+    async def _validate_now(self, step: int) -> None:
+        assert self._validator is not None
+        with self._trace.span("validate", f"step {step}"):
+            result = await self._validator.run()
+        self._recorder.validation(step, result)
+
+    async def _save(self) -> None:
+        """Checkpoint between two train steps; nothing is taken then."""
+        snapshot = await self._queue.snapshot()
+        state = RunState(
+            train_step=self._train_step,
+            param_version=self._version,
+            version_updates=self._version_updates,
+            prompt_cursor=self._prompts.cursor,
+            unfinished_prompts=sorted({*snapshot.prompts, *self._prompts.unfinished}),
+            queue=replace(snapshot, version=self._version, update=self._version_updates[self._version], closed=False),
+        )
+        await self._checkpoints.save(state, trainer=self._trainer)

@@ -1,0 +1,292 @@
+"""Topology of a run: builds, places, starts and stops every part. Nobody else constructs.
+
+driver: Pipeline, Rollouter, Publisher, Validator, Recorder        one event loop
+actors: queue | trainer rank 0..R-1 | engine replica 0..N-1        one process each (an engine may add its own)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoTokenizer
+
+from agent_loop.loop import AgentLoop
+from async_rl.actors import Placement, start_ray
+from async_rl.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.config import ConfigError, RunConfig
+from async_rl.data.prompts import PromptSource, prompt_order
+from async_rl.data.task import Task, build_task
+from async_rl.handles import ReplicaFleet, ReplicaHandle, TrainerHandle, start_queue
+from async_rl.model_info import ModelInfo, read_model_info
+from async_rl.observe.console import open_console
+from async_rl.observe.recorder import Console, Recorder
+from async_rl.observe.trace import Trace
+from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.validator import Validator
+from async_rl.warm_start import run_warm_start, warm_start_folder
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.transport import remove_directory
+from message_queue.client import QueueClient
+
+
+class Program:
+    """One run from config to exit. What can be refused is refused in the constructor, before any process starts."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._task: Task = build_task(config.task, seed=config.seed)
+        self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
+        self._directory = config.output_dir
+        self._resume_from = _checkpoint_to_resume(config)
+        self._start = RunState() if self._resume_from is None else read_run_state(self._resume_from)
+
+    async def run(self) -> bool:
+        """Run to the end; True if all train steps were done, False after a stop request (Ctrl-C).
+
+        Raises:
+            Exception: whatever made a stage fail; every process is stopped before it is raised.
+        """
+        config = self._config
+        self._directory.mkdir(parents=True, exist_ok=True)
+        (self._directory / "config.yaml").write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+        async with contextlib.AsyncExitStack() as stack:
+            console = open_console(total_train_steps=config.total_train_steps, first_step=self._start.train_step)
+            recorder = Recorder(
+                self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
+            )
+            stack.callback(recorder.close)
+            trace = Trace(self._directory / "trace.json")
+            stack.callback(trace.write)
+            start_ray(config.cluster)
+            stack.callback(ray.shutdown)
+            placement = Placement(config.cluster, ranks=config.trainer.ranks, replicas=config.engine.replicas)
+            await placement.ready()
+            queue = await self._start_queue(placement)
+            trainer, checkpoint = await self._start_trainer(placement, stack, console)
+            model = read_model_info(checkpoint)
+            replicas = await self._start_replicas(placement, stack, checkpoint)
+            weights_directory = stack.enter_context(self._weights_directory())
+            publisher = Publisher(replicas, on_update=config.rollout.on_update, timeout_s=config.sync.timeout_s)
+            if self._resume_from is not None:
+                await trainer.restore(self._resume_from / "trainer")
+                version = self._start.param_version
+                await publisher.publish(await trainer.export(weights_directory, version=version))
+                recorder.note(f"resumed from {self._resume_from}: step {self._start.train_step}, version {version}")
+            pipeline = self._build_pipeline(
+                queue, trainer, replicas, publisher, recorder, trace, checkpoint, model, weights_directory
+            )
+            async with _stop_on_interrupt(pipeline, recorder):
+                finished = await pipeline.run()
+            recorder.ledger(await queue.closing_records())
+            recorder.note(self._farewell(finished))
+            return finished
+
+    # ---- parts
+
+    async def _start_queue(self, placement: Placement) -> QueueClient:
+        config = self._config
+        return await start_queue(
+            batch_groups=config.rollout.groups_per_batch,
+            staleness=config.staleness,
+            max_ready=config.queue.max_ready,
+            start=self._start,
+            timeout_s=config.queue.timeout_s,
+            options=placement.queue(),
+        )
+
+    async def _start_trainer(
+        self, placement: Placement, stack: contextlib.AsyncExitStack, console: Console
+    ) -> tuple[TrainerHandle, Path]:
+        """Trainer ranks on the checkpoint that RL starts from, warm-started first where that is asked for."""
+        config, warm = self._config, self._config.warm_start
+        checkpoint = config.model.checkpoint
+        folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=asdict(config.trainer))
+        initial = checkpoint
+        if initial is None:
+            initial = folder if folder.is_dir() else self._initial_checkpoint(stack)
+        cold = checkpoint is None and warm.steps > 0 and initial != folder
+        trainer = await TrainerHandle.start(
+            config.trainer,
+            optimizer=warm.optimizer if cold else config.optimizer,
+            loss=config.loss,
+            checkpoint=initial,
+            placement=placement,
+            timeout_s=config.cluster.call_timeout_s,
+        )
+        stack.push_async_callback(_closing(trainer, config.cluster.stop_timeout_s))
+        if not cold:
+            return trainer, initial
+
+        def progress(step: int, loss: float) -> None:
+            if step % 25 == 0 or step == warm.steps:
+                console.note(f"warm start {step}/{warm.steps}  loss {loss:.4f}")
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        await run_warm_start(warm, task=self._task, trainer=trainer, initial=initial, folder=folder, progress=progress)
+        await trainer.reset_optimizer(config.optimizer)
+        return trainer, folder
+
+    def _initial_checkpoint(self, stack: contextlib.AsyncExitStack) -> Path:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async_rl-"))) / "initial"
+        self._task.save_initial_checkpoint(path)
+        return path
+
+    async def _start_replicas(
+        self, placement: Placement, stack: contextlib.AsyncExitStack, checkpoint: Path
+    ) -> list[ReplicaHandle]:
+        config = self._config
+        capture = config.trainer.router_replay == "R3"
+        async with asyncio.TaskGroup() as starts:
+            tasks = [
+                starts.create_task(
+                    ReplicaHandle.start(
+                        config.engine,
+                        name=f"replica-{i}",
+                        checkpoint=checkpoint,
+                        capture_routing=capture,
+                        options=placement.replica(i),
+                    )
+                )
+                for i in range(config.engine.replicas)
+            ]
+        replicas = [task.result() for task in tasks]
+        for replica in replicas:
+            stack.push_async_callback(_closing(replica, config.cluster.stop_timeout_s))
+        return replicas
+
+    @contextlib.contextmanager
+    def _weights_directory(self):  # noqa: ANN202
+        """Where published versions are written: removed at the end."""
+        sync = self._config.sync
+        if sync.transport == "disk":
+            assert sync.directory is not None
+            path = Path(tempfile.mkdtemp(prefix="async_rl-weights-", dir=sync.directory))
+        else:
+            path = Path(tempfile.mkdtemp(prefix="async_rl-weights-", dir="/dev/shm"))
+        try:
+            yield path
+        finally:
+            remove_directory(path)
+
+    def _build_pipeline(
+        self,
+        queue: QueueClient,
+        trainer: TrainerHandle,
+        replicas: list[ReplicaHandle],
+        publisher: Publisher,
+        recorder: Recorder,
+        trace: Trace,
+        checkpoint: Path,
+        model: ModelInfo,
+        weights_directory: Path,
+    ) -> Pipeline:
+        config = self._config
+        routing = model.routing if config.trainer.router_replay == "R3" else None
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        loop: AgentLoop = self._task.build_loop(
+            engine=ReplicaRouter(replicas),
+            tokenizer=tokenizer,
+            sampling=config.rollout.sampling,
+            limits=config.rollout.limits,
+        )
+        validator = None
+        if config.validation.prompts:
+            held_out = self._task.validation_prompts(config.validation.prompts)
+            validator = Validator(loop=loop, routing=routing, prompts=held_out)
+        return Pipeline(
+            config=PipelineConfig(
+                total_train_steps=config.total_train_steps,
+                publish_every=config.sync.every,
+                validate_every=config.validation.every,
+                max_failed_groups=config.rollout.max_failed_groups,
+                advantage=config.advantage,
+                weights_directory=weights_directory,
+            ),
+            prompts=PromptSource(
+                self._order, cursor=self._start.prompt_cursor, unfinished=self._start.unfinished_prompts
+            ),
+            queue=queue,
+            rollouter=Rollouter(
+                loop=loop, routing=routing, trajectories_per_group=config.rollout.trajectories_per_group
+            ),
+            trainer=trainer,
+            publisher=publisher,
+            clock=ReplicaFleet(replicas),
+            validator=validator,
+            checkpoints=Checkpoints(self._directory / "checkpoints", config=config.checkpoint),
+            recorder=recorder,
+            trace=trace,
+            start=self._start,
+        )
+
+    def _farewell(self, finished: bool) -> str:
+        if finished:
+            return f"done: {self._config.total_train_steps} train steps; everything is in {self._directory}"
+        return f"stopped; continue with: python -m async_rl.run output_dir={self._directory} resume=auto"
+
+
+def _checkpoint_to_resume(config: RunConfig) -> Path | None:
+    """The checkpoint that `resume` asks for.
+
+    Raises:
+        ConfigError: `resume=never` on a run directory that holds a run.
+    """
+    latest = Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).latest()
+    match config.resume:
+        case "auto":
+            return latest
+        case "never":
+            if (config.output_dir / "metrics.jsonl").exists():
+                raise ConfigError(
+                    f"output_dir is {config.output_dir}, which holds a run, and resume=never; "
+                    "give another output_dir, remove it, or use resume=auto"
+                )
+            return None
+        case path:
+            return Path(path)
+
+
+def _closing(part: ReplicaHandle | TrainerHandle, timeout_s: float):  # noqa: ANN202
+    """Close a part at exit; what it raises then must not hide why the run ended."""
+
+    async def close() -> None:
+        with contextlib.suppress(Exception):
+            await part.close(timeout_s=timeout_s)
+
+    return close
+
+
+@contextlib.asynccontextmanager
+async def _stop_on_interrupt(pipeline: Pipeline, recorder: Recorder) -> AsyncIterator[None]:
+    """First Ctrl-C or SIGTERM: finish the step and save. Second: stop at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    asked = False
+
+    def interrupt() -> None:
+        nonlocal asked
+        if asked and task is not None:
+            task.cancel()
+            return
+        asked = True
+        recorder.note("stopping after this train step; once more to stop at once")
+        pipeline.request_stop()
+
+    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

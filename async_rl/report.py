@@ -1,0 +1,33 @@
+"""`python -m async_rl.report DIR...`: curves and last values of runs, as `report.html` and `report.png`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_rl.observe.report import draw_curves, read_run, write_report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m async_rl.report", description=__doc__)
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="output_dir of a run")
+    parser.add_argument("--out", type=Path, default=None, help="folder to write to, default: the first DIR")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = [read_run(directory) for directory in arguments.directories]
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    out: Path = arguments.out or arguments.directories[0]
+    out.mkdir(parents=True, exist_ok=True)
+    write_report(runs, out / "report.html")
+    draw_curves(runs).savefig(out / "report.png", dpi=110)
+    sys.stdout.write(f"{out / 'report.html'}\n{out / 'report.png'}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

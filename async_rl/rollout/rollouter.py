@@ -1,0 +1,106 @@
+"""One admitted prompt -> one prompt group. A bad rollout is data (a typed drop with its reason), not a crash."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from agent_loop.engine import EngineError
+from agent_loop.loop import AgentLoop, Prompt
+from message_queue.queue import Admission
+from message_queue.tokens import ContractError, RoutingSpec
+from message_queue.trajectory import PromptGroup, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedGroup:
+    """A group that will not be trained, and why. segments and tokens were generated in vain.
+
+    expired: it was cancelled from outside, because it can no longer be trained; otherwise a rollout failed.
+    """
+
+    group: int
+    reason: str
+    segments: int
+    tokens: int
+    expired: bool = False
+
+
+class Rollouter:
+    """Runs the agent loops of a group side by side.
+
+    Args:
+        loop: complete agent loop; its engine waits, aborts and resumes by itself.
+        routing: what a routing row means; None when the run captures none.
+        trajectories_per_group: n.
+    """
+
+    def __init__(self, *, loop: AgentLoop, routing: RoutingSpec | None, trajectories_per_group: int) -> None:
+        self._loop = loop
+        self._routing = routing
+        self._n = trajectories_per_group
+        self._running: dict[int, asyncio.Task[object]] = {}
+        self._cancelled: dict[int, str] = {}
+
+    def cancel(self, group: int, *, reason: str) -> None:
+        """Give up a group that is being rolled out; its `roll` returns a DroppedGroup. No effect on any other."""
+        task = self._running.get(group)
+        if task is not None and group not in self._cancelled:
+            self._cancelled[group] = reason
+            task.cancel()
+
+    async def roll(self, prompt: Prompt, admission: Admission) -> PromptGroup | DroppedGroup:
+        """Run all trajectories of one prompt.
+
+        Raises:
+            EngineError: the engines cannot serve; that is a failed stage, not a failed rollout.
+        """
+        trajectories = [Trajectory(routing=self._routing) for _ in range(self._n)]
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[admission.group] = task
+        expired = False
+        try:
+            failure = await self._run_all(prompt, admission, trajectories)
+        except asyncio.CancelledError:
+            failure = self._cancelled.get(admission.group)
+            if failure is None:
+                raise
+            expired = True
+            task.uncancel()
+        finally:
+            del self._running[admission.group]
+            self._cancelled.pop(admission.group, None)
+        if failure is not None:
+            return DroppedGroup(
+                group=admission.group,
+                reason=failure,
+                segments=sum(len(t.segments) for t in trajectories),
+                tokens=sum(t.num_sampled for t in trajectories),
+                expired=expired,
+            )
+        return PromptGroup(
+            group=admission.group,
+            prompt=prompt.index,
+            admitted_version=admission.admitted_version,
+            admitted_update=admission.admitted_update,
+            trajectories=trajectories,
+        )
+
+    async def _run_all(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]) -> str | None:
+        """Fill all trajectories side by side; None, or why the group failed."""
+        salt = f"v{admission.admitted_version}"
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                for i, trajectory in enumerate(trajectories):
+                    session = f"g{admission.group}-t{i}"
+                    rollouts.create_task(
+                        self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)
+                    )
+        except ExceptionGroup as errors:
+            fatal = errors.subgroup((EngineError, ContractError))
+            if fatal is not None:
+                raise fatal from None
+            first = errors.exceptions[0]
+            return f"rollout failed: {type(first).__name__}: {first}"
+        return None

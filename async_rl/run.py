@@ -1,0 +1,78 @@
+"""`python -m async_rl.run [overrides]`: Hydra -> RunConfig -> Program.
+
+Exit codes: 0 done or stopped on request, 1 a stage failed, 2 the run cannot be started as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run once; returns the exit code."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from async_rl.config import CONFIGS, load_config  # after the environment is set; imports torch
+
+    try:
+        config = load_config(
+            arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir or CONFIGS
+        )
+        from async_rl.program import Program
+
+        program = Program(config)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_REFUSED
+    import uvloop
+
+    try:
+        uvloop.run(program.run())
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped at once; the last checkpoint stands\n")
+        return EXIT_FAILED
+    except Exception as error:  # noqa: BLE001 - whatever ended the run is reported as its last lines
+        for line in causes(error):
+            sys.stderr.write(f"error: {line}\n")
+        return EXIT_FAILED
+    return 0
+
+
+def causes(error: BaseException) -> Iterator[str]:
+    """One line per leaf of an exception group: the chain from what failed to why."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from causes(inner)
+        return
+    if isinstance(error.__cause__, BaseExceptionGroup):
+        yield from (f"{error}: {line}" for line in causes(error.__cause__))
+        return
+    chain, link = [f"{error}" or repr(error)], error.__cause__
+    while link is not None and not isinstance(link, BaseExceptionGroup):
+        chain.append(f"{type(link).__name__}: {link}")
+        link = link.__cause__
+    if link is not None:
+        yield from (f"{': '.join(chain)}: {line}" for line in causes(link))
+    else:
+        yield ": ".join(chain).replace("\n", " ")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_rl.run", description="Train with asynchronous RL; overrides are Hydra's key=value."
+    )
+    parser.add_argument("--config-name", default="run", help="top-level config, default: run")
+    parser.add_argument("--config-dir", type=Path, default=None, help="folder of configs, default: the project's")
+    parser.add_argument("overrides", nargs="*", help="for instance total_train_steps=5 staleness.max_staleness=2")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Supervised steps through the RL trainer before RL, for tasks that build their own model. Cached by what made it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+
+from async_rl.batch.collate import collate_supervised
+from async_rl.data.task import Task, TaskConfig
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.weights.transport import WeightUpdate
+
+FORMAT = 1  # part of the cache key: raise it when the same settings give other weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartConfig:
+    """steps of `batch` demonstrations each; 0 steps skips it. cache: folder of finished warm starts."""
+
+    steps: int
+    batch: int
+    optimizer: OptimizerConfig
+    cache: Path
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch < 1:
+            raise ValueError(f"warm_start.steps={self.steps}, warm_start.batch={self.batch}; need >= 0 and >= 1")
+
+
+class SupervisedTrainer(Protocol):
+    async def train_supervised(self, batch: TensorDict) -> dict[str, float]: ...
+    async def export(self, directory: Path, *, version: int) -> WeightUpdate: ...
+
+
+def warm_start_folder(config: WarmStartConfig, *, task: TaskConfig, seed: int, trainer: Any) -> Path:
+    """Folder of the checkpoint that these settings make; it exists once the warm start has run.
+
+    Args:
+        trainer: the trainer's settings, which shape the result too.
+    """
+    made_by = {"format": FORMAT, "warm_start": asdict(config), "task": asdict(task), "seed": seed, "trainer": trainer}
+    key = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return config.cache / key
+
+
+async def run_warm_start(
+    config: WarmStartConfig,
+    *,
+    task: Task,
+    trainer: SupervisedTrainer,
+    initial: Path,
+    folder: Path,
+    progress: Callable[[int, float], None],
+) -> None:
+    """Train on the task's demonstrations and write a Hugging Face checkpoint into `folder`, whole or not at all.
+
+    Args:
+        initial: checkpoint that the trainer was started from; gives config and tokenizer.
+        progress: called with (step, loss) after each step.
+    """
+    for step in range(config.steps):
+        demonstrations = await asyncio.to_thread(task.demonstrations, step * config.batch, config.batch)
+        metrics = await trainer.train_supervised(collate_supervised(demonstrations))
+        progress(step + 1, metrics["loss"])
+    partial = folder.with_suffix(".partial")
+    await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+    await asyncio.to_thread(shutil.copytree, initial, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
+    update = await trainer.export(partial, version=0)
+    update.path.rename(partial / "model.safetensors")
+    partial.rename(folder)

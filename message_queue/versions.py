@@ -1,0 +1,62 @@
+"""Which weights were published, how many optimizer updates each holds, and which of them the replicas serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from message_queue.contract import QueueError
+
+
+class PublishedVersions:
+    """Versions go up, updates do not go back.
+
+    Args:
+        version: served by every replica at the start. update: optimizer updates it holds.
+    """
+
+    def __init__(self, *, version: int, update: int) -> None:
+        self._updates = {version: update}
+        self._newest = version
+        self._served = version
+
+    @property
+    def updates(self) -> Mapping[int, int]:
+        """`param_version` -> optimizer updates it holds."""
+        return self._updates
+
+    @property
+    def served(self) -> int:
+        """Newest version that every replica serves."""
+        return self._served
+
+    @property
+    def served_update(self) -> int:
+        """Optimizer updates held by `served`."""
+        return self._updates[self._served]
+
+    def publish(self, version: int, *, update: int) -> None:
+        """Add a version.
+
+        Raises:
+            QueueError: the version or its update goes back.
+        """
+        if version <= self._newest or update < self._updates[self._newest]:
+            raise QueueError(
+                f"published version {version} with {update} updates after version {self._newest} with "
+                f"{self._updates[self._newest]}; versions go up, updates do not go back"
+            )
+        self._updates[version] = update
+        self._newest = version
+
+    def load(self, version: int) -> None:
+        """Every replica serves `version`.
+
+        Raises:
+            QueueError: it was never published, or is older than what was served before.
+        """
+        if version not in self._updates or version < self._served:
+            raise QueueError(
+                f"loaded version {version} after version {self._served}; "
+                f"version {self._newest} is the newest that was published"
+            )
+        self._served = version

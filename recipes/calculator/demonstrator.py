@@ -1,0 +1,129 @@
+"""Noisy demonstrations for the warm start.
+
+Clean ones would leave reinforcement learning nothing to select: this demonstrator often answers without the tool,
+garbles calls, miscopies digits and stops early, so the warm-started model does each of these now and then.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from agent_loop.chat import Chat, Tokenizer
+from agent_loop.loop import Message
+from agent_loop.tools import MalformedCall, ToolError, parse_tool_calls
+from message_queue.tokens import Int32Array
+from message_queue.trajectory import BoolArray
+from recipes.calculator.calculator import ERROR_TEXT, NAME, calculate
+from recipes.calculator.problems import Problem, make_prompt
+from recipes.calculator.reward import answer_text
+from recipes.calculator.tokenizer import END_OF_TURN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseConfig:
+    """Probabilities.
+
+    direct_guess: of a trajectory that answers at once with a random number.
+    malformed_call, wrong_digit: of a tool turn whose JSON is broken, or whose expression has one digit wrong.
+    give_up: of guessing after a broken call instead of trying again.
+    early_answer: after a tool turn, of answering with the intermediate result.
+    wrong_answer_digit: of getting one digit of the final answer wrong.
+    """
+
+    direct_guess: float = 0.55
+    malformed_call: float = 0.05
+    wrong_digit: float = 0.08
+    give_up: float = 0.5
+    early_answer: float = 0.12
+    wrong_answer_digit: float = 0.06
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"demonstrator.{name} is {getattr(self, name)}; must be a probability")
+        if self.malformed_call == 1 and self.give_up == 0:
+            raise ValueError("demonstrator.malformed_call is 1 and give_up 0; such a demonstration never ends")
+
+
+class Demonstrator:
+    """Writes the token sequences that the agent loop would record if the model behaved like this."""
+
+    def __init__(self, *, chat: Chat, tokenizer: Tokenizer, noise: NoiseConfig | None = None) -> None:
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._noise = noise or NoiseConfig()
+
+    def demonstrate(self, problem: Problem, rng: random.Random) -> tuple[Int32Array, BoolArray]:
+        """(token ids int32 [T], loss mask bool [T], True on what the model is to write)."""
+        parts = [(self._chat.prompt(make_prompt(problem, index=0).messages), False)]
+        for turn, reply in self.turns(problem, rng):
+            written = np.asarray(self._tokenizer.encode(turn + END_OF_TURN, add_special_tokens=False), np.int32)
+            parts.append((written, True))
+            if reply is not None:
+                parts.append((self._chat.reply([Message(role="tool", content=reply)], after=written), False))
+        mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in parts])
+        return np.concatenate([ids for ids, _ in parts]), mask
+
+    def turns(self, problem: Problem, rng: random.Random) -> list[tuple[str, str | None]]:
+        """(turn of the model, reply of the tool) pairs; the last has no reply."""
+        noise, turns = self._noise, list[tuple[str, str | None]]()
+
+        def answered(value: str) -> list[tuple[str, str | None]]:
+            return [*turns, (answer_text(value), None)]
+
+        if rng.random() < noise.direct_guess:
+            return answered(_guess(rng, problem))
+        value, done = str(problem.operands[0]), 0
+        while done < len(problem.operators):
+            expression = f"{value}{problem.operators[done]}{problem.operands[done + 1]}"
+            slip = rng.random()
+            if slip < noise.malformed_call:
+                turn = _garble(rng, call_text(expression))
+                turns.append((turn, _execute(turn)))
+                if rng.random() < noise.give_up:
+                    return answered(_guess(rng, problem))
+                continue
+            if slip < noise.malformed_call + noise.wrong_digit:
+                expression = _corrupt_digit(rng, expression)
+            turn = call_text(expression)
+            value = _execute(turn)
+            turns.append((turn, value))
+            if value == ERROR_TEXT:
+                return answered(_guess(rng, problem))
+            done += 1
+            if done < len(problem.operators) and rng.random() < noise.early_answer:
+                return answered(value)
+        return answered(_corrupt_digit(rng, value) if rng.random() < noise.wrong_answer_digit else value)
+
+
+def call_text(expression: str) -> str:
+    """The turn that calls the calculator."""
+    return f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
+
+
+def _execute(turn: str) -> str:
+    """What the loop shows the model after `turn`."""
+    (call,) = parse_tool_calls(turn)
+    if isinstance(call, MalformedCall):
+        return ERROR_TEXT
+    try:
+        return calculate(call.arguments["expression"])
+    except ToolError:
+        return ERROR_TEXT
+
+
+def _garble(rng: random.Random, turn: str) -> str:
+    """Drop a brace or a quote at the end of the JSON."""
+    return turn.replace('"}}', '"}' if rng.random() < 0.5 else "}}")
+
+
+def _corrupt_digit(rng: random.Random, text: str) -> str:
+    at = rng.choice([i for i, character in enumerate(text) if character.isdigit()])
+    return text[:at] + rng.choice([d for d in "0123456789" if d != text[at]]) + text[at + 1 :]
+
+
+def _guess(rng: random.Random, problem: Problem) -> str:
+    return str(rng.randrange(10 ** len(str(problem.answer))))

@@ -1,0 +1,143 @@
+"""The calculator task as a run sees it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_loop.chat import Chat, Tokenizer
+from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.loop import AgentLoop, Prompt, TurnLimits
+from agent_loop.tool_use import ToolUseLoop
+from agent_loop.tools import Gate, ToolRunner, describe_tool
+from message_queue.tokens import Int32Array
+from message_queue.trajectory import BoolArray
+from recipes.calculator.calculator import ERROR_TEXT, Calculator, LatencyConfig
+from recipes.calculator.demonstrator import Demonstrator
+from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
+from recipes.calculator.problems import ProblemConfig, draw_problem, make_prompt
+from recipes.calculator.reward import ExactAnswer
+from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalculatorConfig:
+    """Options of the task.
+
+    operation_weights, min_operand, max_operand: see ProblemConfig.
+    tool_latency_s, tool_tail_share, tool_tail_factor: see LatencyConfig.
+    dense_first_layer: see TinyModelConfig.
+    """
+
+    operation_weights: tuple[float, ...] = (0.5, 0.3, 0.2)
+    min_operand: int = 10
+    max_operand: int = 99
+    tool_latency_s: float = 0.0
+    tool_tail_share: float = 0.0
+    tool_tail_factor: float = 10.0
+    dense_first_layer: bool = True
+
+    def __post_init__(self) -> None:
+        _ = self.problems, self.latency  # each checks its own fields
+
+    @property
+    def problems(self) -> ProblemConfig:
+        return ProblemConfig(
+            operation_weights=tuple(self.operation_weights), min_operand=self.min_operand, max_operand=self.max_operand
+        )
+
+    @property
+    def latency(self) -> LatencyConfig:
+        return LatencyConfig(
+            mean_s=self.tool_latency_s, tail_share=self.tool_tail_share, tail_factor=self.tool_tail_factor
+        )
+
+
+class CalculatorTask:
+    """A Task: prompts, agent loop, initial model and demonstrations, each a function of (config, seed).
+
+    Validation prompts do not depend on the seed, so that runs with different seeds can be compared.
+    """
+
+    def __init__(self, config: CalculatorConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._tokenizer = build_tokenizer()
+        self._demonstrator = Demonstrator(chat=build_chat(self._tokenizer), tokenizer=self._tokenizer)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a decode; the first is the end-of-turn token."""
+        return build_chat(self._tokenizer).stop_token_ids
+
+    def train_prompt(self, index: int) -> Prompt:
+        """Prompt `index` of an endless stream; never a held-out question."""
+        rng = random.Random(f"train {self._seed} {index}")
+        return make_prompt(draw_problem(rng, self._config.problems, held_out=False), index=index)
+
+    def validation_prompts(self, count: int) -> list[Prompt]:
+        """The first `count` prompts of the held-out stream."""
+        return [
+            make_prompt(draw_problem(random.Random(f"validation {i}"), self._config.problems, held_out=True), index=i)
+            for i in range(count)
+        ]
+
+    def build_loop(
+        self,
+        *,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        sampling: SamplingConfig,
+        limits: TurnLimits,
+        gate: Gate | None = None,
+    ) -> AgentLoop:
+        """Multi-turn tool use with the calculator. gate: waited at before each tool call."""
+        calculator = Calculator(latency=self._config.latency, seed=self._seed)
+        return ToolUseLoop(
+            engine=engine,
+            chat=build_chat(tokenizer),
+            tools=ToolRunner(
+                [calculator], timeout_s=limits.tool_timeout_s, gate=gate, error_text=lambda _cause: ERROR_TEXT
+            ),
+            reward=ExactAnswer(),
+            limits=limits,
+            sampling=sampling,
+        )
+
+    def save_initial_checkpoint(self, path: Path) -> None:
+        """Write the randomly initialised model and the tokenizer as a Hugging Face checkpoint folder."""
+        config = TinyModelConfig(dense_first_layer=self._config.dense_first_layer)
+        save_initial_checkpoint(path, tokenizer=self._tokenizer, seed=self._seed, config=config)
+
+    def demonstrations(self, start: int, count: int) -> list[tuple[Int32Array, BoolArray]]:
+        """Demonstrations `start..start+count-1`: (token ids int32 [T], loss mask bool [T]); no held-out question."""
+        return [self._demonstration(index) for index in range(start, start + count)]
+
+    def _demonstration(self, index: int) -> tuple[Int32Array, BoolArray]:
+        rng = random.Random(f"demonstration {self._seed} {index}")
+        return self._demonstrator.demonstrate(draw_problem(rng, self._config.problems, held_out=False), rng)
+
+
+def build_chat(tokenizer: Tokenizer) -> Chat:
+    """The chat of the task. Padding and start-of-turn tokens end a decode too: what follows them is no answer."""
+    return Chat(
+        tokenizer,
+        end_of_turn=END_OF_TURN,
+        tools=[describe_tool(Calculator())],
+        stop_tokens=(PAD, TURN_START),
+    )
+
+
+def calculator_task(options: Mapping[str, Any], *, seed: int) -> CalculatorTask:
+    """Build the task from the fields of CalculatorConfig; lists stand for tuples.
+
+    Raises:
+        TypeError: an unknown option. ValueError: a bad value; names the field.
+    """
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    return CalculatorTask(CalculatorConfig(**fields), seed=seed)
