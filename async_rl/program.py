@@ -29,6 +29,7 @@ from async_rl.handles import ReplicaFleet, ReplicaHandle, TrainerHandle, start_q
 from async_rl.model_info import ModelInfo, read_model_info
 from async_rl.observe.console import open_console
 from async_rl.observe.recorder import Console, Recorder
+from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.rollout.rollouter import Rollouter
@@ -76,6 +77,7 @@ class Program:
             trainer, checkpoint = await self._start_trainer(placement, stack, console)
             model = read_model_info(checkpoint)
             replicas = await self._start_replicas(placement, stack, checkpoint)
+            await self._name_processes(trainer, replicas)
             weights_directory = stack.enter_context(self._weights_directory())
             publisher = Publisher(replicas, on_update=config.rollout.on_update, timeout_s=config.sync.timeout_s)
             if self._resume_from is not None:
@@ -86,9 +88,13 @@ class Program:
             pipeline = self._build_pipeline(
                 queue, trainer, replicas, publisher, recorder, trace, checkpoint, model, weights_directory
             )
-            async with _stop_on_interrupt(pipeline, recorder):
-                finished = await pipeline.run()
-            recorder.ledger(await queue.closing_records())
+            try:
+                async with _stop_on_interrupt(pipeline, recorder):
+                    finished = await pipeline.run()
+            finally:
+                with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
+                    recorder.ledger(await queue.closing_records())
+            write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
             return finished
 
@@ -164,6 +170,12 @@ class Program:
         for replica in replicas:
             stack.push_async_callback(_closing(replica, config.cluster.stop_timeout_s))
         return replicas
+
+    async def _name_processes(self, trainer: TrainerHandle, replicas: list[ReplicaHandle]) -> None:
+        """Write `processes.json`: which process id is which part, for whoever looks at a run from outside."""
+        ranks = await trainer.pids()
+        pids = {f"trainer-{i}": pid for i, pid in enumerate(ranks)} | {r.name: await r.pid() for r in replicas}
+        (self._directory / "processes.json").write_text(json.dumps(pids) + "\n")
 
     @contextlib.contextmanager
     def _weights_directory(self):  # noqa: ANN202

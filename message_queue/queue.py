@@ -148,9 +148,9 @@ class TrajectoryQueue(Generic[G]):
             self._give_up(group, reason=reason, segments=segments, tokens=tokens)
             return True
 
-    def expired(self) -> list[int]:
+    async def expired(self) -> list[int]:
         """Open groups that can no longer be trained; their rollouts are best cancelled and dropped (policy drop)."""
-        return [group for group, admission in self._held.open.items() if self._is_expired(admission.admitted_update)]
+        return self._hopeless()
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         """Wait for open groups that can no longer be trained and are not in `known`.
@@ -159,8 +159,8 @@ class TrajectoryQueue(Generic[G]):
             QueueClosed: no group expires any more.
         """
         async with self._changed:
-            await self._until(lambda: any(group not in known for group in self.expired()), what="wait_expired")
-            return [group for group in self.expired() if group not in known]
+            await self._until(lambda: not set(known).issuperset(self._hopeless()), what="wait_expired")
+            return [group for group in self._hopeless() if group not in known]
 
     # ---- the training side
 
@@ -239,7 +239,7 @@ class TrajectoryQueue(Generic[G]):
             self._closed = True
             self._changed.notify_all()
 
-    def snapshot(self) -> QueueSnapshot:
+    async def snapshot(self) -> QueueSnapshot:
         """The state now."""
         return QueueSnapshot(
             next_group=self._next_group,
@@ -254,11 +254,11 @@ class TrajectoryQueue(Generic[G]):
             closed=self._closed,
         )
 
-    def drain_records(self) -> list[LedgerRecord]:
+    async def drain_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that ended since the last call."""
         return self._ledger.drain_records()
 
-    def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
+    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
         """Ledger records not drained yet, one for each group that is still open, and the total."""
         return self._ledger.closing_records(self._held.live)
 
@@ -286,6 +286,9 @@ class TrajectoryQueue(Generic[G]):
 
     def _is_expired(self, admitted_update: int) -> bool:
         return self._policy.gives_up(admitted_update, next_update=self._next_update)
+
+    def _hopeless(self) -> list[int]:
+        return [group for group, admission in self._held.open.items() if self._is_expired(admission.admitted_update)]
 
     def _expiry(self, admitted_update: int) -> str:
         staleness = self._budget.staleness(admitted_update, next_update=self._next_update)

@@ -252,9 +252,11 @@ class FakeTool:
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     calls: list[Mapping[str, Any]] = field(default_factory=list)
     cancelled: int = 0
+    started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         self.calls.append(arguments)
+        self.started.set()
         try:
             await asyncio.sleep(self.seconds)
         except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from recipes.calculator.problems import apply_operator
 
 NAME = "calculator"
 ERROR_TEXT = "error"  # the reply to every failed call, as the demonstrations show it
-_BINARY = re.compile(r"(\d{1,6})([+\-*])(\d{1,6})")
+_BINARY = re.compile(r"([0-9]{1,6})([+\-*])([0-9]{1,6})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

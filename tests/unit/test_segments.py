@@ -75,9 +75,7 @@ async def decode_canned(*outputs, budget=10):
 
 
 schedules = st.lists(
-    st.builds(
-        lambda after, publishes: (after, publishes), after=st.integers(0, 5), publishes=st.integers(0, 2)
-    ),
+    st.builds(lambda after, publishes: (after, publishes), after=st.integers(0, 5), publishes=st.integers(0, 2)),
     max_size=12,
 )
 
@@ -203,7 +201,7 @@ def test_no_request_id_is_a_prefix_of_another(sessions, aborts):
 
 
 def test_a_session_with_the_separator_is_refused():
-    with pytest.raises(ValueError, match='session is \'a#1\'; "#" separates'):
+    with pytest.raises(ValueError, match="session is 'a#1'; \"#\" separates"):
         make_decoder(scripted(1), session="a#1")
 
 

@@ -71,7 +71,7 @@ def test_a_call_without_an_end_is_malformed_and_does_not_swallow_the_next():
     assert second == ToolCall("tool", {"x": 1})
 
 
-@given(st.text(alphabet=st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", "[", "1", "\n"])))
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", "[", "1", "\n"])).map("".join))
 def test_parsing_never_raises_and_finds_one_call_per_opening_marker(text):
     assert len(parse_tool_calls(text)) == text.count("<tool_call>")
 

@@ -1,0 +1,53 @@
+"""Names and digest of the tensors of a Hugging Face checkpoint: what `WeightVersion` 0 stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from async_rl.model_info import CheckpointError
+from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.transport import read_update
+
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder.
+
+    Raises:
+        CheckpointError: there are none, or the index names one that is absent.
+    """
+    if (checkpoint / INDEX).is_file():
+        files = sorted({checkpoint / name for name in json.loads((checkpoint / INDEX).read_text())["weight_map"].values()})
+    else:
+        files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"model checkpoint {checkpoint} has no *.safetensors file; save it with save_pretrained")
+    if absent := [path.name for path in files if not path.is_file()]:
+        raise CheckpointError(f"model checkpoint {checkpoint} lacks {', '.join(absent)}, which its index names")
+    return files
+
+
+def tensor_names(files: list[Path]) -> frozenset[str]:
+    """Names of all tensors in `files`."""
+    names: set[str] = set()
+    for path in files:
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    return frozenset(names)
+
+
+def digest_checkpoint(checkpoint: Path) -> str:
+    """`WeightsDigest` over every tensor of a checkpoint folder; reads all of it.
+
+    Raises:
+        CheckpointError: no usable weight files.
+    """
+    digest = WeightsDigest()
+    for path in weight_files(checkpoint):
+        for name, tensor in read_update(path):
+            digest.update(name, tensor)
+    return digest.hexdigest()

@@ -1,0 +1,219 @@
+"""The life cycle that every engine replica has, whatever engine is behind it.
+
+    serving --pause--> paused --(abort | drain)--> quiet --load--> quiet --resume--> serving
+
+While paused, new `generate` calls wait at a gate. Weights are only loaded when nothing is in flight, so a segment never
+mixes two versions. A failure (dead engine, weights of unknown content) closes the gate for good or until a load mends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from agent_loop.engine import EngineError, GenerateRequest
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import StopReason, TokenOutput, WeightVersion
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """in_flight: requests in the engine now. tokens_sampled: since the start, partial segments included.
+
+    busy_seconds: time since the start with at least one request in flight.
+    """
+
+    in_flight: int
+    tokens_sampled: int
+    busy_seconds: float
+
+
+class Replica(Protocol):
+    """One engine instance: `agent_loop.engine.Engine` plus the control calls of the publisher."""
+
+    name: str
+
+    @property
+    def weights(self) -> WeightVersion:
+        """What the engine has loaded and stamps on every segment."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `agent_loop.engine.Engine.generate`. Cancelling the caller aborts the request in the engine."""
+        ...
+
+    async def pause(self) -> None:
+        """Hold new `generate` calls until `resume`; what is in flight goes on."""
+        ...
+
+    async def abort(self) -> int:
+        """End every request in flight as a partial segment; return how many, once each caller's result stands."""
+        ...
+
+    async def drain(self) -> None:
+        """Return when every request that is in flight now has ended by itself."""
+        ...
+
+    async def load(self, update: WeightUpdate) -> WeightVersion:
+        """Take new weights; needs a pause and nothing in flight.
+
+        Raises:
+            EngineError: not paused, something in flight, an incomplete update, or a digest that is not the published
+                one. After a failed load the replica serves nothing until a load succeeds.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Let held `generate` calls pass.
+
+        Raises:
+            EngineError: the last load failed, or the engine is dead.
+        """
+        ...
+
+    async def stats(self) -> ReplicaStats:
+        """Counters since the start."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine. Held and running `generate` calls end with EngineError. May be called twice."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request between the gate and its result."""
+
+    request_id: str
+    abort_requested: bool = False
+    stop_reason: StopReason | None = None
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RequestGate:
+    """Admits requests, holds them while paused, knows what is in flight, and fails everyone when the engine dies.
+
+    Args:
+        name: of the replica, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open = asyncio.Event()
+        self._open.set()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._suspect: str | None = None
+        self._flights: dict[str, Flight] = {}
+        self._tokens_sampled = 0
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0
+
+    @asynccontextmanager
+    async def admit(self, request_id: str) -> AsyncIterator[Flight]:
+        """Wait for the gate, then count the request as in flight until the block ends.
+
+        Raises:
+            EngineError: the engine failed, or the id is already in flight.
+        """
+        while not self._open.is_set():  # a pause may follow a resume before this task runs again
+            await self._open.wait()
+        self.check_alive()
+        if request_id in self._flights:
+            raise EngineError(f"{self._name}: request {request_id} is already in flight; ids are unique while in flight")
+        if not self._flights:
+            self._busy_since = time.monotonic()
+        flight = self._flights[request_id] = Flight(request_id)
+        try:
+            yield flight
+        finally:
+            del self._flights[request_id]
+            flight.landed.set()
+            if not self._flights:
+                self._busy_seconds += time.monotonic() - self._busy_since
+
+    def landed(self, flight: Flight, segment: TokenOutput) -> TokenOutput:
+        """Note the result of a flight."""
+        flight.stop_reason = segment.stop_reason
+        self._tokens_sampled += len(segment)
+        return segment
+
+    def pause(self) -> None:
+        """Hold requests from now on."""
+        self.check_alive()
+        self._open.clear()
+
+    def resume(self) -> None:
+        """Let requests pass."""
+        self.check_alive()
+        if self._suspect is not None:
+            raise EngineError(f"{self._name}: cannot resume, {self._suspect}; load a good version first")
+        self._open.set()
+
+    def request_abort(self) -> list[Flight]:
+        """Mark everything in flight for abort and return it."""
+        self.check_alive()
+        for flight in self._flights.values():
+            flight.abort_requested = True
+        return list(self._flights.values())
+
+    def in_flight(self) -> list[Flight]:
+        """Everything in flight."""
+        return list(self._flights.values())
+
+    async def wait_landed(self, flights: Iterable[Flight]) -> None:
+        """Return when each of `flights` has ended, in whatever way."""
+        for flight in flights:
+            await flight.landed.wait()
+
+    def require_quiet(self, action: str) -> None:
+        """Raise EngineError unless the gate is closed and nothing is in flight."""
+        self.check_alive()
+        if self._open.is_set():
+            raise EngineError(f"{self._name}: {action} while serving; call pause and abort (or drain) first")
+        if self._flights:
+            raise EngineError(
+                f"{self._name}: {action} with {len(self._flights)} requests in flight "
+                f"({', '.join(list(self._flights)[:3])}, ...); call abort or drain first"
+            )
+
+    def suspect(self, reason: str | None) -> None:
+        """Say that the engine's weights are of unknown content, or (None) that they are good again."""
+        self._suspect = reason
+
+    def fail(self, reason: str) -> None:
+        """Fail everyone who waits now or asks later; the first reason stands."""
+        if not self._failed.done():
+            self._failed.set_exception(EngineError(f"{self._name}: {reason}"))
+            self._failed.exception()  # nobody may be waiting; without this the loop logs it as never retrieved
+        self._open.set()
+
+    def check_alive(self) -> None:
+        """Raise the reason given to `fail`."""
+        if self._failed.done():
+            raise EngineError(str(self._failed.exception()))
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Result of `work`, or the reason given to `fail` when that comes first."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.check_alive()
+            return await task
+        finally:
+            task.cancel()
+
+    def stats(self) -> ReplicaStats:
+        """Counters since the start."""
+        running = time.monotonic() - self._busy_since if self._flights else 0.0
+        return ReplicaStats(
+            in_flight=len(self._flights),
+            tokens_sampled=self._tokens_sampled,
+            busy_seconds=self._busy_seconds + running,
+        )

@@ -1,0 +1,216 @@
+"""What a vLLM replica is asked to be, which models that suits, and the environment its process needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from async_rl.engines.vllm_plugin import PLUGIN_VARIABLE
+from async_rl.model_info import ModelInfo, read_model_info
+
+DTYPES = ("float32", "bfloat16", "float16")
+BLOCK_MULTIPLE = 32  # what vLLM's CPU attention kernels are written for
+CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
+RESERVED_ARGS = frozenset(
+    "model dtype max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes gpu_memory_utilization "
+    "block_size tensor_parallel_size pipeline_parallel_size enforce_eager seed worker_cls worker_extension_cls "
+    "logprobs_mode enable_return_routed_experts skip_tokenizer_init generation_config".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """One vLLM replica; `replicas` of them serve a run.
+
+    device: where the engine runs; `auto` is the GPU when torch sees one.
+    max_model_len: most tokens of prompt and reply together.
+    max_num_seqs, max_num_batched_tokens: most requests and most tokens of one engine step.
+    kv_cache_bytes: K/V memory on the CPU. gpu_memory_utilization: share of a GPU's memory for weights and K/V.
+    block_size: tokens per K/V block; None is 32, and for multi-head latent attention what vLLM's kernel wants.
+    threads: OpenMP threads of one engine process.
+    load_timeout_s, generate_timeout_s, start_timeout_s: bounds on one weight load, one decode, one start.
+    extra_args: further fields of vLLM's AsyncEngineArgs.
+    """
+
+    name: Literal["vllm"] = "vllm"
+    replicas: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str = "float32"
+    max_model_len: int = 1024
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_bytes: int = 64 << 20
+    gpu_memory_utilization: float = 0.85
+    block_size: int | None = None
+    tensor_parallel: int = 1
+    enforce_eager: bool = True
+    threads: int = 1
+    seed: int = 0
+    load_timeout_s: float = 120.0
+    generate_timeout_s: float = 600.0
+    start_timeout_s: float = 180.0
+    extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.name != "vllm":
+            raise ValueError(f"engine.name is {self.name!r}; this configuration is of engine 'vllm'")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
+        if self.max_model_len < 2:
+            raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"engine.max_num_batched_tokens is {self.max_num_batched_tokens}, less than "
+                f"engine.max_num_seqs={self.max_num_seqs}; a step decodes one token per request, so raise it"
+            )
+        for name in ("kv_cache_bytes", "load_timeout_s", "generate_timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, in (0, 1]"
+            )
+        if self.block_size is not None and (self.block_size < 1 or self.block_size % CPU_MLA_BLOCK):
+            raise ValueError(
+                f"engine.block_size is {self.block_size}; must be a multiple of {BLOCK_MULTIPLE} "
+                f"({CPU_MLA_BLOCK} for latent attention on the CPU), or null for the right one"
+            )
+        if taken := sorted(RESERVED_ARGS & set(self.extra_args)):
+            raise ValueError(
+                f"engine.extra_args sets {', '.join(taken)}, which the replica sets itself; use the fields of engine"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A checkpoint as the engine serves it. latent_attention: K/V compressed as in DeepSeek (MLA)."""
+
+    checkpoint: Path
+    info: ModelInfo
+    latent_attention: bool
+
+
+def check_engine(config: VllmConfig, *, checkpoint: Path, capture_routing: bool) -> ServedModel:
+    """Refuse what vLLM would accept and then do wrong, before any process starts.
+
+    Raises:
+        ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    info = read_model_info(checkpoint)
+    latent = bool(json.loads((checkpoint / "config.json").read_text()).get("kv_lora_rank"))
+    if capture_routing and info.routing is None:
+        raise ValueError(
+            f"routing capture is on, but {checkpoint} ({info.family}) is dense and routes nothing; "
+            "use trainer.router_replay=none"
+        )
+    if capture_routing and not config.enforce_eager:
+        raise ValueError(
+            "engine.enforce_eager is false with routing capture on; compiled graphs return wrong expert ids without "
+            "a word, so set engine.enforce_eager=true (or trainer.router_replay=none)"
+        )
+    if config.max_model_len > info.context_length:
+        raise ValueError(
+            f"engine.max_model_len is {config.max_model_len}, more than the {info.context_length} positions of "
+            f"{checkpoint}; lower it"
+        )
+    if config.block_size is not None and device_of(config) == "cpu":
+        if latent and config.block_size != CPU_MLA_BLOCK:
+            raise ValueError(
+                f"engine.block_size is {config.block_size}, but latent attention ({info.family}) on the CPU has "
+                f"kernels for {CPU_MLA_BLOCK} only; set {CPU_MLA_BLOCK} or null"
+            )
+        if not latent and config.block_size % BLOCK_MULTIPLE:
+            raise ValueError(
+                f"engine.block_size is {config.block_size}; attention on the CPU needs a multiple of "
+                f"{BLOCK_MULTIPLE}, or null for {BLOCK_MULTIPLE}"
+            )
+    return ServedModel(checkpoint=checkpoint, info=info, latent_attention=latent)
+
+
+def device_of(config: VllmConfig) -> Literal["cpu", "cuda"]:
+    """The device that `config` means in this process."""
+    if config.device != "auto":
+        return config.device
+    import torch  # not needed to read or check a configuration
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_environment(config: VllmConfig) -> dict[str, str]:
+    """Variables that the replica's process must have before it imports vLLM or torch; `VllmReplica.start` checks them."""
+    variables = {
+        PLUGIN_VARIABLE: "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    if device_of(config) == "cuda":
+        return {**variables, "VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only GPU runner that returns routed experts
+    return {
+        **variables,
+        "OMP_NUM_THREADS": str(config.threads),  # more threads than cores cost a factor of ten
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas would bind to the same cores
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs its worker in its own process
+        "TORCHDYNAMO_DISABLE": "1",  # or the first requests wait seconds for a compiler
+    }
+
+
+def wrong_environment(config: VllmConfig) -> str | None:
+    """What `os.environ` lacks for `config`, as a message; None when it is complete."""
+    wrong = {k: v for k, v in engine_environment(config).items() if os.environ.get(k) != v}
+    if not wrong:
+        return None
+    found = ", ".join(f"{k}={os.environ.get(k)!r} (needs {v!r})" for k, v in wrong.items())
+    return f"the process has {found}; set engine_environment(config) before it imports vLLM"
+
+
+def engine_args(config: VllmConfig, model: ServedModel, *, capture_routing: bool) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs."""
+    args: dict[str, Any] = {
+        "model": str(model.checkpoint),
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enforce_eager": config.enforce_eager,
+        "seed": config.seed,
+        "worker_extension_cls": "async_rl.engines.vllm_worker.LoadsUpdates",
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
+        "enable_return_routed_experts": capture_routing,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # sampling comes from the request alone
+        "disable_log_stats": True,
+    }
+    if device_of(config) == "cuda":
+        args |= {"gpu_memory_utilization": config.gpu_memory_utilization}
+        if config.block_size is not None:
+            args["block_size"] = config.block_size
+    else:
+        args |= cpu_args(config, model)
+    return {**args, **config.extra_args}
+
+
+def cpu_args(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
+    """What differs on the CPU."""
+    args: dict[str, Any] = {
+        "kv_cache_memory_bytes": config.kv_cache_bytes,  # the default takes nearly all memory of the machine
+        "worker_cls": "async_rl.engines.vllm_cpu.RoutingCPUWorker",
+    }
+    if not model.latent_attention:
+        args["block_size"] = config.block_size or BLOCK_MULTIPLE
+    else:
+        # vLLM's CPU rotary kernel is wrong for the rotary part of latent attention; its torch version is right
+        args["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        if config.block_size is not None:
+            args["block_size"] = config.block_size
+    return args

@@ -1,0 +1,169 @@
+"""Repairs of vLLM 0.32's CPU backend: routed-experts capture, live updates of experts, seeded sampling.
+
+Upstream drives its routed-experts data plane (`vllm/distributed/aux_output_connector`) from the GPU model runner V2 only.
+Here the CPU runner drives the same data plane with the same calls.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.worker import (
+    AuxOutputWorkerConnector,
+    PendingAuxOutput,
+    get_aux_output_connector,
+)
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load a plugin more than once
+
+
+class RoutingCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU runner plus routed-experts capture; samples that are thrown away leave a request's seed alone."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._capture: AuxOutputWorkerConnector | None = None
+        self._pending: PendingAuxOutput | None = None
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Also attach the capture to the model's routers."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if not self.vllm_config.aux_output_config.enabled:
+            return
+        self._capture = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+        if not self.cache_config.enable_prefix_caching:
+            _keep_no_blocks(self._capture)
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """Forward, then take this step's routing before the next one overwrites it."""
+        if self._capture is None:
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        self._capture.begin_step(scheduler_output.aux_output_connector_metadata)
+        output = super().execute_model(scheduler_output, intermediate_tensors)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._pending = self._capture.prepare_output(self._step_layout(scheduler_output))
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, and hang the step's routing rows on the output."""
+        untouched = [(g, g.get_state()) for g in self._generators_of_partial_prefills().values()]
+        output: Any = super().sample_tokens(grammar_output)
+        for generator, state in untouched:
+            generator.set_state(state)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if list(output.req_ids) != pending.request_ids:
+                raise RuntimeError(f"routing rows are of {pending.request_ids}, tokens of {output.req_ids}")
+            sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
+            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Upstream rewinds the generator of a partial prefill by an offset that CPU generators do not have.
+
+        They are hidden from it here; `sample_tokens` rewinds them by their state.
+        """
+        hidden = self._generators_of_partial_prefills()
+        for index in hidden:
+            del self.input_batch.generators[index]
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators.update(hidden)
+
+    def _generators_of_partial_prefills(self) -> dict[int, torch.Generator]:
+        """Seeded generators of requests whose sample of this step is thrown away, by batch index."""
+        generators = self.input_batch.generators
+        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        return {int(i): generators[int(i)] for i in discarded if int(i) in generators}
+
+    def _step_layout(self, scheduler_output: Any) -> Any:
+        """Which rows of this step belong to which request, in the fields of runner V2's input batch."""
+        batch = self.input_batch
+        counts = [scheduler_output.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
+        return SimpleNamespace(
+            req_ids=list(batch.req_ids),
+            query_start_loc_np=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[: batch.num_reqs].copy(),
+        )
+
+
+class RoutingCPUWorker(CPUWorker):
+    """vLLM's CPU worker with `RoutingCPUModelRunner`."""
+
+    def init_device(self) -> None:
+        """Upstream names its runner class inline, so the name is exchanged while it runs."""
+        import vllm.v1.worker.cpu_worker as upstream
+
+        original = upstream.CPUModelRunner
+        upstream.CPUModelRunner = RoutingCPUModelRunner  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            super().init_device()
+        finally:
+            upstream.CPUModelRunner = original
+
+
+def allow_routing_capture() -> None:
+    """Upstream's compatibility check, less the two demands that `RoutingCPUModelRunner` makes void.
+
+    Those are model runner V2, and prefix caching (which the CPU kernels of latent attention do not have).
+    """
+    upstream: Any = VllmConfig
+    if getattr(upstream, REPAIRED, False):
+        return
+    check = upstream._verify_aux_output_compatibility
+
+    def check_all_else(self: VllmConfig) -> None:
+        cache = _Seen(self.cache_config, enable_prefix_caching=True)
+        check(_Seen(self, use_v2_model_runner=True, cache_config=cache))
+
+    upstream._verify_aux_output_compatibility = check_all_else
+    setattr(upstream, REPAIRED, True)
+
+
+def prepack_experts_on_reload() -> None:
+    """Upstream packs expert weights for the CPU kernel at the first load only, and so breaks them at every later one."""
+    upstream: Any = UnquantizedFusedMoEMethod
+    if getattr(upstream, REPAIRED, False):
+        return
+    process = upstream.process_weights_after_loading
+
+    def process_and_pack(self: Any, layer: torch.nn.Module) -> None:
+        is_update = self.moe_kernel is not None
+        process(self, layer)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    upstream.process_weights_after_loading = process_and_pack
+    setattr(upstream, REPAIRED, True)
+
+
+class _Seen:
+    """An object as it would be with some attributes different."""
+
+    def __init__(self, target: object, **attributes: object) -> None:
+        self.__dict__.update(attributes, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+
+def _keep_no_blocks(capture: AuxOutputWorkerConnector) -> None:
+    """Without a prefix cache no block has a hash to be stored under; give completed blocks back at once."""
+    connector: Any = capture
+
+    def release(batches: Any, retain_keys: Any = (), release_keys: Any = ()) -> None:
+        del retain_keys, release_keys
+        for _, completed in batches:
+            for _, rows in completed:
+                connector._buffer.release_block(rows)
+
+    connector._publish_blocks = release

@@ -1,0 +1,40 @@
+"""What a vLLM worker learns: to load a published version in one call, between two engine steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.transport import read_update
+
+
+class ReloadsWeights(Protocol):
+    """The part of vLLM's worker that the mixin stands on."""
+
+    def reload_weights(self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+
+class LoadsUpdates:
+    """Mixed into vLLM's worker class through `worker_extension_cls`; its methods are called by `collective_rpc`."""
+
+    def load_update(self: ReloadsWeights, path: str) -> str:
+        """Load every tensor of a written version and return the digest of what was loaded.
+
+        Runs whole between two engine steps, so no forward pass sees half of a version.
+        """
+        digest = WeightsDigest()
+        self.reload_weights(weights_iterator=_hashed(read_update(Path(path)), digest))
+        return digest.hexdigest()
+
+
+def _hashed(
+    tensors: Iterable[tuple[str, torch.Tensor]], digest: WeightsDigest
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors on and hash what passes."""
+    for name, tensor in tensors:
+        digest.update(name, tensor)
+        yield name, tensor

@@ -1,0 +1,136 @@
+"""AdamW with warm-up and decay, through megatron's optimizer (main gradients, clipping, distributed state)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from async_rl.train.model import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW.
+
+    lr rises linearly over warmup_steps updates, then goes to min_lr over decay_steps further updates as `decay` says
+    and stays there. clip_grad: bound on the global gradient norm, 0 for none.
+    """
+
+    lr: float = 5e-4
+    min_lr: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; must be > 0")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"optimizer.min_lr is {self.min_lr}; must be in 0..lr={self.lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas is {self.betas}; need two values in [0, 1)")
+        for name in ("weight_decay", "clip_grad", "warmup_steps", "decay_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; must be >= 0")
+        if self.decay not in ("constant", "linear", "cosine"):
+            raise ValueError(f"optimizer.decay is {self.decay!r}; use constant, linear or cosine")
+        if self.decay != "constant" and self.decay_steps == 0:
+            raise ValueError(f"optimizer.decay is {self.decay} with decay_steps=0; say over how many updates")
+
+    def lr_at(self, update: int) -> float:
+        """Learning rate of update `update`, counted from 0; the first one of a warm-up is lr / warmup_steps."""
+        if update < self.warmup_steps:
+            return self.lr * (update + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.lr
+        done = min(1.0, (update - self.warmup_steps) / self.decay_steps)
+        left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.min_lr + (self.lr - self.min_lr) * left
+
+
+class Optimizer:
+    """Megatron's optimizer and the learning-rate schedule over the updates made so far.
+
+    Args:
+        model: DDP-wrapped chunks of this rank.
+    """
+
+    def __init__(self, model: Sequence[Any], *, config: OptimizerConfig, trainer: TrainerConfig) -> None:
+        # Imported here so that settings can be read without megatron.
+        from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        bfloat16 = trainer.dtype == "bfloat16"
+        self._config = config
+        self._updates = 0
+        self._model = model
+        self._inner = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                weight_decay=config.weight_decay,
+                clip_grad=config.clip_grad,
+                bf16=bfloat16,
+                params_dtype=torch.bfloat16 if bfloat16 else torch.float32,
+                use_distributed_optimizer=trainer.distributed_optimizer,
+            ),
+            list(model),
+        )
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._updates
+
+    def zero_grad(self) -> None:
+        """Forget gradients; before every update."""
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
+        self._inner.zero_grad()
+
+    def step(self) -> tuple[float, float]:
+        """Update the weights from the gradients in the buffers; (gradient norm before clipping, learning rate).
+
+        Raises:
+            FloatingPointError: the gradient is not finite.
+        """
+        lr = self._config.lr_at(self._updates)
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        _, grad_norm, _ = self._inner.step()
+        norm = float(grad_norm) if grad_norm is not None else math.nan
+        if self._config.clip_grad > 0 and not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm of update {self._updates} is {norm}; lower optimizer.lr={self._config.lr} "
+                "or look at mismatch/abs_max of the steps before"
+            )
+        self._updates += 1
+        return norm, lr
+
+    def skip(self) -> float:
+        """Count an update that had nothing to learn from, so that the schedule follows the train steps."""
+        lr = self._config.lr_at(self._updates)
+        self._updates += 1
+        return lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, master weights and the number of updates, of this rank."""
+        return {"updates": self._updates, "inner": self._inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict` of the same layout."""
+        self._updates = state["updates"]
+        self._inner.load_state_dict(state["inner"])

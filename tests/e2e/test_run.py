@@ -1,0 +1,117 @@
+"""The real thing: `python -m async_rl.run` with real Ray, vLLM and megatron-core on a tiny MoE."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+SMALL = (
+    "rollout.groups_per_batch=4",
+    "rollout.trajectories_per_group=4",
+    "rollout.limits.max_tokens=96",
+    "warm_start.steps=2",
+    "warm_start.batch=8",
+    "validation.every=0",
+    "validation.prompts=8",
+    "cluster.stop_timeout_s=10",
+)
+
+
+@pytest.fixture(scope="module")
+def warm_starts(tmp_path_factory):
+    """Warm-started checkpoints, shared by the runs of this module."""
+    return tmp_path_factory.mktemp("warm_start")
+
+
+def start(directory, warm_starts, *overrides):
+    command = [
+        sys.executable,
+        "-m",
+        "async_rl.run",
+        f"output_dir={directory}",
+        f"warm_start.cache={warm_starts}",
+        *SMALL,
+        *overrides,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, *, timeout_s=200):
+    """Output of a run that ends by itself within `timeout_s`."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return output
+
+
+def lines(directory, name):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def wait_for_step(directory, step, process, *, timeout_s=150):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        path = directory / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    raise AssertionError(f"no step {step} within {timeout_s} s")
+
+
+def test_a_short_run_keeps_every_promise_of_its_metrics(tmp_path, warm_starts):
+    process = start(tmp_path, warm_starts, "total_train_steps=4", "staleness.max_staleness=1")
+    output = finish(process)
+    assert process.returncode == 0, output
+    steps = lines(tmp_path, "metrics.jsonl")
+    assert [s["train_step"] for s in steps] == [1, 2, 3, 4]
+    assert [s["param_version"] for s in steps] == [1, 2, 3, 4]
+    for s in steps:
+        assert s["ledger/error"] == 0
+        assert s["staleness/max"] <= 1
+        assert s["routing/missing_fraction"] == 0
+        assert s["mismatch/k3_lag0"] is None or s["mismatch/k3_lag0"] <= 1e-6
+    assert steps[0]["mismatch/k3_lag0"] is not None, "the first batch is sampled by the weights it trains"
+    assert steps[0]["routing/overlap"] > 0.9999
+    assert [v["train_step"] for v in lines(tmp_path, "validation.jsonl")] == [0, 4]
+    total = lines(tmp_path, "ledger.jsonl")[-1]
+    assert total["error"] == 0 and total["trained"] == 16
+    for name in ("config.yaml", "trace.json", "report.html", "tensorboard", "checkpoints/step-000004/run.json"):
+        assert (tmp_path / name).exists(), name
+
+
+def test_an_interrupt_stops_cleanly_and_the_same_command_goes_on(tmp_path, warm_starts):
+    process = start(tmp_path, warm_starts, "total_train_steps=200")
+    wait_for_step(tmp_path, 2, process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "resume=auto" in output.splitlines()[-1]
+    done = len(lines(tmp_path, "metrics.jsonl"))
+
+    process = start(tmp_path, warm_starts, f"total_train_steps={done + 2}")
+    output = finish(process)
+    assert process.returncode == 0, output
+    steps = lines(tmp_path, "metrics.jsonl")
+    assert [s["train_step"] for s in steps] == list(range(1, done + 3))
+    assert [s["param_version"] for s in steps] == list(range(1, done + 3))
+    assert lines(tmp_path, "ledger.jsonl")[-1]["error"] == 0
+
+
+@pytest.mark.parametrize(("victim", "named"), [("replica-0", "replica-0"), ("trainer-0", "trainer rank 0")])
+def test_killing_a_process_ends_the_run_with_the_cause_in_its_last_lines(tmp_path, warm_starts, victim, named):
+    process = start(tmp_path, warm_starts, "total_train_steps=500")
+    wait_for_step(tmp_path, 1, process)
+    os.kill(json.loads((tmp_path / "processes.json").read_text())[victim], signal.SIGKILL)
+    begun = time.monotonic()
+    output = finish(process)
+    assert process.returncode == 1, output
+    assert any(line.startswith("error: stage") and named in line for line in output.splitlines()[-4:]), output
+    assert time.monotonic() - begun < 90

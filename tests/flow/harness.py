@@ -1,0 +1,227 @@
+"""The whole pipeline in one process: real queue, rollouter, publisher and recorder; fake engine and trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import Message, Prompt, TurnLimits
+from agent_loop.segments import SegmentDecoder, observe_prompt
+from async_rl.batch.advantage import AdvantageConfig
+from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
+from async_rl.data.prompts import PromptSource
+from async_rl.observe.recorder import Recorder
+from async_rl.observe.trace import Trace
+from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.validator import Validator
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.transport import WeightUpdate
+from message_queue.queue import TrajectoryQueue
+from message_queue.staleness import StalenessConfig
+from tests.fakes import SPEC, FakeEngine, SeededScript, fake_weights
+
+STOP = 1
+VOCAB = 40
+LIMITS = TurnLimits(max_turns=1, max_tokens=60)
+
+
+class LocalQueue:
+    """The plain queue behind the async interface that the pipeline knows."""
+
+    def __init__(self, queue: TrajectoryQueue) -> None:
+        self.plain = queue
+
+    def __getattr__(self, name):
+        return getattr(self.plain, name)
+
+    async def snapshot(self):
+        return self.plain.snapshot()
+
+    async def drain_records(self):
+        return self.plain.drain_records()
+
+
+class FakeReplica:
+    """FakeEngine with the control calls of the publisher."""
+
+    def __init__(self, engine: FakeEngine, *, fail_load: Exception | None = None, hang_load: bool = False) -> None:
+        self.name = "fake-0"
+        self.engine = engine
+        self.fail_load = fail_load
+        self.hang_load = hang_load
+        self.pause, self.abort, self.resume = engine.pause, engine.abort, engine.resume
+
+    async def drain(self):
+        await self.engine._idle.wait()
+
+    async def load(self, update):
+        if self.fail_load is not None:
+            raise self.fail_load
+        if self.hang_load:
+            await asyncio.Event().wait()
+        return await self.engine.load(update.weights)
+
+
+@dataclass
+class FakeTrainer:
+    """Counts what it is given. step_s: seconds of one train call on the event loop's clock."""
+
+    step_s: float = 0.0
+    fail_at: int | None = None
+    batches: list = field(default_factory=list)
+    exported: list[int] = field(default_factory=list)
+    three_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def train(self, batch):
+        await asyncio.sleep(self.step_s)
+        if self.fail_at is not None and len(self.batches) + 1 == self.fail_at:
+            raise RuntimeError("rank 0 ran out of memory")
+        self.batches.append(batch)
+        if len(self.batches) == 3:
+            self.three_done.set()
+        return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
+
+    async def export(self, directory, *, version):
+        self.exported.append(version)
+        return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=fake_weights(version))
+
+    async def save(self, directory):
+        directory.mkdir()
+
+
+class Loop:
+    """A single-turn agent loop over bare token ids. Reward: parity of the length, so that groups have variance."""
+
+    def __init__(self, engine, *, fail=lambda prompt: None) -> None:
+        self._engine, self._fail = engine, fail
+
+    async def run(self, prompt, *, trajectory, session, cache_salt):
+        decoder = SegmentDecoder(
+            self._engine,
+            sampling=SamplingConfig(),
+            stop_token_ids=(STOP,),
+            session=session,
+            cache_salt=cache_salt,
+            timeout_s=30,
+        )
+        head = np.array([2 + prompt.index % 30, 2 + hash(session) % 30], np.int32)
+        observe_prompt(trajectory, head, index=prompt.index, limits=LIMITS)
+        if (error := self._fail(prompt)) is not None:
+            raise error
+        reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
+        trajectory.close(stop_reason=reason, reward=float(len(trajectory) % 2), info={})
+
+
+class Prompts:
+    def train_prompt(self, index):
+        return Prompt(index=index, messages=(Message(role="user", content=str(index)),), target={})
+
+
+@dataclass
+class Spy:
+    """A console and TensorBoard writer that remember."""
+
+    notes: list[str] = field(default_factory=list)
+    validations: list = field(default_factory=list)
+
+    def step(self, record): ...
+    def validation(self, train_step, result):
+        self.validations.append((train_step, result))
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def add_scalar(self, tag, value, step): ...
+    def close(self): ...
+
+
+class Harness:
+    """Everything a test wants to look at afterwards."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        steps: int = 6,
+        max_staleness: int = 1,
+        policy: str = "wait",
+        publish_every: int = 1,
+        batch_groups: int = 4,
+        token_s: float = 0.0,
+        mean_length: int = 12,
+        on_update: str = "resume",
+        max_failed_groups: int = 4,
+        validate_every: int = 0,
+        trainer: FakeTrainer | None = None,
+        engine_fail=lambda request: None,
+        loop_fail=lambda prompt: None,
+        replica_options: dict | None = None,
+        publish_timeout_s: float = 5.0,
+        start: RunState | None = None,
+        seed: int = 0,
+    ) -> None:
+        start = start or RunState()
+        self.directory = directory
+        script = SeededScript(seed, vocab_size=VOCAB, stop_token=STOP, mean_length=mean_length)
+        self.engine = FakeEngine(
+            script, token_s=token_s, fail=engine_fail, context_length=LIMITS.max_tokens, version=start.param_version
+        )
+        self.replica = FakeReplica(self.engine, **(replica_options or {}))
+        self.trainer = trainer or FakeTrainer()
+        self.queue = LocalQueue(
+            TrajectoryQueue(
+                batch_groups=batch_groups,
+                staleness=StalenessConfig(max_staleness=max_staleness, policy=policy),
+                restored=start.queue,
+            )
+        )
+        self.spy = Spy()
+        self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
+        self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=2))
+        loop = Loop(self.engine, fail=loop_fail)
+        self.rollouter = Rollouter(loop=loop, routing=SPEC, trajectories_per_group=3)
+        self.pipeline = Pipeline(
+            config=PipelineConfig(
+                total_train_steps=steps,
+                publish_every=publish_every,
+                validate_every=validate_every,
+                max_failed_groups=max_failed_groups,
+                advantage=AdvantageConfig(),
+                weights_directory=directory / "weights",
+            ),
+            prompts=PromptSource(Prompts(), cursor=start.prompt_cursor, unfinished=start.unfinished_prompts),
+            queue=self.queue,
+            rollouter=self.rollouter,
+            trainer=self.trainer,
+            publisher=Publisher([self.replica], on_update=on_update, timeout_s=publish_timeout_s),
+            clock=self,
+            validator=Validator(
+                loop=Loop(self.engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)]
+            )
+            if validate_every
+            else None,
+            checkpoints=self.checkpoints,
+            recorder=self.recorder,
+            trace=Trace(None),
+            start=start,
+        )
+
+    async def busy_seconds(self) -> float:
+        return 0.0
+
+    async def run(self, *, timeout_s: float = 20.0) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.pipeline.run()
+        finally:
+            self.recorder.ledger(self.queue.plain.closing_records())
+            self.recorder.close()
+
+    def lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]

@@ -1,0 +1,51 @@
+"""Small prompt groups for the tests of the message queue."""
+
+import numpy as np
+
+from message_queue.contract import Admission
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.trajectory import PromptGroup, Trajectory
+
+SPEC = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)
+
+
+def segment(tokens=3, *, version=0, rows=None, stop_reason=StopReason.STOP, replica="replica-0"):
+    """A segment of `tokens` tokens; `rows` is (first position, end position)."""
+    return TokenOutput(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.linspace(-1.0, -0.5, tokens, dtype=np.float32),
+        routed_experts=None if rows is None else routed(*rows, version=version),
+        weights=WeightVersion(version, f"digest-{version}"),
+        stop_reason=stop_reason,
+        replica=replica,
+    )
+
+
+def routed(first, end, *, version=0, spec=SPEC, unavailable=0):
+    """Rows that name their position and version, so that a row tells who made it."""
+    layers, top_k = spec.row_shape
+    at = np.arange(first, end)[:, None, None] + version * 3 + np.arange(layers)[None, :, None]
+    experts = (at + np.arange(top_k)) % spec.num_experts
+    return RoutedExperts(first_position=first, experts=experts.astype(spec.dtype), unavailable=unavailable)
+
+
+def trajectory(*segments, prompt=2, reward=1.0, routing=None):
+    """A closed single-turn trajectory."""
+    made = Trajectory(routing=routing)
+    made.observe(np.arange(prompt, dtype=np.int32))
+    for part in segments or (segment(),):
+        made.extend(part)
+    made.close(stop_reason=StopReason.STOP, reward=reward)
+    return made
+
+
+def group_for(admission: Admission, *, versions=None, tokens=3):
+    """A finished group of one trajectory, sampled by `versions` in turn (default: the admitted one)."""
+    segments = [segment(tokens, version=v) for v in versions or (admission.admitted_version,)]
+    return PromptGroup(
+        group=admission.group,
+        prompt=admission.prompt,
+        admitted_version=admission.admitted_version,
+        admitted_update=admission.admitted_update,
+        trajectories=[trajectory(*segments)],
+    )

@@ -1,0 +1,110 @@
+"""Bad input is refused before any process starts, with the field, the value and the way out."""
+
+import json
+
+import pytest
+
+from async_rl.config import CONFIGS, ConfigError, load_config
+
+TOP_LEVEL = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
+
+
+@pytest.fixture
+def dense_checkpoint(tmp_path):
+    config = {"model_type": "qwen3", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL)
+def test_every_top_level_config_builds_a_run(name):
+    assert load_config([], config_name=name).total_train_steps > 0
+
+
+@pytest.mark.parametrize(("group", "choice"), GROUPS)
+def test_every_choice_of_every_group_builds_a_run(group, choice, dense_checkpoint):
+    extra = (
+        [f"model.checkpoint={dense_checkpoint}", "trainer.router_replay=none"]
+        if (group, choice) == ("model", "hugging_face")
+        else []
+    )
+    load_config([f"{group}={choice}", *extra])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "output_dir=somewhere",
+        "total_train_steps=3",
+        "seed=4",
+        "engine=vllm",
+        "engine.replicas=2",
+        "staleness.max_staleness=3",
+        "staleness.policy=drop",
+        "rollout.on_update=drain",
+        "rollout.resume_routing=append",
+        "sync.every=2",
+        "sync.transport=shm",
+        "trainer.router_replay=R2",
+        "trainer.router_replay=none",
+        "trainer.recompute=full",
+        "trainer.packing=false",
+        "loss=ppo_clip",
+        "resume=never",
+        "resume=auto",
+    ],
+)
+def test_the_documented_overrides_exist(override):
+    load_config([override])
+
+
+def test_a_parallel_layout_can_be_asked_for():
+    config = load_config(["trainer.ranks=2", "trainer.parallel.tensor=2"])
+    assert config.trainer.parallel.tensor == 2
+    for field in ("pipeline", "virtual_pipeline", "expert", "expert_tensor", "context"):
+        assert getattr(config.trainer.parallel, field) is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["trainr.recompute=full"], ["trainr"]),
+        (["staleness.max_stalenes=2"], ["max_stalenes"]),
+        (["engine=trt"], ["trt"]),
+        (["total_train_steps=many"], ["total_train_steps", "many"]),
+        (["total_train_steps=-1"], ["total_train_steps", "-1"]),
+        (["staleness.max_staleness=-2"], ["staleness.max_staleness", "-2"]),
+        (["staleness.policy=wish"], ["staleness.policy", "wish"]),
+        (["rollout.on_update=hope"], ["rollout.on_update", "hope"]),
+        (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch", "0"]),
+        (["rollout.sampling.temperature=-1"], ["temperature", "-1"]),
+        (["rollout.sampling.top_p=2"], ["top_p", "2"]),
+        (["rollout.limits.max_tokens=100000"], ["rollout.limits.max_tokens", "100000", "engine.max_model_len"]),
+        (["sync.every=3", "staleness.max_staleness=1"], ["staleness.max_staleness", "1", "sync.every=3"]),
+        (["sync.transport=disk"], ["sync.transport", "sync.directory"]),
+        (["trainer.router_replay=R4"], ["router_replay", "R4"]),
+        (["engine.enforce_eager=false"], ["enforce_eager"]),
+        (["engine.block_size=33"], ["block_size", "33"]),
+        (["optimizer.decay=wavy"], ["decay", "wavy"]),
+        (["loss.name=wish"], ["loss", "wish"]),
+        (["rollout.groups_per_batch=3", "rollout.trajectories_per_group=3", "trainer.ranks=2"], ["9", "2"]),
+        (["model=hugging_face", "model.checkpoint=/nowhere"], ["model.checkpoint", "/nowhere"]),
+        (["model=hugging_face"], ["model.checkpoint"]),
+        (["resume=/nowhere"], ["resume", "/nowhere"]),
+        (["task.factory=nonsense"], ["task.factory", "nonsense"]),
+        (["+wish=1"], ["wish"]),
+    ],
+    ids=lambda value: "+".join(value)[:48] if isinstance(value, list) else None,
+)
+def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 2, "one clear error, not a page"
+
+
+def test_routing_replay_of_a_dense_model_is_refused(dense_checkpoint):
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay is R3.*dense.*trainer\.router_replay=none"):
+        load_config(["model=hugging_face", f"model.checkpoint={dense_checkpoint}"])
