@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agent_loop.engine import GenerateRequest
 from async_rl.engines.replica import ReplicaStats
-from async_rl.engines.vllm import VllmConfig, VllmReplica
+from async_rl.engines.vllm import VllmReplica
+from async_rl.engines.vllm_config import VllmConfig
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import TokenOutput, WeightVersion
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
+from annotated_types import Ge
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from agent_loop.engine import SamplingConfig
@@ -23,7 +24,7 @@ from async_rl.actors import ClusterConfig
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
 from async_rl.data.task import TaskConfig
-from async_rl.engines.vllm import VllmConfig
+from async_rl.engines.vllm_config import VllmConfig, check_engine
 from async_rl.model_info import CheckpointError, read_model_info
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
@@ -115,7 +116,7 @@ class RunConfig:
 
     name: str
     output_dir: Path
-    total_train_steps: int
+    total_train_steps: Annotated[int, Ge(0)]
     seed: int
     resume: str
     model: ModelConfig
@@ -171,8 +172,6 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
 
 def _problems(config: RunConfig) -> Iterator[str]:
     """Rules that span fields; each names the fields, their values and the fix."""
-    if config.total_train_steps < 0:
-        yield f"total_train_steps is {config.total_train_steps}; must be >= 0"
     if config.staleness.max_staleness < config.sync.every - 1:
         yield (
             f"staleness.max_staleness is {config.staleness.max_staleness} with sync.every={config.sync.every}: weights "
@@ -189,6 +188,16 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.limits.max_tokens is {config.rollout.limits.max_tokens}, more than "
             f"engine.max_model_len={config.engine.max_model_len}; lower the one or raise the other"
+        )
+    if config.trainer.updates_per_batch != 1:
+        yield (
+            f"trainer.updates_per_batch is {config.trainer.updates_per_batch}; a run makes one optimizer update per "
+            "batch, so set it to 1 and lower rollout.groups_per_batch for smaller updates"
+        )
+    if config.trainer.router_replay == "R3" and not config.engine.enforce_eager:
+        yield (
+            "engine.enforce_eager is false with trainer.router_replay=R3: compiled graphs return wrong expert ids "
+            "without a word; set engine.enforce_eager=true, or trainer.router_replay=none"
         )
     if config.resume not in ("auto", "never") and not (Path(config.resume) / "run.json").is_file():
         yield f"resume is {config.resume!r}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
@@ -209,11 +218,14 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
             f"trainer.router_replay is {config.trainer.router_replay}, but model.checkpoint "
             f"{config.model.checkpoint} is dense ({info.family}); use trainer.router_replay=none"
         )
-    if config.engine.max_model_len > info.context_length:
-        yield (
-            f"engine.max_model_len is {config.engine.max_model_len}, more than the {info.context_length} positions of "
-            f"model.checkpoint {config.model.checkpoint}"
+    try:
+        check_engine(
+            config.engine,
+            checkpoint=config.model.checkpoint,
+            capture_routing=config.trainer.router_replay == "R3",
         )
+    except ValueError as error:
+        yield str(error)
 
 
 def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -240,6 +252,8 @@ def _explain(error: Any) -> str:
 
 def _one_line(error: Exception) -> str:
     """Hydra's first line, and its hint on how to add a key left out: unknown keys are refused here."""
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is missing; give it a value"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [
         line for line in lines if not line.startswith(("To append", "Set the environment", "full_key", "object_type"))

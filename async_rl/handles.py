@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.engines.replica import ReplicaStats
-from async_rl.engines.vllm import VllmConfig, engine_environment
+from async_rl.engines.vllm_config import VllmConfig, engine_environment
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig

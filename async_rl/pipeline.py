@@ -199,7 +199,7 @@ class Pipeline:
                 return
             self._recorder.warn(f"group {outcome.group} dropped: {outcome.reason}")
             self._failed_in_a_row += 1
-            if self._failed_in_a_row >= self._config.max_failed_groups:
+            if self._failed_in_a_row == self._config.max_failed_groups:
                 raise RuntimeError(
                     f"{self._failed_in_a_row} groups in a row failed (rollout.max_failed_groups); "
                     f"the last: {outcome.reason}"

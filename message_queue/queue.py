@@ -148,7 +148,7 @@ class TrajectoryQueue(Generic[G]):
             self._give_up(group, reason=reason, segments=segments, tokens=tokens)
             return True
 
-    async def expired(self) -> list[int]:
+    def expired(self) -> list[int]:
         """Open groups that can no longer be trained; their rollouts are best cancelled and dropped (policy drop)."""
         return self._hopeless()
 
@@ -239,7 +239,7 @@ class TrajectoryQueue(Generic[G]):
             self._closed = True
             self._changed.notify_all()
 
-    async def snapshot(self) -> QueueSnapshot:
+    def snapshot(self) -> QueueSnapshot:
         """The state now."""
         return QueueSnapshot(
             next_group=self._next_group,
@@ -254,11 +254,11 @@ class TrajectoryQueue(Generic[G]):
             closed=self._closed,
         )
 
-    async def drain_records(self) -> list[LedgerRecord]:
+    def drain_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that ended since the last call."""
         return self._ledger.drain_records()
 
-    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
+    def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
         """Ledger records not drained yet, one for each group that is still open, and the total."""
         return self._ledger.closing_records(self._held.live)
 

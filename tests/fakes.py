@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,14 @@ class TurnScript:
         return self._turns[len(ends) - 1][len(ids) - ends[-1]]
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A decode under way. interrupt: it is to end now. landed: its caller has the result."""
+
+    interrupt: asyncio.Event = field(default_factory=asyncio.Event)
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class FakeEngine:
     """An Engine with the life cycle of a replica: pause, abort, resume, load; one event loop, no threads.
 
@@ -130,8 +139,8 @@ class FakeEngine:
         self._dead: EngineError | None = None
         self._open = asyncio.Event()
         self._open.set()
-        self._running: dict[str, asyncio.Event] = {}  # request id -> its abort signal
-        self._idle = asyncio.Event()
+        self._running: dict[str, _Flight] = {}
+        self._idle = asyncio.Event()  # set while nothing runs
         self._idle.set()
 
     # ---- life cycle
@@ -150,11 +159,16 @@ class FakeEngine:
 
     async def abort(self) -> int:
         """End every running decode with what it has; returns their number once all have answered."""
-        aborted = len(self._running)
-        for signal in self._running.values():
-            signal.set()
+        flights = list(self._running.values())
+        for flight in flights:
+            flight.interrupt.set()
+        for flight in flights:
+            await flight.landed.wait()
+        return len(flights)
+
+    async def drain(self) -> None:
+        """Return when nothing runs. Pause first, or new decodes may prolong it."""
         await self._idle.wait()
-        return aborted
 
     async def load(self, weights: WeightVersion) -> WeightVersion:
         """Serve `weights` from now on.
@@ -171,6 +185,8 @@ class FakeEngine:
         """Fail every request, running or new."""
         self._dead = EngineError(f"replica {self._name} is dead: {cause}")
         self._open.set()
+        for flight in self._running.values():
+            flight.interrupt.set()
 
     # ---- decoding
 
@@ -181,26 +197,29 @@ class FakeEngine:
             await self._open.wait()
         if (failure := self._dead or self._fail(request)) is not None:
             raise failure
-        self._running[request.request_id] = asyncio.Event()
+        flight = self._running[request.request_id] = _Flight()
         self._idle.clear()
         try:
-            return await self._decode(request, next(self._interruptions, None))
+            return await self._decode(request, flight, next(self._interruptions, None))
         finally:
             del self._running[request.request_id]
+            flight.landed.set()
             if not self._running:
                 self._idle.set()
 
-    async def _decode(self, request: GenerateRequest, interruption: Interruption | None) -> TokenOutput:
-        weights, signal = self.weights, self._running[request.request_id]
+    async def _decode(
+        self, request: GenerateRequest, flight: _Flight, interruption: Interruption | None
+    ) -> TokenOutput:
+        weights = self.weights
         ids = request.token_ids.tolist()
         prompt = len(ids)
         reason = StopReason.LENGTH
         while len(ids) - prompt < request.max_new_tokens and len(ids) < self._context_length:
-            await asyncio.sleep(self._token_s)
+            await self._wait_for_token(flight)
             if self._dead is not None:
                 raise self._dead
             interrupted = interruption is not None and len(ids) - prompt == interruption.after
-            if interrupted or signal.is_set():
+            if interrupted or flight.interrupt.is_set():
                 reason = StopReason.ABORT
                 if interruption is not None and interrupted and interruption.load is not None:
                     self.weights = fake_weights(interruption.load)
@@ -234,6 +253,14 @@ class FakeEngine:
             stop_reason=reason,
             replica=self._name,
         )
+
+    async def _wait_for_token(self, flight: _Flight) -> None:
+        if not self._token_s:
+            await asyncio.sleep(0)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._token_s):
+                await flight.interrupt.wait()
 
     def _refuse_bad_ids(self, request: GenerateRequest) -> None:
         for other in self._running:

@@ -21,7 +21,9 @@ def weight_files(checkpoint: Path) -> list[Path]:
         CheckpointError: there are none, or the index names one that is absent.
     """
     if (checkpoint / INDEX).is_file():
-        files = sorted({checkpoint / name for name in json.loads((checkpoint / INDEX).read_text())["weight_map"].values()})
+        files = sorted(
+            {checkpoint / name for name in json.loads((checkpoint / INDEX).read_text())["weight_map"].values()}
+        )
     else:
         files = sorted(checkpoint.glob("*.safetensors"))
     if not files:

@@ -2,8 +2,9 @@
 
     serving --pause--> paused --(abort | drain)--> quiet --load--> quiet --resume--> serving
 
-While paused, new `generate` calls wait at a gate. Weights are only loaded when nothing is in flight, so a segment never
-mixes two versions. A failure (dead engine, weights of unknown content) closes the gate for good or until a load mends it.
+While paused, new `generate` calls wait at a gate. Weights are only loaded when nothing is in flight, so a segment
+never mixes two versions. A dead engine fails every call; weights of unknown content keep the gate shut until a load
+mends them.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ class RequestGate:
             await self._open.wait()
         self.check_alive()
         if request_id in self._flights:
-            raise EngineError(f"{self._name}: request {request_id} is already in flight; ids are unique while in flight")
+            raise EngineError(
+                f"{self._name}: request {request_id} is already in flight; ids are unique while in flight"
+            )
         if not self._flights:
             self._busy_since = time.monotonic()
         flight = self._flights[request_id] = Flight(request_id)

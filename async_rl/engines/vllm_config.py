@@ -16,9 +16,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_MULTIPLE = 32  # what vLLM's CPU attention kernels are written for
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
 RESERVED_ARGS = frozenset(
-    "model dtype max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes gpu_memory_utilization "
-    "block_size tensor_parallel_size pipeline_parallel_size enforce_eager seed worker_cls worker_extension_cls "
-    "logprobs_mode enable_return_routed_experts skip_tokenizer_init generation_config".split()
+    {
+        *("model", "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
+        *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("enforce_eager", "worker_cls", "worker_extension_cls", "logprobs_mode", "enable_return_routed_experts"),
+        *("skip_tokenizer_init", "generation_config"),
+    }
 )
 
 
@@ -147,7 +150,7 @@ def device_of(config: VllmConfig) -> Literal["cpu", "cuda"]:
 
 
 def engine_environment(config: VllmConfig) -> dict[str, str]:
-    """Variables that the replica's process must have before it imports vLLM or torch; `VllmReplica.start` checks them."""
+    """Variables that a replica's process must have before it imports vLLM or torch; `VllmReplica.start` checks them."""
     variables = {
         PLUGIN_VARIABLE: "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,11 +1,12 @@
 """Repairs of vLLM 0.32's CPU backend: routed-experts capture, live updates of experts, seeded sampling.
 
-Upstream drives its routed-experts data plane (`vllm/distributed/aux_output_connector`) from the GPU model runner V2 only.
-Here the CPU runner drives the same data plane with the same calls.
+Upstream drives its routed-experts data plane (`vllm/distributed/aux_output_connector`) from the GPU model runner V2
+only. Here the CPU runner drives the same data plane with the same calls.
 """
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,8 @@ class RoutingCPUModelRunner(CPUModelRunner):
             self._pending = self._capture.prepare_output(self._step_layout(scheduler_output))
         return output
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Sample, and hang the step's routing rows on the output."""
         untouched = [(g, g.get_state()) for g in self._generators_of_partial_prefills().values()]
         output: Any = super().sample_tokens(grammar_output)
@@ -101,10 +103,9 @@ class RoutingCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         """Upstream names its runner class inline, so the name is exchanged while it runs."""
-        import vllm.v1.worker.cpu_worker as upstream
-
+        upstream: Any = importlib.import_module(CPUWorker.__module__)
         original = upstream.CPUModelRunner
-        upstream.CPUModelRunner = RoutingCPUModelRunner  # pyright: ignore[reportPrivateImportUsage]
+        upstream.CPUModelRunner = RoutingCPUModelRunner
         try:
             super().init_device()
         finally:
@@ -130,7 +131,7 @@ def allow_routing_capture() -> None:
 
 
 def prepack_experts_on_reload() -> None:
-    """Upstream packs expert weights for the CPU kernel at the first load only, and so breaks them at every later one."""
+    """Upstream packs expert weights for the CPU kernel at the first load only, so every later load breaks them."""
     upstream: Any = UnquantizedFusedMoEMethod
     if getattr(upstream, REPAIRED, False):
         return

@@ -31,9 +31,7 @@ class LoadsUpdates:
         return digest.hexdigest()
 
 
-def _hashed(
-    tensors: Iterable[tuple[str, torch.Tensor]], digest: WeightsDigest
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: WeightsDigest) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass tensors on and hash what passes."""
     for name, tensor in tensors:
         digest.update(name, tensor)

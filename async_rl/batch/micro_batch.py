@@ -1,0 +1,173 @@
+"""Sequences of a batch laid end to end, as the rows that one rank's forward pass sees.
+
+Row r of the forward pass reads a token and predicts the next one of its sequence: the logits at position p - 1 give the
+logprob of token p. With context parallelism each rank holds two chunks of every sequence, one from the front and one
+from the back, so that causal attention costs all ranks the same; with sequence parallelism the routers of a rank see
+one tensor-parallel part of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """Where a rank stands in the groups that split rows."""
+
+    tensor: int = 1
+    tensor_rank: int = 0
+    context: int = 1
+    context_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionBucket:
+    """Consecutive slots that one attention call takes as [sequences, width]."""
+
+    sequences: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedRows:
+    """Rows of one micro-batch on one rank; t rows here, over all context ranks t * context.
+
+    index: int64 [t], where row r lies in the flattened [S * T] batch; -1 for padding.
+    next_index: int64 [t], the token it predicts; -1 where there is none (last token, padding).
+    positions: int64 [t], position in its sequence. segments: int64 [t], which sequence of the micro-batch.
+    router_index: int64 [t / tensor], the part of `index` that this rank's routers see.
+    buckets, slot_row, row_slot: attention without context parallelism works on padded slots: slot_row [slots] is the
+        row of each slot (any row for a padding slot), row_slot [t] the slot of each row.
+    gathered_positions, gathered_segments: int64 [t * context], of the rows of all context ranks, rank after rank.
+    """
+
+    index: Tensor
+    next_index: Tensor
+    positions: Tensor
+    segments: Tensor
+    router_index: Tensor
+    buckets: tuple[AttentionBucket, ...]
+    slot_row: Tensor
+    row_slot: Tensor
+    gathered_positions: Tensor
+    gathered_segments: Tensor
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+def pack_rows(
+    lengths: Sequence[int],
+    indices: Sequence[int],
+    *,
+    row_length: int,
+    at: Coordinates,
+    packing: bool = True,
+) -> PackedRows:
+    """Lay sequences `indices` end to end.
+
+    Each is padded to what context parallelism divides (all to the longest, without packing), and the whole to what
+    tensor parallelism divides. An empty list gives padding only, so that a rank without sequences can take part.
+
+    Args:
+        lengths: tokens of every sequence of the batch. row_length: T of the batch.
+    """
+    multiple = 2 * at.context if at.context > 1 else 1
+    real = torch.tensor([lengths[i] for i in indices], dtype=torch.int64)
+    padded = (real + multiple - 1) // multiple * multiple
+    if not packing and len(real):
+        padded = torch.full_like(padded, int(padded.max()))
+    rows, whole = int(padded.sum()), at.tensor * at.context * (2 if at.context > 1 else 1)
+    tail = -rows % whole if rows else whole
+    if tail:  # padding is a sequence of its own: every row has a slot, and it sees nothing real
+        real, padded = torch.cat([real, real.new_zeros(1)]), torch.cat([padded, padded.new_full((1,), tail)])
+    source = torch.tensor([*indices, *([0] if tail else [])], dtype=torch.int64)
+
+    segments = torch.repeat_interleave(torch.arange(len(padded)), padded)
+    starts = torch.cumsum(padded, 0) - padded
+    positions = torch.arange(len(segments)) - starts[segments]
+    flat = source[segments] * row_length + positions
+    index = torch.where(positions < real[segments], flat, -1)
+    next_index = torch.where(positions + 1 < real[segments], flat + 1, -1)
+    gathered_positions, gathered_segments = positions, segments
+    if at.context > 1:
+        ranks = [_context_rows(starts, padded, context=at.context, rank=r) for r in range(at.context)]
+        gathered_positions, gathered_segments = positions[torch.cat(ranks)], segments[torch.cat(ranks)]
+        here = ranks[at.context_rank]
+        index, next_index, positions, segments = index[here], next_index[here], positions[here], segments[here]
+        buckets, slot_row, row_slot = (), index.new_zeros(0), index.new_zeros(0)
+    else:
+        buckets, slot_row, row_slot = _attention_slots(padded.tolist(), starts.tolist())
+    return PackedRows(
+        index=index,
+        next_index=next_index,
+        positions=positions,
+        segments=segments,
+        router_index=index.chunk(at.tensor)[at.tensor_rank],
+        buckets=buckets,
+        slot_row=slot_row,
+        row_slot=row_slot,
+        gathered_positions=gathered_positions,
+        gathered_segments=gathered_segments,
+    )
+
+
+def take_rows(values: Tensor, index: Tensor, *, fill: float) -> Tensor:
+    """[t, ...] entries of `values` [S, T, ...] at flattened `index` [t]; `fill` where the index is -1."""
+    taken = values.flatten(0, 1)[index.clamp(min=0)]
+    absent = index < 0
+    return taken.masked_fill(absent.view(-1, *(1,) * (taken.dim() - 1)), fill)
+
+
+def select_sequences(batch: TensorDict, keep: Tensor) -> TensorDict:
+    """The sequences where bool `keep` [S] is True."""
+    return batch if bool(keep.all()) else batch[keep]
+
+
+def _context_rows(starts: Tensor, padded: Tensor, *, context: int, rank: int) -> Tensor:
+    """int64: rows of a context rank in packed order; of each sequence chunk r and chunk 2C - 1 - r of 2C."""
+    parts: list[Tensor] = []
+    for start, length in zip(starts.tolist(), padded.tolist(), strict=True):
+        chunk = length // (2 * context)
+        for number in (rank, 2 * context - 1 - rank):
+            parts.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(parts)
+
+
+def _attention_slots(
+    padded: Sequence[int], starts: Sequence[int], *, waste: float = 0.15
+) -> tuple[tuple[AttentionBucket, ...], Tensor, Tensor]:
+    """Group sequences of similar length, so that at most `waste` of the slots of a bucket are padding."""
+    order = sorted(range(len(padded)), key=lambda i: -padded[i])
+    groups: list[list[int]] = []
+    held = 0
+    for i in order:
+        width = padded[groups[-1][0]] if groups else 0
+        if not groups or (held + padded[i]) < (1 - waste) * width * (len(groups[-1]) + 1):
+            groups.append([])
+            held = 0
+        groups[-1].append(i)
+        held += padded[i]
+    total = sum(padded)
+    row_slot = torch.empty(total, dtype=torch.int64)
+    slot_rows: list[Tensor] = []
+    buckets: list[AttentionBucket] = []
+    offset = 0
+    for group in groups:
+        width, count = padded[group[0]], len(group)
+        first = torch.tensor([starts[i] for i in group]).unsqueeze(1)
+        size = torch.tensor([padded[i] for i in group]).unsqueeze(1)
+        column = torch.arange(width)
+        rows, real = first + column, column < size
+        slots = offset + torch.arange(count).unsqueeze(1) * width + column
+        row_slot[rows[real]] = slots[real]
+        slot_rows.append(torch.where(real, rows, 0).flatten())
+        buckets.append(AttentionBucket(sequences=count, width=width))
+        offset += count * width
+    return tuple(buckets), torch.cat(slot_rows), row_slot

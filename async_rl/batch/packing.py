@@ -1,0 +1,77 @@
+"""Which sequences go together: data-parallel ranks with equal work, micro-batches of bounded, similar length."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+Plan = list[list[list[int]]]
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, num_ranks: int, padded: bool = False
+) -> Plan:
+    """For each data-parallel rank its micro-batches, each a list of indices into `lengths`.
+
+    Every index appears once. Every rank has the same number of micro-batches, which collectives need; where a rank has
+    too few sequences for that, some of its micro-batches are empty. A micro-batch costs at most `max_tokens` unless it
+    is a single sequence. Within a rank sequences are ordered by length, so that a micro-batch needs little padding.
+
+    Args:
+        padded: a micro-batch costs its longest sequence times its number of sequences, not the sum of lengths.
+
+    Raises:
+        ValueError: max_tokens or num_ranks below 1, or a sequence without tokens.
+    """
+    if max_tokens < 1 or num_ranks < 1:
+        raise ValueError(f"max_tokens is {max_tokens} and num_ranks is {num_ranks}; both must be >= 1")
+    if any(length < 1 for length in lengths):
+        raise ValueError("lengths holds a sequence without tokens")
+    shares = _balance(lengths, num_ranks)
+    count = max((len(_cut(share, lengths, max_tokens, padded)) for share in shares), default=0)
+    return [_cut_into(share, lengths, count, padded) for share in shares]
+
+
+def _balance(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Longest first to the rank with the fewest tokens; each share is ordered by falling length."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    load = [(0, 0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, count, rank = heapq.heappop(load)
+        shares[rank].append(index)
+        heapq.heappush(load, (tokens + lengths[index], count + 1, rank))
+    return shares
+
+
+def _cut(share: Sequence[int], lengths: Sequence[int], limit: int, padded: bool) -> list[list[int]]:
+    """Consecutive parts of at most `limit` tokens, as few as that allows."""
+    parts: list[list[int]] = []
+    tokens = 0
+    for index in share:
+        # Lengths fall, so the first of a part is its longest.
+        cost = lengths[parts[-1][0]] if padded and parts else lengths[index]
+        if not parts or tokens + cost > limit:
+            parts.append([])
+            tokens, cost = 0, lengths[index]
+        parts[-1].append(index)
+        tokens += cost
+    return parts
+
+
+def _cut_into(share: Sequence[int], lengths: Sequence[int], count: int, padded: bool) -> list[list[int]]:
+    """Exactly `count` consecutive parts, the largest as small as possible; empty ones where sequences run out."""
+    if not share:
+        return [[] for _ in range(count)]
+    low, high = lengths[share[0]], len(share) * lengths[share[0]]
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(share, lengths, middle, padded)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    parts = _cut(share, lengths, low, padded)
+    while len(parts) < count and any(len(part) > 1 for part in parts):
+        at = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, sum(lengths[j] for j in parts[i])))
+        part = parts[at]
+        parts[at : at + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts + [[] for _ in range(count - len(parts))]

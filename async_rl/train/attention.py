@@ -1,0 +1,194 @@
+"""Modules that replace those of megatron's local spec, which refuse packed sequences, context and sequence parallelism.
+
+The forward pass sees rows: the tokens of several sequences end to end, batch dimension 1. What an attention or rotary
+module must know about them travels as megatron's `packed_seq_params`, which is handed down to every layer and comes
+back unchanged when activations are recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+
+from async_rl.batch.micro_batch import PackedRows
+from async_rl.train.router_replay import MicroBatchRouting
+
+
+@dataclass
+class RowContext(PackedSeqParams):
+    """What the layers know about the rows of a micro-batch.
+
+    `qkv_format` is none of megatron's, so that its own code treats the rows as one sequence of a batch of one.
+    """
+
+    qkv_format: str = "rows"  # pyright: ignore[reportIncompatibleVariableOverride]
+    rows: PackedRows = cast(PackedRows, None)
+    routing: MicroBatchRouting | None = None
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm that sequence parallelism can use: its weight is marked, so that gradients are summed over ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"the model's normalization is {config.normalization}; only RMSNorm is built")
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class RowRotary(torch.nn.Module):
+    """Rotary angles of rows by their position in their sequence; takes the place of GPTModel.rotary_pos_emb.
+
+    GPTModel asks `get_rotary_seq_len` for a length and hands the answer to `forward`; here the answer is the positions.
+    """
+
+    def __init__(self, *, dim: int, base: float) -> None:
+        super().__init__()
+        inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        self.inverse_frequencies = inverse  # not a buffer: it stays float32 in a bfloat16 model
+
+    def get_rotary_seq_len(self, *args: Any) -> Tensor:
+        context: RowContext = args[-1]
+        return context.rows.positions
+
+    def forward(self, positions: Tensor, **_unused: object) -> Tensor:
+        """float32 [t, 1, 1, dim] angles of `positions` int64 [t]."""
+        angles = torch.outer(positions.float(), self.inverse_frequencies.to(positions.device))
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class _ToSlots(torch.autograd.Function):
+    """Rows [t, ...] to padded slots [slots, ...]; padding slots repeat a row and have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slot_row: Tensor, row_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row_slot)
+        return rows.index_select(0, slot_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (row_slot,) = ctx.saved_tensors
+        return grad.index_select(0, row_slot), None, None
+
+
+class _ToRows(torch.autograd.Function):
+    """Padded slots [slots, ...] back to rows [t, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, row_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row_slot)
+        ctx.slots = len(slots)
+        return slots.index_select(0, row_slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (row_slot,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.slots, *grad.shape[1:])).index_copy_(0, row_slot, grad), None
+
+
+class RowAttention(MegatronModule):
+    """Causal attention within each sequence of the rows.
+
+    Without context parallelism sequences of similar length form padded batches (see PackedRows.buckets): with padding
+    on the right, causality alone keeps real tokens from seeing it. With context parallelism keys and values of all
+    ranks are gathered, and a mask compares sequence and position.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.context_group = parallel_state.get_context_parallel_group()
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: RowContext | None = None,
+    ) -> Tensor:
+        """[t, 1, heads * dim] from query [t, 1, heads, dim] and key, value [t, 1, kv heads, dim]."""
+        if packed_seq_params is None:
+            raise ValueError("RowAttention needs packed_seq_params: a RowContext")
+        rows = packed_seq_params.rows
+        if self.context_group.size() > 1:
+            out = self._across_ranks(query, key, value, rows)
+        else:
+            out = self._in_slots(query.squeeze(1), key.squeeze(1), value.squeeze(1), rows)
+        return out.flatten(1).unsqueeze(1)
+
+    def _in_slots(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """[t, heads, dim]."""
+        parts: list[Tensor] = []
+        q, k, v = (cast(Tensor, _ToSlots.apply(x, rows.slot_row, rows.row_slot)) for x in (query, key, value))
+        sizes = [b.sequences * b.width for b in rows.buckets]
+        for bucket, *qkv in zip(rows.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+            shaped = [x.unflatten(0, (bucket.sequences, bucket.width)).transpose(1, 2) for x in qkv]
+            out = self._attend(*shaped, mask=None)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return cast(Tensor, _ToRows.apply(torch.cat(parts) if len(parts) > 1 else parts[0], rows.row_slot))
+
+    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """[t, heads, dim]."""
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
+        )
+        mask = (rows.segments[:, None] == rows.gathered_segments) & (rows.positions[:, None] >= rows.gathered_positions)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend(q, k, v, mask=mask).squeeze(0).transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )
+
+
+_REPLACED: dict[Any, Any] = {WrappedTorchNorm: RMSNorm, DotProductAttention: RowAttention}
+
+
+def replace_modules(spec: Any) -> Any:
+    """The same spec (block, layer or module) with the modules of this file in the place of megatron's."""
+    if isinstance(spec, type):
+        return _REPLACED.get(spec, spec)
+    if isinstance(spec, list):
+        return [replace_modules(part) for part in cast(list[Any], spec)]
+    if isinstance(spec, ModuleSpec):
+        spec.module = _REPLACED.get(spec.module, spec.module)
+        spec.submodules = replace_modules(spec.submodules)
+    elif hasattr(spec, "__dataclass_fields__"):
+        for name in spec.__dataclass_fields__:
+            setattr(spec, name, replace_modules(getattr(spec, name)))
+    return spec

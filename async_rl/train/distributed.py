@@ -1,0 +1,114 @@
+"""The process groups of a trainer rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from async_rl.batch.micro_batch import Coordinates
+from async_rl.train.model import TrainerConfig
+
+
+class ProcessGroups:
+    """Joins the other ranks and cuts them into megatron's groups; `close` leaves.
+
+    A process has one such layout. A second trainer in a process shares it, and does not take it down.
+
+    Args:
+        rendezvous: host:port at which rank 0 listens.
+
+    Raises:
+        RuntimeError: the process is already part of another layout.
+    """
+
+    def __init__(self, config: TrainerConfig, *, rank: int, world_size: int, rendezvous: str) -> None:
+        if world_size != config.ranks:
+            raise RuntimeError(f"world_size is {world_size}, but trainer.ranks is {config.ranks}; start as many ranks")
+        self.device = _device(rank)
+        self._owned = not dist.is_initialized()
+        if self._owned:
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                init_method=f"tcp://{rendezvous}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=config.timeout_s),
+            )
+            _cut_into_groups(config)
+        elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size) or _layout() != _wanted(config):
+            raise RuntimeError(
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in layout {_layout()}; a trainer "
+                f"of rank {rank} of {world_size} in layout {_wanted(config)} needs a process of its own"
+            )
+        tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
+        self.coordinates = Coordinates(
+            tensor=parallel_state.get_tensor_model_parallel_world_size(),
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            context=parallel_state.get_context_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+        )
+        self.data_rank: int = parallel_state.get_data_parallel_rank()
+        self.data_size: int = parallel_state.get_data_parallel_world_size()
+        self.is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def sum_over_ranks(self, values: torch.Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce float64 [n] over all ranks, in place."""
+        if dist.get_world_size() > 1:
+            moved = values.to(self.device)
+            dist.all_reduce(moved, op=op)
+            values.copy_(moved)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank, at most trainer.timeout_s."""
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the groups if this object made them."""
+        if self._owned and dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _cut_into_groups(config: TrainerConfig) -> None:
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+    )
+
+
+def _wanted(config: TrainerConfig) -> tuple[int, ...]:
+    parallel = config.parallel
+    return (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor_size)
+
+
+def _layout() -> tuple[int, ...]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )

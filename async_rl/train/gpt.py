@@ -1,0 +1,193 @@
+"""Megatron's GPTModel from a Hugging Face config, wrapped for data parallelism. Weights are not loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from async_rl.train.attention import RowRotary, replace_modules
+from async_rl.train.families import ModelShape, read_shape
+from async_rl.train.model import TrainerConfig
+from async_rl.train.router_replay import RouterReplay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BuiltModel:
+    """The chunks of this rank, one per virtual pipeline stage.
+
+    chunks: GPTModel as built. wrapped: the same for the schedules: bfloat16 conversion and data parallelism.
+    replay: router replay hooks; None for a dense model.
+    """
+
+    shape: ModelShape
+    config: TransformerConfig
+    chunks: Sequence[GPTModel]
+    wrapped: Sequence[DistributedDataParallel]
+    replay: RouterReplay | None
+
+    @property
+    def for_schedule(self) -> Any:
+        """What megatron's schedules take: a list only with a virtual pipeline."""
+        return list(self.wrapped) if len(self.wrapped) > 1 else self.wrapped[0]
+
+
+def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device) -> BuiltModel:
+    """Build this rank's part of the model; its weights are undefined until they are loaded.
+
+    Raises:
+        CheckpointError: a model the trainer does not know.
+        ValueError: a parallel layout the model does not divide into; names the field.
+    """
+    shape = read_shape(checkpoint)
+    _check_divides(shape, config)
+    megatron = _transformer_config(shape, config, device)
+    stages: list[int | None] = [None]
+    if config.parallel.virtual_pipeline > 1:
+        stages = list(range(config.parallel.virtual_pipeline))
+    chunks = [_build_chunk(megatron, shape, config, stage).to(device) for stage in stages]
+    replay = RouterReplay(chunks) if shape.megatron.get("num_moe_experts") else None
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,  # the optimizer step refuses a gradient norm that is not finite
+    )
+    wrapped = [
+        DistributedDataParallel(
+            megatron,
+            settings,
+            Float16Module(megatron, chunk) if config.dtype == "bfloat16" else chunk,
+            disable_bucketing=i > 0,
+        )
+        for i, chunk in enumerate(chunks)
+    ]
+    return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, replay=replay)
+
+
+def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
+    """Vocabulary rounded up to what tensor parallelism divides."""
+    return -(-shape.vocab_size // tensor) * tensor
+
+
+def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: TrainerConfig, stage: int | None) -> GPTModel:
+    spec = get_gpt_decoder_block_spec(
+        megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
+    )
+    chunk = GPTModel(
+        megatron,
+        replace_modules(spec),
+        vocab_size=padded_vocab_size(shape, tensor=config.parallel.tensor),
+        max_sequence_length=shape.context_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=shape.tied,
+        vp_stage=stage,
+    )
+    chunk.rotary_pos_emb = RowRotary(dim=shape.rope_dim, base=shape.rope_theta)  # pyright: ignore[reportAttributeAccessIssue]
+    for name, parameter in chunk.named_parameters():
+        if ".local_experts." in name:
+            # Megatron marks experts so only with expert parallelism; with expert_tensor != tensor their gradients
+            # would be summed over the wrong ranks.
+            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+    return chunk
+
+
+def _transformer_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:
+    parallel = config.parallel
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    interleaved = parallel.virtual_pipeline > 1
+    megatron = TransformerConfig(
+        **shape.megatron,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.dtype == "bfloat16",
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        # Gradients are summed, never averaged: the weight of each token is in the loss (losses.token_weights).
+        calculate_per_token_loss=True,
+        variable_seq_lengths=parallel.pipeline > 1,
+        # With the default point-to-point order the interleaved schedule is silently wrong.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        **_recompute(config),
+    )
+    megatron.finalize_model_grads_func = _sum_gradients
+    return megatron
+
+
+def _recompute(config: TrainerConfig) -> dict[str, Any]:
+    match config.recompute:
+        case "none":
+            return {}
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's reduction over all groups without its division by a token count."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _check_divides(shape: ModelShape, config: TrainerConfig) -> None:
+    parallel, model = config.parallel, shape.megatron
+    experts = model.get("num_moe_experts") or 0
+    for field, size, what, amount in (
+        ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
+        ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
+        (
+            "pipeline x virtual_pipeline",
+            parallel.pipeline * parallel.virtual_pipeline,
+            "layers",
+            model["num_layers"],
+        ),
+        ("expert", parallel.expert, "experts", experts),
+        ("expert_tensor", parallel.expert_tensor_size if experts else 1, "expert columns", model.get("moe_ffn_hidden_size", 0)),
+    ):
+        if amount % size or (size > 1 and not amount):
+            raise ValueError(
+                f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
+            )
+    if not experts and config.router_replay != "none":
+        raise ValueError(
+            f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
+        )

@@ -1,0 +1,167 @@
+"""What the process of the queue runs: the plain queue behind tickets and slices, with groups as bytes.
+
+A call that waits is begun once under a ticket of the caller and goes on by itself. The caller asks for its result in
+slices of bounded time, so that either side can tell a long wait from a dead peer. A result is kept until the caller
+says that it has it, so an answer that was lost, or a caller that was cancelled, loses no group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
+from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.queue import TrajectoryQueue
+from message_queue.staleness import StalenessConfig
+from message_queue.wire import EncodedGroup
+
+WITHDRAWN = "admission withdrawn: its caller was cancelled"
+
+
+class QueueService:
+    """A TrajectoryQueue and the calls under way. Runs in one event loop; give it to an async actor as it is.
+
+    Every waiting call takes `ticket` (unique for the call), `settled` (tickets whose results have arrived) and `wait_s`
+    (how long this slice may last), and returns None where there is no result yet: `resume` it then.
+
+    Args: those of TrajectoryQueue.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_groups: int,
+        staleness: StalenessConfig,
+        max_ready: int | None = None,
+        updates_per_batch: int = 1,
+        restored: QueueSnapshot | None = None,
+    ) -> None:
+        self._queue: TrajectoryQueue[EncodedGroup] = TrajectoryQueue(
+            batch_groups=batch_groups,
+            staleness=staleness,
+            max_ready=max_ready,
+            updates_per_batch=updates_per_batch,
+            restored=restored,
+        )
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._withdrawn: set[str] = set()
+
+    # ---- calls that wait
+
+    async def admit(self, prompt: int, *, ticket: str, settled: Sequence[str], wait_s: float) -> Admission | None:
+        """`TrajectoryQueue.admit`.
+
+        Raises:
+            QueueError: the ticket was withdrawn before the call arrived.
+        """
+        if ticket in self._withdrawn:
+            self._withdrawn.remove(ticket)
+            raise QueueError(f"admission {ticket} was withdrawn")
+        return await self._begin(lambda: self._queue.admit(prompt), ticket=ticket, settled=settled, wait_s=wait_s)
+
+    async def put_bytes(self, data: bytes, *, ticket: str, settled: Sequence[str], wait_s: float) -> PutResult | None:
+        """`TrajectoryQueue.put` of an encoded group.
+
+        Raises:
+            WireError: the bytes are damaged.
+        """
+        return await self._begin(
+            lambda: self._queue.put(EncodedGroup(data)), ticket=ticket, settled=settled, wait_s=wait_s
+        )
+
+    async def take_bytes(self, *, ticket: str, settled: Sequence[str], wait_s: float) -> Batch[bytes] | None:
+        """`TrajectoryQueue.take`, its groups encoded."""
+        return await self._begin(self._take, ticket=ticket, settled=settled, wait_s=wait_s)
+
+    async def wait_expired(
+        self, known: Sequence[int], *, ticket: str, settled: Sequence[str], wait_s: float
+    ) -> list[int] | None:
+        """`TrajectoryQueue.wait_expired`."""
+        return await self._begin(
+            lambda: self._queue.wait_expired(known=known), ticket=ticket, settled=settled, wait_s=wait_s
+        )
+
+    async def resume(self, *, ticket: str, wait_s: float) -> Any:
+        """Another slice of the call begun under `ticket`: its result, or None.
+
+        Raises:
+            QueueError: no such call is under way.
+        """
+        if ticket not in self._calls:
+            raise QueueError(f"call {ticket} is not under way; it was withdrawn, or the queue restarted since")
+        return await self._slice(self._calls[ticket], ticket=ticket, wait_s=wait_s)
+
+    async def withdraw(self, ticket: str) -> bool:
+        """The caller gave up: stop the call. An admission it already made ends as dropped.
+
+        Returns:
+            True where the call took a batch before it could be stopped: call `take_bytes` under the ticket to get it.
+        """
+        task = self._calls.get(ticket)
+        if task is None:
+            self._withdrawn.add(ticket)
+            return False
+        task.cancel()
+        await asyncio.wait({task})
+        result = None if task.cancelled() or task.exception() is not None else task.result()
+        if isinstance(result, Batch):
+            return True
+        self._calls.pop(ticket, None)
+        if isinstance(result, Admission):
+            await self._queue.drop(result.group, reason=WITHDRAWN)
+        return False
+
+    # ---- calls that do not wait; see TrajectoryQueue
+
+    async def drop(self, group: int, *, reason: str, segments: int, tokens: int) -> bool:
+        return await self._queue.drop(group, reason=reason, segments=segments, tokens=tokens)
+
+    async def trained(self, groups: Sequence[int], *, train_step: int) -> None:
+        await self._queue.trained(groups, train_step=train_step)
+
+    async def publish(self, version: int, *, update: int) -> None:
+        await self._queue.publish(version, update=update)
+
+    async def loaded(self, version: int) -> None:
+        await self._queue.loaded(version)
+
+    async def close(self) -> None:
+        await self._queue.close()
+
+    async def expired(self) -> list[int]:
+        return self._queue.expired()
+
+    async def snapshot(self) -> QueueSnapshot:
+        return self._queue.snapshot()
+
+    async def drain_records(self) -> list[LedgerRecord]:
+        return self._queue.drain_records()
+
+    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
+        return self._queue.closing_records()
+
+    # ---- inside
+
+    async def _take(self) -> Batch[bytes]:
+        batch = await self._queue.take()
+        groups = [group.data for group in batch.groups]
+        return Batch(groups=groups, update=batch.update, version_updates=batch.version_updates)
+
+    async def _begin(
+        self, start: Callable[[], Coroutine[Any, Any, Any]], *, ticket: str, settled: Sequence[str], wait_s: float
+    ) -> Any:
+        for done in settled:
+            self._calls.pop(done, None)
+        if ticket not in self._calls:
+            self._calls[ticket] = asyncio.create_task(start(), name=ticket)
+        return await self._slice(self._calls[ticket], ticket=ticket, wait_s=wait_s)
+
+    async def _slice(self, task: asyncio.Task[Any], *, ticket: str, wait_s: float) -> Any:
+        done, _ = await asyncio.wait({task}, timeout=wait_s)
+        if not done:
+            return None
+        if task.cancelled():
+            raise QueueError(f"call {ticket} was withdrawn")
+        return task.result()

@@ -1,0 +1,105 @@
+"""Small Hugging Face checkpoints, made on the spot, whose routing varies from token to token.
+
+Weights are spread wide on purpose: with the usual initial scale a router prefers the same experts for every token, and
+a test of routing would pass on a constant.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def qwen3_moe_config(*, vocab_size: int = 117, dense_layers: tuple[int, ...] = (0,), **changes: Any) -> Any:
+    """8 experts, top-2; layer 0 is dense."""
+    fields = {
+        **COMMON,
+        "vocab_size": vocab_size,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(dense_layers),
+    }
+    return transformers.Qwen3MoeConfig(**{**fields, **changes})
+
+
+def qwen3_dense_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """No experts at all."""
+    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
+    return transformers.Qwen3Config(
+        **{**fields, "vocab_size": vocab_size, "num_key_value_heads": 2, "head_dim": 32, **changes}
+    )
+
+
+def deepseek_v3_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """Latent attention, grouped sigmoid routing with a correction bias, one shared expert; layer 0 is dense."""
+    fields = {
+        **COMMON,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    return transformers.DeepseekV3Config(**{**fields, **changes})
+
+
+def spread_model(config: Any, *, seed: int) -> Any:
+    """A float32 model of `config` with wide random weights."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, _spread_of(name))
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 0.1)
+    return model.eval()
+
+
+def save_checkpoint(config: Any, directory: Path, *, seed: int) -> Path:
+    """Save `spread_model(config)` as a checkpoint folder; the same seed gives the same bytes."""
+    spread_model(config, seed=seed).save_pretrained(directory)
+    if config.model_type.startswith("deepseek"):  # transformers 5 drops two fields that vLLM reads
+        path = directory / "config.json"
+        fields = json.loads(path.read_text())
+        path.write_text(json.dumps({**fields, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}))
+    return directory
+
+
+def _spread_of(name: str) -> float:
+    if name.endswith("gate.weight"):
+        return 0.5
+    return 0.15 if "lm_head" in name else 0.08

@@ -1,0 +1,148 @@
+"""Metrics of a batch, what the recorder writes, the trace and the report."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from async_rl.observe.metrics import METRICS, batch_metrics, staleness_histogram
+from async_rl.observe.recorder import Recorder, StepRecord
+from async_rl.observe.report import draw_curves, read_run, write_report
+from async_rl.observe.trace import Trace
+from async_rl.report import main as report
+from async_rl.rollout.validator import ValidationResult
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.trajectory import PromptGroup, Trajectory
+
+SPEC = RoutingSpec(layers=(1, 2), num_experts=4, top_k=2)
+
+
+def segment(n, *, version, held, length, reason=StopReason.STOP, unavailable=0):
+    rows = np.tile(np.array([0, 1], np.uint8), (length + n - 1 - held, 2, 1))
+    return TokenOutput(
+        token_ids=np.arange(n, dtype=np.int32),
+        logprobs=np.full(n, -1.0, np.float32),
+        routed_experts=RoutedExperts(first_position=held, experts=rows, unavailable=unavailable),
+        weights=WeightVersion(version, "d"),
+        stop_reason=reason,
+        replica="r",
+    )
+
+
+def interrupted_trajectory():
+    """Prompt 3, 2 tokens of version 4, abort, 3 tokens of version 5: T = 8."""
+    trajectory = Trajectory(routing=SPEC)
+    trajectory.observe(np.zeros(3, np.int32))
+    trajectory.extend(segment(2, version=4, held=0, length=3, reason=StopReason.ABORT))
+    trajectory.extend(segment(3, version=5, held=4, length=5))
+    trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
+    return trajectory
+
+
+def plain_trajectory():
+    """Prompt 2, 2 tokens of version 5: T = 4."""
+    trajectory = Trajectory(routing=SPEC)
+    trajectory.observe(np.zeros(2, np.int32))
+    trajectory.extend(segment(2, version=5, held=0, length=2))
+    trajectory.close(stop_reason=StopReason.STOP, reward=0.0)
+    return trajectory
+
+
+@pytest.fixture
+def groups():
+    trajectories = [interrupted_trajectory(), plain_trajectory()]
+    return [PromptGroup(group=0, prompt=0, admitted_version=4, admitted_update=8, trajectories=trajectories)]
+
+
+UPDATES = {4: 8, 5: 10}
+
+
+def test_batch_metrics_are_those_of_the_tokens(groups):
+    metrics = batch_metrics(groups, update=11, version_updates=UPDATES)
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == 0.5
+    assert metrics["staleness/max"] == metrics["staleness/p99"] == 3
+    assert metrics["staleness/mean"] == pytest.approx((2 * 3 + 5 * 1) / 7)
+    assert metrics["partial/resumed_fraction"] == 0.5
+    assert metrics["partial/max_segments"] == 2
+    assert metrics["length/trained_mean"] == 3.5
+    assert metrics["routing/missing_fraction"] == 0
+    assert metrics["routing/bytes_per_token"] == (7 + 3) * 2 * 2 / 12, "each row crosses once: T-1 per trajectory"
+    assert set(metrics) <= set(METRICS)
+
+
+def test_a_row_the_engine_could_not_give_is_missing(groups):
+    trajectory = Trajectory(routing=SPEC)
+    trajectory.observe(np.zeros(5, np.int32))
+    trajectory.extend(segment(1, version=5, held=2, length=5, unavailable=2))
+    trajectory.close(stop_reason=StopReason.STOP, reward=0.0)
+    groups[0].trajectories.append(trajectory)
+    assert batch_metrics(groups, update=11, version_updates=UPDATES)["routing/missing_fraction"] == 2 / (7 + 3 + 5)
+
+
+def test_the_histogram_counts_sampled_tokens_by_staleness(groups):
+    assert staleness_histogram(groups, update=11, version_updates=UPDATES) == {1: 5, 3: 2}
+
+
+class Null:
+    def step(self, record): ...
+    def validation(self, train_step, result): ...
+    def note(self, text): ...
+    def add_scalar(self, tag, value, step):
+        assert math.isfinite(value)
+
+    def close(self): ...
+
+
+def record(directory, steps=3):
+    recorder = Recorder(directory, console=Null(), scalars=Null())
+    for step in range(1, steps + 1):
+        metrics = {"train_step": step, "reward/mean": step / 10, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
+        recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
+    result = ValidationResult(success_rate=0.5, prompts=8, mean_tokens=9.0, min_version=1, max_version=2)
+    recorder.validation(steps, result)
+    recorder.close()
+
+
+def test_metrics_are_strict_json_lines_with_null_for_what_has_no_value(tmp_path):
+    record(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train_step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["mismatch/k3_lag0"] is None and lines[0]["staleness/tokens"] == {"0": 5}
+
+
+def test_a_metric_without_a_reduction_is_refused():
+    with pytest.raises(ValueError, match="wish"):
+        StepRecord(metrics={"train_step": 1, "wish": 2.0}, staleness_tokens={})
+
+
+def test_overlapping_spans_of_a_track_get_lanes_of_their_own(tmp_path):
+    trace = Trace(tmp_path / "trace.json")
+    with trace.span("rollout", "a"), trace.span("rollout", "b"), trace.span("train", "c"):
+        pass
+    trace.write()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["name"]: e["tid"] for e in events} == {"a": "rollout 0", "b": "rollout 1", "c": "train 0"}
+    assert all(e["dur"] >= 0 and e["ph"] == "X" for e in events)
+
+
+def test_a_report_of_a_run_needs_nothing_else(tmp_path, capsys):
+    record(tmp_path)
+    assert report([str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "reward/mean" in page and "data:image/png;base64" in page and "http" not in page
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_report_of_nothing_says_so(tmp_path, capsys):
+    assert report([str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_several_runs_share_the_axes(tmp_path):
+    for name in ("a", "b"):
+        record(tmp_path / name)
+    runs = [read_run(tmp_path / name) for name in ("a", "b")]
+    assert len(draw_curves(runs).axes[1].lines) == 2
+    write_report(runs, tmp_path / "both.html")
