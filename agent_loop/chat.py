@@ -122,7 +122,13 @@ class Chat:
     def _tail(self, messages: Sequence[Message], stand_in: str) -> str:
         """What the template renders after the end-of-turn token of an assistant turn `stand_in`."""
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
-        rendered = self._render(conversation + [_as_dict(m) for m in messages])
+        try:
+            rendered = self._render(conversation + [_as_dict(m) for m in messages])
+        except Exception as error:
+            roles = sorted({m.role for m in messages})
+            raise ChatTemplateError(
+                f"the chat template refuses messages of role {roles} after an assistant turn: {error}"
+            ) from error
         _, found, rest = rendered.partition(stand_in)
         if not found or not rest.startswith(self._end_of_turn):
             raise ChatTemplateError(

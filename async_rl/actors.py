@@ -24,9 +24,11 @@ from async_rl.engines.replica import ReplicaStats
 from async_rl.engines.vllm import VllmReplica
 from async_rl.engines.vllm_config import VllmConfig
 from async_rl.weights.transport import WeightUpdate
+from message_queue.service import QueueService
 from message_queue.tokens import TokenOutput, WeightVersion
 
 T = TypeVar("T")
+MAX_QUEUE_CALLS = 16_384  # concurrent calls of the queue, most of them waiting
 MAX_GENERATIONS = 16_384  # concurrent generate calls of one replica; further ones wait in Ray's queue
 
 
@@ -121,6 +123,12 @@ class Placement:
     def _options(self, bundle: int, *, cpus: float, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+
+# ---- queue
+
+# One group for every call: the service lives on one event loop.
+QueueActor = ray.remote(max_concurrency=MAX_QUEUE_CALLS)(QueueService)
 
 
 # ---- replica

@@ -30,6 +30,7 @@ from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import WarmStartConfig
+from message_queue.client import QueueClientConfig
 from message_queue.staleness import StalenessConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -100,14 +101,10 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueConfig:
-    """max_ready: finished groups held before `put` waits; None for what the staleness budget allows.
-
-    timeout_s: bound on one answer of the queue's process.
-    """
+class QueueConfig(QueueClientConfig):
+    """max_ready: finished groups held before `put` waits; None for what the staleness budget allows."""
 
     max_ready: int | None = None
-    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,20 +13,42 @@ from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDict
 
 from agent_loop.engine import EngineError, GenerateRequest
-from async_rl.actors import Placement, ReplicaActor, TrainerActor
+from async_rl.actors import Placement, QueueActor, ReplicaActor, TrainerActor
 from async_rl.engines.replica import ReplicaStats
 from async_rl.engines.vllm_config import VllmConfig, engine_environment
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import WeightUpdate
-from message_queue.tokens import TokenOutput, WeightVersion
+from message_queue.client import QueueClient, QueueClientConfig
+from message_queue.contract import QueueSnapshot
+from message_queue.staleness import StalenessConfig
+from message_queue.tokens import RoutingSpec, TokenOutput, WeightVersion
 
 T = TypeVar("T")
 
 
 class TrainerError(RuntimeError):
     """A trainer rank failed; names the rank, the call and the cause."""
+
+
+def start_queue(
+    *,
+    batch_groups: int,
+    staleness: StalenessConfig,
+    max_ready: int | None,
+    restored: QueueSnapshot,
+    routing: RoutingSpec | None,
+    config: QueueClientConfig,
+    options: dict[str, Any],
+) -> QueueClient:
+    """Start the queue's actor; the client is the driver's side of it."""
+    actor = (
+        cast(Any, QueueActor)
+        .options(**options, max_restarts=0)
+        .remote(batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, restored=restored)
+    )
+    return QueueClient(actor, name="driver", routing=routing, config=config)
 
 
 class ReplicaHandle:

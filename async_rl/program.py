@@ -39,6 +39,7 @@ from async_rl.warm_start import run_warm_start, warm_start_folder
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import remove_directory
 from message_queue.client import QueueClient
+from message_queue.tokens import RoutingSpec
 
 
 class Program:
@@ -73,9 +74,9 @@ class Program:
             stack.callback(ray.shutdown)
             placement = Placement(config.cluster, ranks=config.trainer.ranks, replicas=config.engine.replicas)
             await placement.ready()
-            queue = await self._start_queue(placement)
             trainer, checkpoint = await self._start_trainer(placement, stack, console)
-            model = read_model_info(checkpoint)
+            routing = self._captured_routing(read_model_info(checkpoint))
+            queue = self._start_queue(placement, routing)
             replicas = await self._start_replicas(placement, stack, checkpoint)
             await self._name_processes(trainer, replicas)
             weights_directory = stack.enter_context(self._weights_directory())
@@ -86,7 +87,7 @@ class Program:
                 await publisher.publish(await trainer.export(weights_directory, version=version))
                 recorder.note(f"resumed from {self._resume_from}: step {self._start.train_step}, version {version}")
             pipeline = self._build_pipeline(
-                queue, trainer, replicas, publisher, recorder, trace, checkpoint, model, weights_directory
+                queue, trainer, replicas, publisher, recorder, trace, checkpoint, routing, weights_directory
             )
             try:
                 async with _stop_on_interrupt(pipeline, recorder):
@@ -100,14 +101,19 @@ class Program:
 
     # ---- parts
 
-    async def _start_queue(self, placement: Placement) -> QueueClient:
+    def _captured_routing(self, model: ModelInfo) -> RoutingSpec | None:
+        """What the rows of this run mean; None where the engines capture none."""
+        return model.routing if self._config.trainer.router_replay == "R3" else None
+
+    def _start_queue(self, placement: Placement, routing: RoutingSpec | None) -> QueueClient:
         config = self._config
-        return await start_queue(
+        return start_queue(
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
-            start=self._start,
-            timeout_s=config.queue.timeout_s,
+            restored=self._start.queue,
+            routing=routing,
+            config=config.queue,
             options=placement.queue(),
         )
 
@@ -200,11 +206,10 @@ class Program:
         recorder: Recorder,
         trace: Trace,
         checkpoint: Path,
-        model: ModelInfo,
+        routing: RoutingSpec | None,
         weights_directory: Path,
     ) -> Pipeline:
         config = self._config
-        routing = model.routing if config.trainer.router_replay == "R3" else None
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         loop: AgentLoop = self._task.build_loop(
             engine=ReplicaRouter(replicas),

@@ -91,7 +91,7 @@ class QueueClient:
     async def take(self) -> Batch[PromptGroup]:
         """Wait for the next batch; see `TrajectoryQueue.take`."""
         ticket = self._unreceived.pop() if self._unreceived else self._ticket()
-        encoded: Batch[bytes] = await self._wait("take()", self._handle.take_bytes, ticket=ticket)
+        encoded: Batch[bytes] = await self._wait("take()", self._handle.take_bytes, ticket=ticket, keep=True)
         groups = [decode_group(data, routing=self._routing) for data in encoded.groups]
         return Batch(groups=groups, update=encoded.update, version_updates=encoded.version_updates)
 
@@ -136,14 +136,19 @@ class QueueClient:
     def _ticket(self) -> str:
         return f"{self._name}/{next(self._numbers)}"
 
-    async def _wait(self, what: str, begin: RemoteMethod, *args: Any, ticket: str) -> Any:
-        """Begin a call and ask for its result until there is one."""
+    async def _wait(self, what: str, begin: RemoteMethod, *args: Any, ticket: str, keep: bool = False) -> Any:
+        """Begin a call and ask for its result until there is one.
+
+        keep: a call that fails is begun again by the next take, in case it got its batch.
+        """
         try:
             result = await self._ask(what, begin, *args, ticket=ticket)
         except REFUSALS:  # the answer of the call
             self._settled.add(ticket)
             raise
         except BaseException as error:  # cancelled, or no answer
+            if keep:
+                self._unreceived.append(ticket)
             await self._withdraw(what, ticket, error)
             raise
         self._settled.add(ticket)
@@ -173,15 +178,11 @@ class QueueClient:
         return result
 
     async def _withdraw(self, what: str, ticket: str, error: BaseException) -> None:
-        """Take a call back. A batch that it took in the meantime is for the next `take`."""
-        self._unreceived.append(ticket)
+        """Take a call back."""
         try:
-            kept = await self._call(f"withdraw of {what}", self._handle.withdraw, ticket)
+            await self._call(f"withdraw of {what}", self._handle.withdraw, ticket)
         except QueueUnavailable as unavailable:
             error.add_note(str(unavailable))
-            kept = False
-        if not kept:
-            self._unreceived.remove(ticket)
 
     async def _call(self, what: str, method: RemoteMethod, *args: Any, allow_s: float = 0.0, **kwargs: Any) -> Any:
         """One bounded round trip; `allow_s` is what the queue itself was asked to wait."""
@@ -197,7 +198,9 @@ class QueueClient:
                 f"queue.timeout_s is {self._config.timeout_s:g}"
             ) from error
         except Exception as error:
-            raise QueueUnavailable(f"{self._name} got no answer from the queue to {what}: {error!r}") from error
+            raise QueueUnavailable(
+                f"{self._name} got no answer from the queue to {what}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _cause(error: Exception) -> Exception:

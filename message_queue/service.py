@@ -93,25 +93,23 @@ class QueueService:
             raise QueueError(f"call {ticket} is not under way; it was withdrawn, or the queue restarted since")
         return await self._slice(self._calls[ticket], ticket=ticket, wait_s=wait_s)
 
-    async def withdraw(self, ticket: str) -> bool:
-        """The caller gave up: stop the call. An admission it already made ends as dropped.
+    async def withdraw(self, ticket: str) -> None:
+        """The caller gave up: stop the call. An admission that it made ends as dropped.
 
-        Returns:
-            True where the call took a batch before it could be stopped: call `take_bytes` under the ticket to get it.
+        A batch that it took stays under the ticket, for `take_bytes` under the same ticket.
         """
         task = self._calls.get(ticket)
         if task is None:
             self._withdrawn.add(ticket)
-            return False
+            return
         task.cancel()
         await asyncio.wait({task})
         result = None if task.cancelled() or task.exception() is not None else task.result()
         if isinstance(result, Batch):
-            return True
+            return
         self._calls.pop(ticket, None)
         if isinstance(result, Admission):
             await self._queue.drop(result.group, reason=WITHDRAWN)
-        return False
 
     # ---- calls that do not wait; see TrajectoryQueue
 

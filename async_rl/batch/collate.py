@@ -92,7 +92,9 @@ def collate_supervised(examples: Sequence[tuple[Int32Array, BoolArray]]) -> Tens
         raise BatchError("the supervised batch has no examples")
     for index, (ids, mask) in enumerate(examples):
         if len(ids) != len(mask) or not len(ids):
-            raise BatchError(f"example {index} has {len(ids)} tokens and a loss mask of {len(mask)}; need as many, >= 1")
+            raise BatchError(
+                f"example {index} has {len(ids)} tokens and a loss mask of {len(mask)}; need as many, >= 1"
+            )
     return TensorDict(
         {
             "token_ids": _stack([ids for ids, _ in examples], np.dtype(np.int64), 0),
@@ -110,7 +112,9 @@ def _lags(versions: Int32Array, current_update: int, version_updates: Mapping[in
         if version == NOT_SAMPLED:
             continue
         if version not in version_updates:
-            raise BatchError(f"param_version {version} sampled tokens, but only {sorted(version_updates)} were published")
+            raise BatchError(
+                f"param_version {version} sampled tokens, but only {sorted(version_updates)} were published"
+            )
         lag = current_update - version_updates[version]
         if lag < 0:
             raise BatchError(

@@ -9,7 +9,7 @@ one tensor-parallel part of its rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from tensordict import TensorDict
@@ -60,6 +60,13 @@ class PackedRows:
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def to(self, device: torch.device) -> PackedRows:
+        """The same on `device`."""
+        if device.type == "cpu":
+            return self
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return PackedRows(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
 
 
 def pack_rows(

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 Plan = list[list[list[int]]]
 
 
-def plan_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, num_ranks: int, padded: bool = False
-) -> Plan:
+def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: int, padded: bool = False) -> Plan:
     """For each data-parallel rank its micro-batches, each a list of indices into `lengths`.
 
     Every index appears once. Every rank has the same number of micro-batches, which collectives need; where a rank has

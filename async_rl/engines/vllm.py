@@ -216,10 +216,11 @@ class VllmReplica:
         self._closed = True
         self._gate.fail("the replica is closed")
         self._unwatch()
-        await asyncio.to_thread(self._engine.shutdown, timeout=STOP_TIMEOUT_S / 2)
+        await _stop_engine(self._engine)
         for process in self._processes:
             if process.is_alive():
                 process.kill()
+        del self._engine  # vLLM shuts down once more when it is collected; at interpreter exit that fails
 
     # ---- inside
 
@@ -258,6 +259,15 @@ async def _start_engine(args: dict[str, Any]) -> AsyncLLM:
     engine = await asyncio.to_thread(start)
     await engine.get_supported_tasks()  # cached by vLLM; the first request need not ask
     return engine
+
+
+async def _stop_engine(engine: Any) -> None:
+    """Shut down without holding up the event loop; requests in flight end with an error."""
+    handler = engine.output_handler
+    if handler is not None and not handler.done():
+        handler.cancel()  # or vLLM logs the end of the engine as a failure
+        engine.output_processor.propagate_error(EngineError("the replica is closed"))
+    await asyncio.to_thread(engine.shutdown, timeout=STOP_TIMEOUT_S)
 
 
 def _engine_processes(engine: Any) -> list[Any]:

@@ -32,13 +32,13 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
         CheckpointError: a tensor is absent or has another shape.
     """
     reader = _Reader(checkpoint)
-    tensor, expert_tensor = _Split.tensor(), _Split.expert_tensor()
+    tensor = _Split.tensor()
     for name, parameter in named_weights(chunks):
         names = weight_names(shape, name)
         full = _join_names(names, [reader.read(n) for n in names.names], chunks[0].config)
         if names.kind == "vocabulary":
             full = torch.nn.functional.pad(full, (0, 0, 0, parameter.shape[0] * tensor.size - len(full)))
-        part = _cut(names.kind, full, parameter, expert_tensor if _is_expert(name) else tensor)
+        part = _cut(names.kind, full, parameter, _split_of(name, parameter))
         if part.shape != parameter.shape:
             raise CheckpointError(
                 f"{checkpoint}: {', '.join(names.names)} make {name} of shape {list(part.shape)} on this rank, but the "
@@ -127,8 +127,8 @@ def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor
 # ---- one whole tensor <-> its parts on the ranks of a group
 
 
-def _cut(kind: Kind, full: Tensor, parameter: Tensor, split: _Split) -> Tensor:
-    if split.size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+def _cut(kind: Kind, full: Tensor, parameter: Tensor, split: _Split | None) -> Tensor:
+    if split is None:
         return full
     if kind == "gate_up":  # each rank holds a part of gate on top of the same part of up
         return torch.cat([half.chunk(split.size)[split.rank] for half in full.chunk(2)])
@@ -144,9 +144,12 @@ def _glue(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A parameter of one pipeline stage, as the other stages must know it."""
+    """One or more whole tensors that a parameter of some stage becomes, as the other stages must know them.
 
-    name: str
+    names: one; with expert parallelism those of the experts at the same place on every rank.
+    """
+
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -154,44 +157,60 @@ class _Entry:
 def _whole_weights(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Every megatron tensor, whole, on every rank, stage after stage."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    local = [
-        (n, w) for name, parameter in named_weights(chunks) for n, w in _gather_tensor(name, parameter, shape, chunks)
-    ]
-    if pipeline.size() == 1:
-        yield from local
-        return
-    entries: list[Any] = [None] * pipeline.size()
-    dist.all_gather_object(entries, [_Entry(n, tuple(w.shape), w.dtype) for n, w in local], group=pipeline)
-    for stage, stage_entries in enumerate(entries):
-        for i, entry in enumerate(stage_entries):
-            here = stage == pipeline.rank()
-            weight = local[i][1] if here else torch.empty(entry.shape, dtype=entry.dtype, device=local[0][1].device)
-            dist.broadcast(weight, dist.get_global_rank(pipeline, stage), group=pipeline)
-            yield entry.name, weight
+    local = list(named_weights(chunks))
+    stages: list[Any] = [[_entry(name, parameter, chunks) for name, parameter in local]]
+    if pipeline.size() > 1:
+        mine, stages = stages[0], [None] * pipeline.size()
+        dist.all_gather_object(stages, mine, group=pipeline)
+    for stage, entries in enumerate(stages):
+        for i, entry in enumerate(entries):
+            if stage == pipeline.rank():
+                weights = _gather(*local[i], shape)
+            else:
+                device = local[0][1].device
+                weights = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
+            for name, weight in zip(entry.names, weights, strict=True):
+                if pipeline.size() > 1:
+                    weight = weight.contiguous()
+                    dist.broadcast(weight, dist.get_global_rank(pipeline, stage), group=pipeline)
+                yield name, weight
 
 
-def _gather_tensor(
-    name: str, parameter: Tensor, shape: ModelShape, chunks: Sequence[Any]
-) -> Iterator[tuple[str, Tensor]]:
+def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
+    shape = list(parameter.shape)
+    split = _split_of(name, parameter)
+    if split is not None:
+        shape[parameter.partition_dim] *= split.size  # pyright: ignore[reportAttributeAccessIssue]
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    found = _LOCAL_EXPERT.search(name)
+    names = [name]
+    if found is not None and ranks > 1:
+        per_rank = chunks[0].config.num_moe_experts // ranks
+        place = int(found[1]) % per_rank
+        names = [_LOCAL_EXPERT.sub(f"local_experts.{place + r * per_rank}.", name) for r in range(ranks)]
+    return _Entry(tuple(names), tuple(shape), parameter.dtype)
+
+
+def _gather(name: str, parameter: Tensor, shape: ModelShape) -> list[Tensor]:
     """The whole tensor of a parameter; for an expert, those of the same place on every expert-parallel rank."""
     weight = parameter.detach().contiguous()
-    split = _Split.expert_tensor() if _is_expert(name) else _Split.tensor()
-    if split.size > 1 and getattr(parameter, "tensor_model_parallel", False):
+    split = _split_of(name, parameter)
+    if split is not None:
         parts = [torch.empty_like(weight) for _ in range(split.size)]
         dist.all_gather(parts, weight, group=split.group)
         weight = _glue(weight_names(shape, name).kind, parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
     experts = parallel_state.get_expert_model_parallel_group()
     if not _is_expert(name) or experts.size() == 1:
-        yield name, weight
-        return
+        return [weight]
     parts = [torch.empty_like(weight) for _ in range(experts.size())]
     dist.all_gather(parts, weight.contiguous(), group=experts)
-    per_rank = chunks[0].config.num_moe_experts // experts.size()
-    found = _LOCAL_EXPERT.search(name)
-    assert found is not None
-    place = int(found[1]) % per_rank
-    for rank, part in enumerate(parts):
-        yield _LOCAL_EXPERT.sub(f"local_experts.{place + rank * per_rank}.", name), part
+    return parts
+
+
+def _split_of(name: str, parameter: Tensor) -> _Split | None:
+    """The group that holds the parts of this parameter; None where every rank holds it whole."""
+    split = _Split.expert_tensor() if _is_expert(name) else _Split.tensor()
+    return split if split.size > 1 and getattr(parameter, "tensor_model_parallel", False) else None
 
 
 class _Reader:

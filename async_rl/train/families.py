@@ -153,9 +153,7 @@ def _dense_layer(attention: str = "model.layers.{layer}.self_attn.") -> dict[str
         "self_attention.linear_proj.weight": WeightNames("direct", (attention + "o_proj.weight",)),
         "self_attention.q_layernorm.weight": WeightNames("direct", (attention + "q_norm.weight",)),
         "self_attention.k_layernorm.weight": WeightNames("direct", (attention + "k_norm.weight",)),
-        "mlp.linear_fc1.weight": WeightNames(
-            "gate_up", (layer + "mlp.gate_proj.weight", layer + "mlp.up_proj.weight")
-        ),
+        "mlp.linear_fc1.weight": WeightNames("gate_up", (layer + "mlp.gate_proj.weight", layer + "mlp.up_proj.weight")),
         "mlp.linear_fc2.weight": WeightNames("direct", (layer + "mlp.down_proj.weight",)),
     }
 

@@ -85,9 +85,7 @@ def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
 
 
 def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: TrainerConfig, stage: int | None) -> GPTModel:
-    spec = get_gpt_decoder_block_spec(
-        megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
-    )
+    spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     chunk = GPTModel(
         megatron,
         replace_modules(spec),
@@ -181,7 +179,12 @@ def _check_divides(shape: ModelShape, config: TrainerConfig) -> None:
             model["num_layers"],
         ),
         ("expert", parallel.expert, "experts", experts),
-        ("expert_tensor", parallel.expert_tensor_size if experts else 1, "expert columns", model.get("moe_ffn_hidden_size", 0)),
+        (
+            "expert_tensor",
+            parallel.expert_tensor_size if experts else 1,
+            "expert columns",
+            model.get("moe_ffn_hidden_size", 0),
+        ),
     ):
         if amount % size or (size > 1 and not amount):
             raise ValueError(

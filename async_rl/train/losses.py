@@ -1,9 +1,9 @@
 """Policy losses, written as their equations over named logprobs, all tensors of one entry per token.
 
-    behaviour  of the engine that sampled            (no gradient)
-    proximal   of the trainer before the batch       (no gradient)
-    current    of the weights being trained          (gradient)
-    reference  of a frozen model, for the KL term    (no gradient)
+behaviour  of the engine that sampled            (no gradient)
+proximal   of the trainer before the batch       (no gradient)
+current    of the weights being trained          (gradient)
+reference  of a frozen model, for the KL term    (no gradient)
 """
 
 from __future__ import annotations

@@ -101,9 +101,7 @@ def rewrite_source(source: str) -> str:
     for pattern, replacement in _REWRITES:
         source = pattern.sub(replacement, source)
     if "_megatron_cpu." in source:
-        source = re.sub(
-            r"(?m)^import torch$", f"import torch; import {__name__} as _megatron_cpu", source, count=1
-        )
+        source = re.sub(r"(?m)^import torch$", f"import torch; import {__name__} as _megatron_cpu", source, count=1)
     return source
 
 
@@ -153,7 +151,7 @@ def synchronize(*_args: object) -> None:
     """Stands for torch.cuda.synchronize."""
 
 
-class nvtx:  # noqa: N801 - the name of the module it stands for
+class nvtx:
     """Stands for torch.cuda.nvtx."""
 
     @staticmethod
@@ -249,5 +247,3 @@ _REPAIRS: dict[str, tuple[_Repair, ...]] = {
     "megatron.core.transformer.moe.moe_utils": (_define_general_gemm, _convert_cpu_split_sizes),
     "megatron.core.tensor_parallel.random": (_use_cpu_random_state, _default_to_no_fp8),
 }
-
-

@@ -48,7 +48,7 @@ def test_the_prompt_is_what_the_template_renders():
     assert prompt.dtype == np.int32
 
 
-@given(question=texts, turn=texts, reply=texts)
+@given(question=texts, turn=texts, reply=texts.filter(lambda text: "<|" not in text))
 def test_a_conversation_continued_token_by_token_equals_the_template_of_the_whole(question, turn, reply):
     chat = make_chat()
     sampled = ids(turn + END_OF_TURN)
@@ -136,6 +136,8 @@ def test_a_stop_token_of_several_tokens_is_refused():
         (CHAT_TEMPLATE.replace("message.content + '<|im_end|>\\n'", "message.content + '\\n'"), "does not put"),
         # earlier assistant turns are left out
         ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "does not put"),
+        # tool messages are refused
+        ("{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}", "no tools"),
         # tool messages are ignored
         (CHAT_TEMPLATE.replace("message.content + '\\n</tool_response>'", "'</tool_response>'"), "leaves it out"),
         # a reply repeats the turn before it

@@ -133,6 +133,20 @@ async def test_a_full_queue_lets_in_the_group_that_the_trainer_waits_for():
     assert [g.group for g in (await queue.take()).groups] == [2, 3]
 
 
+async def test_a_group_given_up_while_its_put_waits_is_refused():
+    queue = make_queue(s=1, b=2, max_ready=2)
+    admissions = await admit_many(queue, 3)
+    for admission in admissions[:2]:
+        await queue.put(group_for(admission))
+    twice = [await waits(queue.put(group_for(admissions[2]))) for _ in range(2)]
+    await queue.drop(admissions[2].group, reason="cancelled")
+    await queue.take()
+    for waiting in twice:
+        with pytest.raises(DuplicateGroup, match="group 2 is not open"):
+            await waiting
+    assert queue.snapshot().ledger.error == 0
+
+
 async def test_max_ready_holds_at_least_a_batch():
     with pytest.raises(ValueError, match="max_ready is 1; one batch is 2 groups"):
         make_queue(max_ready=1)

@@ -112,7 +112,6 @@ def test_any_schedule_of_aborts_and_updates_gives_the_uninterrupted_tokens_and_r
 async def test_an_abort_before_the_first_token_appends_no_segment():
     engine = scripted(1, interruptions=[Interruption(after=0), Interruption(after=0, load=3)])
     trajectory, _, decoder = await decoded(engine, budget=4)
-    assert sum(len(s.routed_experts.experts) for s in broken.segments) == len(broken) - 1  # each row came once
     assert decoder.num_aborts == 2
     assert [s.weights.version for s in trajectory.segments] == [3]
     assert set(trajectory.row_versions()[:-1].tolist()) == {3}

@@ -1,0 +1,116 @@
+"""A segment or a row that breaks the contract is refused where it is made, naming field and value."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from tests.unit.groups import SPEC, routed, segment
+
+
+def output(**changes):
+    fields = {
+        "token_ids": np.array([1, 2], np.int32),
+        "logprobs": np.array([-1, -2], np.float32),
+        "routed_experts": None,
+        "weights": WeightVersion(0, "d"),
+        "stop_reason": StopReason.STOP,
+        "replica": "replica-3",
+    }
+    return TokenOutput(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": np.array([1, 2])}, r"TokenOutput\.token_ids is int64\[2\]; need int32\[n\]"),
+        ({"token_ids": np.zeros((1, 2), np.int32)}, r"token_ids is int32\[1, 2\]"),
+        ({"token_ids": np.array([1, -2], np.int32)}, "negative id -2"),
+        ({"logprobs": np.array([-1], np.float32)}, r"TokenOutput\.logprobs is float32\[1\]; need float32\[2\]"),
+        ({"logprobs": np.array([-1.0, -2.0])}, r"logprobs is float64\[2\]"),
+        ({"logprobs": np.array([-1, np.nan], np.float32)}, r"logprobs\[1\] is nan; logprobs are finite and <= 0"),
+        ({"logprobs": np.array([-np.inf, -1], np.float32)}, r"logprobs\[0\] is -inf"),
+        ({"logprobs": np.array([-1, 0.5], np.float32)}, r"logprobs\[1\] is 0\.5"),
+    ],
+)
+def test_misaligned_or_impossible_segments_are_refused(changes, message):
+    with pytest.raises(ContractError, match=message):
+        output(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "routing", "message"),
+    [
+        ({"token_ids": np.array([1, 9], np.int32)}, None, "id 9; the vocabulary has 9"),
+        ({}, SPEC, "routed_experts is None for 2 tokens from replica replica-3; the run captures routing"),
+        ({"routed_experts": routed(0, 3)}, None, "routed_experts is set, but the run captures no routing"),
+        (
+            {"routed_experts": routed(0, 3, spec=RoutingSpec(layers=(1,), num_experts=8, top_k=2))},
+            SPEC,
+            "rows of shape",
+        ),
+    ],
+)
+def test_segments_that_do_not_fit_the_model_are_refused(changes, routing, message):
+    with pytest.raises(ContractError, match=message):
+        output(**changes).check(vocab_size=9, routing=routing)
+
+
+def test_a_segment_that_fits_is_let_through():
+    segment(3, rows=(0, 4)).check(vocab_size=9, routing=SPEC)
+    segment(0).check(vocab_size=9, routing=SPEC)
+    assert len(segment(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": (3, 1)}, "need ascending, distinct layer numbers"),
+        ({"layers": (1, 1)}, "need ascending, distinct"),
+        ({"layers": (-1, 1)}, "need ascending, distinct"),
+        ({"layers": ()}, r"RoutingSpec\.layers is \(\)"),
+        ({"top_k": 9}, r"RoutingSpec\.top_k is 9; must be in 1\.\.num_experts=8"),
+        ({"top_k": 0}, r"RoutingSpec\.top_k is 0"),
+    ],
+)
+def test_impossible_routing_specs_are_refused(fields, message):
+    with pytest.raises(ContractError, match=message):
+        RoutingSpec(**{"layers": (1, 3), "num_experts": 8, "top_k": 2} | fields)
+
+
+@given(st.integers(1, 60_000))
+def test_expert_ids_use_the_narrowest_type_that_holds_them(num_experts):
+    dtype = RoutingSpec(layers=(0,), num_experts=num_experts, top_k=1).dtype
+    assert np.iinfo(dtype).max >= num_experts - 1
+    assert dtype == (np.uint8 if num_experts <= 256 else np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts": np.zeros((2, 2), np.uint8)}, r"RoutedExperts\.experts is uint8\[2, 2\]; need uint8 or uint16"),
+        ({"experts": np.zeros((1, 1, 1), np.int16)}, "experts is int16"),
+        ({"unavailable": 5}, r"unavailable is 5 with first_position 4"),
+        ({"unavailable": -1}, r"unavailable is -1"),
+        (
+            {"experts": np.array([[[0, 1], [2, 3]], [[0, 1], [5, 5]]], np.uint8)},
+            r"duplicate expert at position 5, MoE layer index 1: \[5, 5\]",
+        ),
+    ],
+)
+def test_malformed_rows_are_refused(fields, message):
+    with pytest.raises(ContractError, match=message):
+        RoutedExperts(**{"first_position": 4, "experts": np.array([[[0, 1]]], np.uint8)} | fields)
+
+
+def test_rows_outside_the_model_are_refused():
+    rows = RoutedExperts(first_position=0, experts=np.array([[[0, 8], [1, 2]]], np.uint8))
+    with pytest.raises(ContractError, match="expert id 8; the model has 8"):
+        rows.check(SPEC)
+    assert routed(3, 7).end_position == 7
+
+
+def test_versions_start_at_zero():
+    with pytest.raises(ContractError, match=r"WeightVersion\.version is -1"):
+        WeightVersion(-1, "d")

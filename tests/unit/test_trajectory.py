@@ -1,0 +1,171 @@
+"""The merge rule: rows are append-only, every row has one owner, and all arrays stay aligned."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason
+from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, PromptGroup, Trajectory
+from tests.unit.groups import SPEC, routed, segment, trajectory
+
+FIRST_OWNER = RoutingSpec(layers=(0,), num_experts=60_000, top_k=1)  # an expert id that is unique per segment
+
+
+def prompt(count=2):
+    return np.arange(count, dtype=np.int32)
+
+
+def opened(count=2, *, routing=SPEC):
+    made = Trajectory(routing=routing)
+    made.observe(prompt(count))
+    return made
+
+
+def rows_of(owner, first, end, *, unavailable=0):
+    experts = np.full((end - first, 1, 1), owner, np.uint16)
+    return RoutedExperts(first_position=first, experts=experts, unavailable=unavailable)
+
+
+def owned_segment(owner, tokens, rows):
+    made = segment(tokens, version=owner)
+    return type(made)(
+        token_ids=made.token_ids,
+        logprobs=made.logprobs,
+        routed_experts=rows,
+        weights=made.weights,
+        stop_reason=made.stop_reason,
+        replica=made.replica,
+    )
+
+
+@given(st.data())
+def test_rows_belong_to_the_first_forward_that_covered_them(data):
+    """Random prefills, decodes, aborts without tokens, turns and re-prefills against a slow, obvious model."""
+    made = Trajectory(routing=FIRST_OWNER)
+    owners: dict[int, int] = {}  # position -> the segment that owns its row, or NOT_ROUTED
+    sampled: dict[int, int] = {}  # position -> the segment that sampled it
+    owner = 0
+    for turn in range(data.draw(st.integers(1, 3))):
+        made.observe(prompt(data.draw(st.integers(0 if turn else 1, 3))))
+        for _ in range(data.draw(st.integers(0, 4))):
+            tokens = data.draw(st.integers(0, 3))
+            rows = None
+            if tokens:
+                end = len(made) + tokens - 1
+                first = data.draw(st.integers(0, end))
+                rows = rows_of(owner, first, end, unavailable=max(0, first - len(owners)))
+                for position in range(end):
+                    owners.setdefault(position, owner if position >= first else NOT_ROUTED)
+                sampled |= dict.fromkeys(range(len(made), len(made) + tokens), owner)
+            made.extend(owned_segment(owner, tokens, rows))
+            owner += 1
+    length = len(made)
+    experts = made.routed_experts()
+    assert experts is not None
+    assert experts[:, 0, 0].tolist() == [owners.get(p, NOT_ROUTED) for p in range(length)]
+    assert made.param_versions().tolist() == [sampled.get(p, NOT_SAMPLED) for p in range(length)]
+    assert made.loss_mask().tolist() == [p in sampled for p in range(length)]
+    assert (made.num_rows, made.num_sampled) == (len(owners), len(sampled))
+    assert made.num_unavailable_rows == sum(o == NOT_ROUTED for o in owners.values())
+    for array in (made.token_ids(), made.behaviour_logprobs(), made.row_versions()):
+        assert len(array) == length
+    assert np.all(made.behaviour_logprobs()[~made.loss_mask()] == 0)
+
+
+def test_a_resume_after_an_update_keeps_the_old_rows():
+    made = opened(2)
+    made.extend(segment(2, version=0, rows=(0, 3), stop_reason=StopReason.ABORT))
+    made.extend(segment(0, version=0, stop_reason=StopReason.ABORT))
+    made.extend(segment(3, version=1, rows=(0, 6)))  # prefilled again, under new weights
+    experts = made.routed_experts()
+    assert experts is not None
+    assert np.array_equal(experts[:3], routed(0, 3, version=0).experts)
+    assert np.array_equal(experts[3:6], routed(3, 6, version=1).experts)
+    assert np.all(experts[6] == NOT_ROUTED)
+    assert made.param_versions().tolist() == [-1, -1, 0, 0, 1, 1, 1]
+    assert made.row_versions().tolist() == [0, 0, 0, 1, 1, 1, -1]
+
+
+def test_tool_tokens_take_the_rows_of_the_next_turn():
+    made = opened(2)
+    made.extend(segment(2, rows=(0, 3), stop_reason=StopReason.TOOL_CALL))
+    made.observe(np.array([7, 8, 9], np.int32))
+    made.extend(segment(1, version=1, rows=(3, 7)))
+    experts = made.routed_experts()
+    assert experts is not None
+    assert np.array_equal(experts[3:7], routed(3, 7, version=1).experts)
+    assert made.loss_mask().tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True]
+    assert made.token_ids().tolist() == [0, 1, 0, 1, 7, 8, 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, r"segment of 2 tokens from replica replica-0 carries no routing rows; expected rows 3\.\.4"),
+        (routed(4, 5), r"rows from position 4; rows 3\.\.3 are missing"),
+        (routed(3, 6), "rows up to position 5; its 2 tokens after position 3 need rows up to 4"),
+        (routed(3, 4), "rows up to position 3; its 2 tokens"),
+        (routed(3, 5, spec=RoutingSpec(layers=(1,), num_experts=8, top_k=2)), "the model routes"),
+    ],
+)
+def test_a_segment_with_wrong_rows_is_refused_and_changes_nothing(rows, message):
+    made = opened(2)
+    made.extend(segment(2, rows=(0, 3)))
+    with pytest.raises(ContractError, match=message):
+        made.extend(owned_segment(1, 2, rows))
+    assert (len(made), made.num_rows, len(made.segments)) == (4, 3, 1)
+    made.extend(segment(2, version=1, rows=(3, 5)))
+    assert made.num_rows == 5
+
+
+def test_rows_of_tokens_that_were_never_forwarded_are_refused():
+    made = opened(2)
+    with pytest.raises(ContractError, match="row at position 1, but only positions up to 0 were forwarded"):
+        made.extend(owned_segment(0, 0, routed(0, 2)))
+
+
+def test_what_an_engine_cannot_give_is_counted():
+    made = opened(3)
+    made.extend(owned_segment(0, 2, routed(2, 4, unavailable=2)))
+    experts = made.routed_experts()
+    assert experts is not None
+    assert np.all(experts[:2] == NOT_ROUTED)
+    assert (made.num_rows, made.num_unavailable_rows) == (4, 2)
+
+
+def test_without_routing_there_are_no_rows():
+    made = trajectory(segment(3))
+    assert made.routed_experts() is None
+    assert made.row_versions().tolist() == [-1] * 5
+
+
+def test_the_order_of_calls_is_enforced():
+    made = Trajectory(routing=None)
+    with pytest.raises(ContractError, match="the prompt is empty"):
+        made.observe(np.zeros(0, np.int32))
+    with pytest.raises(ContractError, match="a segment came before the prompt"):
+        made.extend(segment())
+    with pytest.raises(ContractError, match=r"observation is int64\[2\]; need int32"):
+        made.observe(np.arange(2))
+    made.observe(prompt())
+    with pytest.raises(ContractError, match="reward is nan"):
+        made.close(stop_reason=StopReason.STOP, reward=float("nan"))
+    made.close(stop_reason=StopReason.STOP, reward=1)
+    for call in (lambda: made.observe(prompt()), lambda: made.extend(segment())):
+        with pytest.raises(ContractError, match="the trajectory is closed"):
+            call()
+
+
+def test_a_group_sums_over_its_trajectories():
+    group = PromptGroup(
+        group=0,
+        prompt=0,
+        admitted_version=1,
+        admitted_update=1,
+        trajectories=[trajectory(segment(2, version=1), segment(0, version=2)), trajectory(segment(3, version=2))],
+    )
+    assert (group.num_segments, group.num_tokens, group.closed) == (3, 5, True)
+    assert group.tokens_per_version() == {1: 2, 2: 3}
+    group.trajectories.append(opened(routing=None))
+    assert not group.closed
