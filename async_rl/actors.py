@@ -8,6 +8,7 @@ carried over to the loop that owns the engine.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Coroutine
@@ -28,6 +29,7 @@ from message_queue.service import QueueService
 from message_queue.tokens import TokenOutput, WeightVersion
 
 T = TypeVar("T")
+_remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know their own keyword arguments
 MAX_QUEUE_CALLS = 16_384  # concurrent calls of the queue, most of them waiting
 MAX_GENERATIONS = 16_384  # concurrent generate calls of one replica; further ones wait in Ray's queue
 
@@ -69,14 +71,14 @@ def start_ray(config: ClusterConfig) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU keep the device variables
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.address is not None:
-        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
         return
     ray.init(
         num_cpus=config.num_cpus,
         object_store_memory=config.object_store_bytes,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )
 
 
@@ -128,17 +130,17 @@ class Placement:
 # ---- queue
 
 # One group for every call: the service lives on one event loop.
-QueueActor = ray.remote(max_concurrency=MAX_QUEUE_CALLS)(QueueService)
+QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueService)
 
 
 # ---- replica
 
 
-@ray.remote(concurrency_groups={"generate": MAX_GENERATIONS, "control": 16})
+@_remote(concurrency_groups={"generate": MAX_GENERATIONS, "control": 16})
 class ReplicaActor:
     """A vLLM replica in a process of its own."""
 
-    @ray.method(concurrency_group="generate")
+    @_method(concurrency_group="generate")
     async def start(self, config: VllmConfig, *, name: str, checkpoint: Path, capture_routing: bool) -> WeightVersion:
         self._home = asyncio.get_running_loop()
         self._replica = await VllmReplica.start(
@@ -146,39 +148,39 @@ class ReplicaActor:
         )
         return self._replica.weights
 
-    @ray.method(concurrency_group="generate")
+    @_method(concurrency_group="generate")
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         return await self._replica.generate(request)
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def pause(self) -> None:
         await self._on_home(self._replica.pause())
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def abort(self) -> int:
         return await self._on_home(self._replica.abort())
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def drain(self) -> None:
         await self._on_home(self._replica.drain())
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def load(self, update: WeightUpdate) -> WeightVersion:
         return await self._on_home(self._replica.load(update))
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def resume(self) -> None:
         await self._on_home(self._replica.resume())
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def stats(self) -> ReplicaStats:
         return await self._on_home(self._replica.stats())
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def close(self) -> None:
         await self._on_home(self._replica.close())
 
-    @ray.method(concurrency_group="control")
+    @_method(concurrency_group="control")
     async def pid(self) -> int:
         return os.getpid()
 
@@ -190,7 +192,7 @@ class ReplicaActor:
 # ---- trainer
 
 
-@ray.remote
+@_remote
 class TrainerActor:
     """One trainer rank in a process of its own."""
 

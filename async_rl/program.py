@@ -63,7 +63,7 @@ class Program:
         self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / "config.yaml").write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
         async with contextlib.AsyncExitStack() as stack:
-            console = open_console(total_train_steps=config.total_train_steps, first_step=self._start.train_step)
+            console = open_console(total_train_steps=config.total_train_steps)
             recorder = Recorder(
                 self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
             )

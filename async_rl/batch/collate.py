@@ -6,7 +6,7 @@ Keys of an RL batch of S trajectories, the longest of T tokens:
     behaviour_logprobs   float32 [S, T]        0 where not sampled
     advantages           float32 [S]
     informative          bool    [S]           False: left out of the forward pass
-    lag                  int32   [S, T]        optimizer updates since the weights that sampled the token; -1: not sampled
+    lag                  int32   [S, T]        staleness in optimizer updates; -1 where not sampled
     pure_lag0            bool    [S, T]        sampled at lag 0 over rows that were all computed at lag 0
     routed_experts       int16   [S, T, L, K]  -1: live router; absent where the model does not route
     lengths              int64   [S]
@@ -118,7 +118,8 @@ def _lags(versions: Int32Array, current_update: int, version_updates: Mapping[in
         lag = current_update - version_updates[version]
         if lag < 0:
             raise BatchError(
-                f"param_version {version} holds {version_updates[version]} updates, more than the current {current_update}"
+                f"param_version {version} holds {version_updates[version]} updates, "
+                f"more than current_update={current_update}"
             )
         out[versions == version] = lag
     return out

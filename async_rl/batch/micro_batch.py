@@ -65,8 +65,8 @@ class PackedRows:
         """The same on `device`."""
         if device.type == "cpu":
             return self
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return PackedRows(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "buckets"}
+        return PackedRows(buckets=self.buckets, **moved)
 
 
 def pack_rows(

@@ -220,7 +220,6 @@ class VllmReplica:
         for process in self._processes:
             if process.is_alive():
                 process.kill()
-        del self._engine  # vLLM shuts down once more when it is collected; at interpreter exit that fails
 
     # ---- inside
 
@@ -240,6 +239,7 @@ class VllmReplica:
 
     def _on_death(self, process: Any) -> None:
         self._unwatch()
+        process.join(0.1)  # its pipe closes a moment before it has an exit code
         self._gate.fail(f"engine process {process.pid} died with exit code {process.exitcode}")
 
     def _unwatch(self) -> None:
@@ -268,6 +268,7 @@ async def _stop_engine(engine: Any) -> None:
         handler.cancel()  # or vLLM logs the end of the engine as a failure
         engine.output_processor.propagate_error(EngineError("the replica is closed"))
     await asyncio.to_thread(engine.shutdown, timeout=STOP_TIMEOUT_S)
+    engine.shutdown = lambda timeout=None: None  # vLLM calls it again at interpreter exit, when it can only fail
 
 
 def _engine_processes(engine: Any) -> list[Any]:

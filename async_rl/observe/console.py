@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Mapping
 
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
@@ -19,14 +21,12 @@ from async_rl.rollout.validator import ValidationResult
 
 _COLUMNS = (
     ("step", "train_step", "{:.0f}"),
-    ("version", "param_version", "{:.0f}"),
     ("reward", "reward/mean", "{:.3f}"),
-    ("loss", "loss", "{:+.4f}"),
-    ("entropy", "entropy", "{:.3f}"),
+    ("loss", "loss", "{:+.2f}"),
     ("stale mean", "staleness/mean", "{:.2f}"),
     ("stale max", "staleness/max", "{:.0f}"),
-    ("k3", "mismatch/k3", "{:.1e}"),
-    ("resumed", "partial/resumed_fraction", "{:.0%}"),
+    ("k3", "mismatch/k3", "{:.0e}"),
+    ("part- ial", "partial/resumed_fraction", "{:.0%}"),
     ("ready", "queue/ready", "{:.0f}"),
     ("open", "queue/open", "{:.0f}"),
     ("idle train", "idle/trainer", "{:.0%}"),
@@ -36,9 +36,9 @@ _COLUMNS = (
 _SHOWN_STEPS = 12
 
 
-def open_console(*, total_train_steps: int, first_step: int) -> Console:
+def open_console(*, total_train_steps: int) -> Console:
     """The live table on a terminal, plain lines elsewhere."""
-    clock = _Clock(total=total_train_steps, first=first_step)
+    clock = _Clock(total=total_train_steps)
     return LiveConsole(clock) if sys.stdout.isatty() else PlainConsole(clock)
 
 
@@ -70,7 +70,8 @@ class LiveConsole:
         self._rows: list[list[str]] = []
         self._footer = ""
         self._done = 0
-        self._live = Live(self._render(), refresh_per_second=4)
+        self._left = "--:--"
+        self._live = Live(self._render(self._left), refresh_per_second=4)
         self._live.start()
 
     def step(self, record: StepRecord) -> None:
@@ -81,7 +82,7 @@ class LiveConsole:
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
         self._footer = _validation_text(train_step, result)
-        self._live.console.print(self._footer)
+        self._live.update(self._render(self._left))
 
     def note(self, text: str) -> None:
         self._live.console.print(Text(text))
@@ -89,27 +90,30 @@ class LiveConsole:
     def close(self) -> None:
         self._live.stop()
 
-    def _render(self, left: str = "--:--") -> Group:
-        table = Table(expand=True)
+    def _render(self, left: str) -> Group:
+        table = Table(expand=True, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
         for title, _, _ in _COLUMNS:
-            table.add_column(title, justify="right", no_wrap=True)
+            table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(*row)
-        return Group(table, ProgressBar(total=self._clock.total, completed=self._done), Text(f"time left {left}"))
+        bar = ProgressBar(total=self._clock.total, completed=self._done)
+        return Group(table, Text(self._footer), Columns([bar, Text(f"time left {left}")]))
 
 
 class _Clock:
-    """Time left from the mean step time so far."""
+    """Time left, from the mean time between the steps seen so far."""
 
-    def __init__(self, *, total: int, first: int) -> None:
+    def __init__(self, *, total: int) -> None:
         self.total = total
-        self._first = first
-        self._begun = time.monotonic()
+        self._first: tuple[int, float] | None = None
 
     def left(self, record: StepRecord) -> str:
-        """minutes:seconds."""
-        step = int(record.metrics["train_step"])
-        seconds = (time.monotonic() - self._begun) / max(1, step - self._first) * (self.total - step)
+        """minutes:seconds, unknown after the first step."""
+        step, now = int(record.metrics["train_step"]), time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+            return "--:--"
+        seconds = (now - self._first[1]) / (step - self._first[0]) * (self.total - step)
         return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
 
 

@@ -43,7 +43,7 @@ class Validator:
                 rollouts.create_task(self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session))
         versions = np.concatenate([t.param_versions()[t.loss_mask()] for t in trajectories])
         return ValidationResult(
-            success_rate=float(np.mean([t.reward for t in trajectories])),
+            success_rate=float(np.mean([t.reward or 0.0 for t in trajectories])),
             prompts=len(trajectories),
             mean_tokens=float(np.mean([len(t) for t in trajectories])),
             min_version=int(versions.min()),

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -23,10 +22,11 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from async_rl.batch.micro_batch import PackedRows
+from async_rl.train.distributed import context_group
 from async_rl.train.router_replay import MicroBatchRouting
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowContext(PackedSeqParams):
     """What the layers know about the rows of a micro-batch.
 
@@ -34,7 +34,7 @@ class RowContext(PackedSeqParams):
     """
 
     qkv_format: str = "rows"  # pyright: ignore[reportIncompatibleVariableOverride]
-    rows: PackedRows = cast(PackedRows, None)
+    rows: PackedRows
     routing: MicroBatchRouting | None = None
 
 
@@ -83,7 +83,7 @@ class _ToSlots(torch.autograd.Function):
         return rows.index_select(0, slot_row)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (row_slot,) = ctx.saved_tensors
         return grad.index_select(0, row_slot), None, None
 
@@ -98,7 +98,7 @@ class _ToRows(torch.autograd.Function):
         return slots.index_select(0, row_slot)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (row_slot,) = ctx.saved_tensors
         return grad.new_zeros((ctx.slots, *grad.shape[1:])).index_copy_(0, row_slot, grad), None
 
@@ -126,7 +126,7 @@ class RowAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        self.context_group = parallel_state.get_context_parallel_group()
+        self.context_group = context_group()
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
 
     def forward(

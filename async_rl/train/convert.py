@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import safe_open
 from torch import Tensor
 
 from async_rl.model_info import CheckpointError
+from async_rl.train.distributed import expert_group, expert_tensor_group, pipeline_group, tensor_group
 from async_rl.train.families import Kind, ModelShape, WeightNames, weight_names
 
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
@@ -63,8 +63,8 @@ def export_weights(chunks: Sequence[Any], *, shape: ModelShape) -> Iterator[tupl
 
 def named_weights(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     """(name with global layer and expert numbers, parameter) of this rank, the same order on all of a stage."""
-    per_rank = (chunks[0].config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
-    first_expert = per_rank * parallel_state.get_expert_model_parallel_rank()
+    per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
+    first_expert = per_rank * expert_group().rank()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
@@ -84,12 +84,12 @@ class _Split:
 
     @classmethod
     def tensor(cls) -> _Split:
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_group()
         return cls(group, group.size(), group.rank())
 
     @classmethod
     def expert_tensor(cls) -> _Split:
-        group = parallel_state.get_expert_tensor_parallel_group()
+        group = expert_tensor_group()
         return cls(group, group.size(), group.rank())
 
 
@@ -156,7 +156,7 @@ class _Entry:
 
 def _whole_weights(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Every megatron tensor, whole, on every rank, stage after stage."""
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline = pipeline_group()
     local = list(named_weights(chunks))
     stages: list[Any] = [[_entry(name, parameter, chunks) for name, parameter in local]]
     if pipeline.size() > 1:
@@ -181,7 +181,7 @@ def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
     split = _split_of(name, parameter)
     if split is not None:
         shape[parameter.partition_dim] *= split.size  # pyright: ignore[reportAttributeAccessIssue]
-    ranks = parallel_state.get_expert_model_parallel_world_size()
+    ranks = expert_group().size()
     found = _LOCAL_EXPERT.search(name)
     names = [name]
     if found is not None and ranks > 1:
@@ -199,7 +199,7 @@ def _gather(name: str, parameter: Tensor, shape: ModelShape) -> list[Tensor]:
         parts = [torch.empty_like(weight) for _ in range(split.size)]
         dist.all_gather(parts, weight, group=split.group)
         weight = _glue(weight_names(shape, name).kind, parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
-    experts = parallel_state.get_expert_model_parallel_group()
+    experts = expert_group()
     if not _is_expert(name) or experts.size() == 1:
         return [weight]
     parts = [torch.empty_like(weight) for _ in range(experts.size())]

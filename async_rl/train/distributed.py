@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -54,10 +55,6 @@ class ProcessGroups:
         self.data_size: int = parallel_state.get_data_parallel_world_size()
         self.is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group()
-
     def sum_over_ranks(self, values: torch.Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce float64 [n] over all ranks, in place."""
         if dist.get_world_size() > 1:
@@ -76,6 +73,31 @@ class ProcessGroups:
         if self._owned and dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """Ranks that hold parts of the same dense tensors."""
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """Ranks that hold the stages of one copy of the model."""
+    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def expert_group() -> dist.ProcessGroup:
+    """Ranks that hold different experts of the same layers."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
+
+
+def expert_tensor_group() -> dist.ProcessGroup:
+    """Ranks that hold parts of the same experts."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    """Ranks that hold parts of the same sequences."""
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 def _device(rank: int) -> torch.device:
@@ -105,10 +127,5 @@ def _wanted(config: TrainerConfig) -> tuple[int, ...]:
 
 
 def _layout() -> tuple[int, ...]:
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    )
+    groups = (tensor_group(), pipeline_group(), context_group(), expert_group(), expert_tensor_group())
+    return tuple(group.size() for group in groups)

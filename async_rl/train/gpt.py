@@ -135,6 +135,7 @@ def _transformer_config(shape: ModelShape, config: TrainerConfig, device: torch.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        cuda_graph_scope=[],
         moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.0,
@@ -169,6 +170,7 @@ def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> 
 def _check_divides(shape: ModelShape, config: TrainerConfig) -> None:
     parallel, model = config.parallel, shape.megatron
     experts = model.get("num_moe_experts") or 0
+    expert_tensor = parallel.expert_tensor_size if experts else 1
     for field, size, what, amount in (
         ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
         ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
@@ -179,12 +181,7 @@ def _check_divides(shape: ModelShape, config: TrainerConfig) -> None:
             model["num_layers"],
         ),
         ("expert", parallel.expert, "experts", experts),
-        (
-            "expert_tensor",
-            parallel.expert_tensor_size if experts else 1,
-            "expert columns",
-            model.get("moe_ffn_hidden_size", 0),
-        ),
+        ("expert_tensor", expert_tensor, "expert columns", model.get("moe_ffn_hidden_size", 0)),
     ):
         if amount % size or (size > 1 and not amount):
             raise ValueError(

@@ -54,7 +54,7 @@ class _LogprobEntropy(torch.autograd.Function):
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None, None]:
         probs, log_probs, local, elsewhere, entropy = ctx.saved_tensors

@@ -56,6 +56,8 @@ def install() -> None:
     if _PACKAGE in sys.modules:
         raise RuntimeError("megatron.core was imported before async_rl.train; import async_rl.train first")
     sys.meta_path.insert(0, _Finder(rewrite=not torch.cuda.is_available()))
+    # megatron-core warns of its own calls into itself, at every linear layer.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
 
 
 class _Finder(importlib.abc.MetaPathFinder):

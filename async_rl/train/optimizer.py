@@ -73,7 +73,7 @@ class Optimizer:
         self._config = config
         self._updates = 0
         self._model = model
-        self._inner = get_megatron_optimizer(
+        self._inner: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=config.lr,
@@ -105,18 +105,19 @@ class Optimizer:
         """Update the weights from the gradients in the buffers; (gradient norm before clipping, learning rate).
 
         Raises:
-            FloatingPointError: the gradient is not finite.
+            FloatingPointError: the gradient is not finite; on every rank, and the weights are unchanged.
         """
         lr = self._config.lr_at(self._updates)
         for group in self._inner.param_groups:
             group["lr"] = lr
-        _, grad_norm, _ = self._inner.step()
-        norm = float(grad_norm) if grad_norm is not None else math.nan
-        if self._config.clip_grad > 0 and not math.isfinite(norm):
+        self._inner.prepare_grads()
+        norm = float(self._inner.get_grad_norm())
+        if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of update {self._updates} is {norm}; lower optimizer.lr={self._config.lr} "
                 "or look at mismatch/abs_max of the steps before"
             )
+        self._inner.step()
         self._updates += 1
         return norm, lr
 

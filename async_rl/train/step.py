@@ -20,8 +20,11 @@ from async_rl.train.model import RouterReplayMode
 from async_rl.train.router_replay import MicroBatchRouting
 from message_queue.tokens import RoutingSpec
 
-TOKEN_SUMS = ("tokens", "loss", "entropy", "k1", "k3", "weight", "weight_squared", "clipped", "k3_lag0", "tokens_lag0")
-ROUTING_SUMS = ("agreeing", "replayed", "fallback", "rows")
+TOKEN_SUMS: tuple[str, ...] = (
+    *("tokens", "loss", "entropy", "k1", "k3", "k3_lag0", "tokens_lag0"),
+    *("weight", "weight_squared", "clipped"),
+)
+ROUTING_SUMS: tuple[str, ...] = ("agreeing", "replayed", "fallback", "rows")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,11 +42,32 @@ class MicroBatch:
     flat: Tensor
     columns: dict[str, Tensor]
     context: RowContext
+    has_padding: bool
     sums: dict[str, float] = field(default_factory=dict[str, float])
 
-    def forward(self, model: Any) -> Tensor:
+    def forward(self, model: Any, *, at: Coordinates) -> Tensor:
         """Logits [1, t, V / tensor] on the last pipeline stage, hidden states before it."""
-        return model(self.token_ids, None, None, packed_seq_params=self.context)
+        return model(
+            self.token_ids, None, None, packed_seq_params=self.context, padding_mask=self._padding_mask(model, at)
+        )
+
+    def _padding_mask(self, model: Any, at: Coordinates) -> Tensor | None:
+        """True for padding, which the load-balance loss must not count; None without padding.
+
+        Megatron's first stage cuts the mask for sequence parallelism itself, the others expect it cut.
+        """
+        padding = self.context.rows.index < 0
+        if not self.has_padding:
+            return None
+        first = unwrap(model).pre_process
+        return (padding if first else padding.chunk(at.tensor)[at.tensor_rank]).unsqueeze(0)
+
+
+def unwrap(model: Any) -> Any:
+    """The GPTModel inside what schedules call."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 class MicroBatchBuilder:
@@ -80,17 +104,17 @@ class MicroBatchBuilder:
     def build(self, indices: Sequence[int]) -> MicroBatch:
         """The micro-batch of sequences `indices`; padding only if there are none."""
         rows = pack_rows(self._lengths, indices, row_length=self._row_length, at=self._at, packing=self._packing)
-        batch = self._batch
+        batch, keys = self._batch, set(self._batch.keys())
         mask = take_rows(batch["loss_mask"], rows.next_index, fill=False)
         loss_rows = mask.nonzero().squeeze(-1)
         flat = rows.next_index[loss_rows]
         columns = {
             name: batch[name].flatten()[flat]
             for name in ("behaviour_logprobs", "reference_logprobs", "pure_lag0")
-            if name in batch.keys()
+            if name in keys
         }
         sequence = torch.div(flat, self._row_length, rounding_mode="floor")
-        if "advantages" in batch.keys():
+        if "advantages" in keys:
             columns["advantages"] = batch["advantages"][sequence]
         if self._token_weights is not None:
             columns["token_weights"] = self._token_weights[sequence]
@@ -102,6 +126,7 @@ class MicroBatchBuilder:
             flat=flat,
             columns={name: column.to(to) for name, column in columns.items()},
             context=RowContext(rows=rows.to(to), routing=self._micro_batch_routing(rows)),
+            has_padding=bool((rows.index < 0).any()),
         )
 
     def _micro_batch_routing(self, rows: PackedRows) -> MicroBatchRouting | None:

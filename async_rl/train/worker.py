@@ -18,7 +18,7 @@ from async_rl.batch.routed_experts import RoutingError, check_routed_experts
 from async_rl.model_info import read_model_info
 from async_rl.train.checkpoint import load_rank_state, save_rank_state
 from async_rl.train.convert import load_weights
-from async_rl.train.distributed import ProcessGroups
+from async_rl.train.distributed import ProcessGroups, tensor_group
 from async_rl.train.gpt import build_model
 from async_rl.train.losses import LossConfig, token_weights
 from async_rl.train.model import TrainerConfig
@@ -151,7 +151,7 @@ class TrainerRank:
     def _check_routing(self, batch: TensorDict) -> None:
         if self._config.router_replay != "R3" or self._info.routing is None:
             return
-        if "routed_experts" not in batch.keys():
+        if "routed_experts" not in set(batch.keys()):
             raise RoutingError(
                 "trainer.router_replay is R3, but the batch has no routed_experts; "
                 "let the engine capture routing, or use trainer.router_replay=R2 or none"
@@ -209,7 +209,8 @@ class TrainerRank:
 
         def forward_step(source: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro_batch = next(source)
-            return micro_batch.forward(model), partial(scheduled_loss, micro_batch=micro_batch, objective=objective)
+            logits = micro_batch.forward(model, at=self._groups.coordinates)
+            return logits, partial(scheduled_loss, micro_batch=micro_batch, objective=objective)
 
         chunks = len(self._model.wrapped)
         sources = [iter(micro_batches) for _ in range(chunks)]
@@ -227,7 +228,7 @@ class TrainerRank:
         return Objective(
             kind=kind,
             loss=self._loss,
-            tensor_group=self._groups.tensor_group,
+            tensor_group=tensor_group(),
             vocab_columns=self._vocab_columns(),
         )
 
@@ -266,13 +267,13 @@ class TrainerRank:
         largest = self._groups.sum_over_ranks(
             torch.tensor([abs_max], dtype=torch.float64), op=torch.distributed.ReduceOp.MAX
         )
-        named = dict(zip((*TOKEN_SUMS, *ROUTING_SUMS), sums.tolist(), strict=True))
+        named: dict[str, float] = dict(zip((*TOKEN_SUMS, *ROUTING_SUMS), sums.tolist(), strict=True))
         named["loss"] /= len(steps)
         grad_norms, lrs = zip(*steps, strict=True)
         return metrics_from_sums(named, abs_max=largest.item()) | {"grad_norm": max(grad_norms), "lr": lrs[-1]}
 
     def _nothing_to_train(self) -> dict[str, float]:
-        empty = dict.fromkeys((*TOKEN_SUMS, *ROUTING_SUMS), 0.0)
+        empty: dict[str, float] = dict.fromkeys((*TOKEN_SUMS, *ROUTING_SUMS), 0.0)
         lr = [self._optimizer.skip() for _ in range(self._config.updates_per_batch)][-1]
         return metrics_from_sums(empty, abs_max=0.0) | {"grad_norm": 0.0, "lr": lr}
 

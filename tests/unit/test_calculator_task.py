@@ -3,7 +3,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.engine import SamplingConfig
@@ -35,6 +35,7 @@ def task(seed=0, **options):
 # ---- problems
 
 
+@settings(deadline=None)
 @given(problem=problems)
 def test_the_answer_is_what_python_says_from_left_to_right(problem):
     assert problem.answer == eval(problem.question)
@@ -109,6 +110,7 @@ def test_the_vocabulary_has_117_ids_and_digits_are_single_tokens():
     assert [TOKENIZER.decode([i]) for i in TOKENIZER.encode("1234567890")] == list("1234567890")
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(VOCABULARY), max_size=40).map("".join))
 def test_text_survives_the_round_trip(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
@@ -209,6 +211,7 @@ async def rolled(problem, turns):
     return trajectory
 
 
+@settings(deadline=None)
 @given(problem=problems, seed=st.integers(0, 10_000), noisy=st.booleans())
 def test_a_demonstration_is_token_for_token_what_the_loop_would_record(problem, seed, noisy):
     writer = (

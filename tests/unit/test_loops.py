@@ -2,7 +2,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.chat import Chat
@@ -125,6 +125,7 @@ async def test_a_turn_cut_off_by_its_own_limit_ends_the_trajectory():
     assert reward.seen[0].stop_reason is StopReason.LENGTH
 
 
+@settings(deadline=None)
 @given(max_tokens=st.integers(14, 70))
 def test_no_trajectory_is_longer_than_its_limit_and_none_ends_with_a_reply(max_tokens):
     engine = make_engine(turn(CALL), turn(ANSWER))
@@ -165,6 +166,7 @@ async def test_an_empty_generation_is_an_empty_turn():
 # ---- interruptions
 
 
+@settings(deadline=None)
 @given(
     schedule=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 2)), max_size=10),
     max_tokens=st.sampled_from([40, 60, 75, 224]),

@@ -2,7 +2,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.engine import EngineError, GenerateRequest, SamplingConfig
@@ -80,6 +80,7 @@ schedules = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 200), budget=st.integers(1, 30), schedule=schedules)
 def test_any_schedule_of_aborts_and_updates_gives_the_uninterrupted_tokens_and_rows_of_the_right_forward(
     seed, budget, schedule
@@ -184,6 +185,7 @@ async def test_a_time_out_raised_by_the_engine_itself_passes_unchanged():
         await decoded(engine, budget=5)
 
 
+@settings(deadline=None)
 @given(
     sessions=st.lists(st.text(alphabet="st-1.", max_size=4), min_size=2, max_size=2, unique=True),
     aborts=st.integers(0, 12),

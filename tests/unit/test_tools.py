@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.loop import RolloutError
@@ -71,6 +71,7 @@ def test_a_call_without_an_end_is_malformed_and_does_not_swallow_the_next():
     assert second == ToolCall("tool", {"x": 1})
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", "[", "1", "\n"])).map("".join))
 def test_parsing_never_raises_and_finds_one_call_per_opening_marker(text):
     assert len(parse_tool_calls(text)) == text.count("<tool_call>")
