@@ -7,7 +7,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: run test lint format types contracts setup staleness bench clean
+.PHONY: run seeds test lint format types contracts setup staleness bench clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +21,12 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 
 run: setup
 	$(BIN)/python -m async_rl.run $(ARGS)
+
+# The curve of the README: the default run for three seeds, drawn together.
+seeds: setup
+	for seed in 0 1 2; do $(BIN)/python -m async_rl.run seed=$$seed name=calculator-seed$$seed $(ARGS) || exit 1; done
+	$(BIN)/python -m async_rl.report outputs/calculator-seed0 outputs/calculator-seed1 outputs/calculator-seed2 \
+		--out outputs/calculator-seeds
 
 test: setup
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)

@@ -20,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoTokenizer
 
 from agent_loop.loop import AgentLoop
+from agent_loop.tools import PauseGate
 from async_rl.actors import Placement, start_ray
 from async_rl.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.config import ConfigError, RunConfig
@@ -35,6 +36,7 @@ from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.validator import Validator
+from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import run_warm_start, warm_start_folder
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import remove_directory
@@ -74,20 +76,22 @@ class Program:
             stack.callback(ray.shutdown)
             placement = Placement(config.cluster, ranks=config.trainer.ranks, replicas=config.engine.replicas)
             await placement.ready()
-            trainer, checkpoint = await self._start_trainer(placement, stack, console)
+            trainer, replicas, checkpoint = await self._start_workers(placement, stack, console)
             routing = self._captured_routing(read_model_info(checkpoint))
             queue = self._start_queue(placement, routing)
-            replicas = await self._start_replicas(placement, stack, checkpoint)
             await self._name_processes(trainer, replicas)
             weights_directory = stack.enter_context(self._weights_directory())
-            publisher = Publisher(replicas, on_update=config.rollout.on_update, timeout_s=config.sync.timeout_s)
+            tools = PauseGate()
+            publisher = Publisher(
+                replicas, on_update=config.rollout.on_update, tools=tools, timeout_s=config.sync.timeout_s
+            )
             if self._resume_from is not None:
                 await trainer.restore(self._resume_from / "trainer")
                 version = self._start.param_version
                 await publisher.publish(await trainer.export(weights_directory, version=version))
                 recorder.note(f"resumed from {self._resume_from}: step {self._start.train_step}, version {version}")
             pipeline = self._build_pipeline(
-                queue, trainer, replicas, publisher, recorder, trace, checkpoint, routing, weights_directory
+                queue, trainer, replicas, publisher, tools, recorder, trace, checkpoint, routing, weights_directory
             )
             try:
                 async with _stop_on_interrupt(pipeline, recorder):
@@ -117,65 +121,72 @@ class Program:
             options=placement.queue(),
         )
 
-    async def _start_trainer(
+    async def _start_workers(
         self, placement: Placement, stack: contextlib.AsyncExitStack, console: Console
-    ) -> tuple[TrainerHandle, Path]:
-        """Trainer ranks on the checkpoint that RL starts from, warm-started first where that is asked for."""
+    ) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
+        """Trainer and replicas on the checkpoint that RL starts from, warm-started first where that is asked for."""
         config, warm = self._config, self._config.warm_start
-        checkpoint = config.model.checkpoint
         folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=asdict(config.trainer))
-        initial = checkpoint
-        if initial is None:
-            initial = folder if folder.is_dir() else self._initial_checkpoint(stack)
-        cold = checkpoint is None and warm.steps > 0 and initial != folder
-        trainer = await TrainerHandle.start(
-            config.trainer,
-            optimizer=warm.optimizer if cold else config.optimizer,
-            loss=config.loss,
-            checkpoint=initial,
-            placement=placement,
-            timeout_s=config.cluster.call_timeout_s,
-        )
-        stack.push_async_callback(_closing(trainer, config.cluster.stop_timeout_s))
-        if not cold:
-            return trainer, initial
+        ready = config.model.checkpoint or (folder if folder.is_dir() else None)
+        if ready is None and warm.steps == 0:
+            ready = self._initial_checkpoint(stack)
+        if ready is not None:
+            async with asyncio.TaskGroup() as starts:
+                trainer = starts.create_task(self._start_trainer(placement, stack, ready, config.optimizer))
+                replicas = starts.create_task(self._start_replicas(placement, stack, ready))
+            return trainer.result(), replicas.result(), ready
+        initial = self._initial_checkpoint(stack)
+        cold = await self._start_trainer(placement, stack, initial, warm.optimizer)
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
                 console.note(f"warm start {step}/{warm.steps}  loss {loss:.4f}")
 
         folder.parent.mkdir(parents=True, exist_ok=True)
-        await run_warm_start(warm, task=self._task, trainer=trainer, initial=initial, folder=folder, progress=progress)
-        await trainer.reset_optimizer(config.optimizer)
-        return trainer, folder
+        await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
+        await cold.reset_optimizer(config.optimizer)
+        return cold, await self._start_replicas(placement, stack, folder), folder
 
     def _initial_checkpoint(self, stack: contextlib.AsyncExitStack) -> Path:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async_rl-"))) / "initial"
         self._task.save_initial_checkpoint(path)
         return path
 
+    async def _start_trainer(
+        self, placement: Placement, stack: contextlib.AsyncExitStack, checkpoint: Path, optimizer: OptimizerConfig
+    ) -> TrainerHandle:
+        config = self._config
+        trainer = await TrainerHandle.start(
+            config.trainer,
+            optimizer=optimizer,
+            loss=config.loss,
+            checkpoint=checkpoint,
+            placement=placement,
+            timeout_s=config.cluster.call_timeout_s,
+        )
+        stack.push_async_callback(_closing(trainer, config.cluster.stop_timeout_s))
+        return trainer
+
     async def _start_replicas(
         self, placement: Placement, stack: contextlib.AsyncExitStack, checkpoint: Path
     ) -> list[ReplicaHandle]:
         config = self._config
         capture = config.trainer.router_replay == "R3"
-        async with asyncio.TaskGroup() as starts:
-            tasks = [
-                starts.create_task(
-                    ReplicaHandle.start(
-                        config.engine,
-                        name=f"replica-{i}",
-                        checkpoint=checkpoint,
-                        capture_routing=capture,
-                        options=placement.replica(i),
-                    )
-                )
-                for i in range(config.engine.replicas)
-            ]
-        replicas = [task.result() for task in tasks]
-        for replica in replicas:
+
+        async def start(index: int) -> ReplicaHandle:
+            replica = await ReplicaHandle.start(
+                config.engine,
+                name=f"replica-{index}",
+                checkpoint=checkpoint,
+                capture_routing=capture,
+                options=placement.replica(index),
+            )
             stack.push_async_callback(_closing(replica, config.cluster.stop_timeout_s))
-        return replicas
+            return replica
+
+        async with asyncio.TaskGroup() as starts:
+            tasks = [starts.create_task(start(i)) for i in range(config.engine.replicas)]
+        return [task.result() for task in tasks]
 
     async def _name_processes(self, trainer: TrainerHandle, replicas: list[ReplicaHandle]) -> None:
         """Write `processes.json`: which process id is which part, for whoever looks at a run from outside."""
@@ -203,6 +214,7 @@ class Program:
         trainer: TrainerHandle,
         replicas: list[ReplicaHandle],
         publisher: Publisher,
+        tools: PauseGate,
         recorder: Recorder,
         trace: Trace,
         checkpoint: Path,
@@ -216,6 +228,7 @@ class Program:
             tokenizer=tokenizer,
             sampling=config.rollout.sampling,
             limits=config.rollout.limits,
+            gate=tools,
         )
         validator = None
         if config.validation.prompts:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 from agent_loop.chat import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
+from agent_loop.tools import Gate
 from message_queue.tokens import Int32Array
 from message_queue.trajectory import BoolArray
 
@@ -29,9 +30,9 @@ class Task(Protocol):
         ...
 
     def build_loop(
-        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits
+        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: Gate
     ) -> AgentLoop:
-        """The agent loop that turns one prompt into one trajectory."""
+        """The agent loop that turns one prompt into one trajectory. gate: passed before each tool call."""
         ...
 
     def save_initial_checkpoint(self, path: Path) -> None:

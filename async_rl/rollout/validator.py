@@ -15,7 +15,7 @@ from message_queue.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationResult:
-    """success_rate: mean reward. min_version and max_version: weights that sampled the tokens."""
+    """success_rate: mean reward. min_version, max_version: of the weights that sampled tokens; -1 if none was."""
 
     success_rate: float
     prompts: int
@@ -46,6 +46,6 @@ class Validator:
             success_rate=float(np.mean([t.reward or 0.0 for t in trajectories])),
             prompts=len(trajectories),
             mean_tokens=float(np.mean([len(t) for t in trajectories])),
-            min_version=int(versions.min()),
-            max_version=int(versions.max()),
+            min_version=int(versions.min(initial=versions.max(initial=-1))),
+            max_version=int(versions.max(initial=-1)),
         )

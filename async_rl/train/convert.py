@@ -7,7 +7,7 @@ whole, in the names and shapes of Hugging Face, experts one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,16 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
             parameter.copy_(part)
 
 
-def export_weights(chunks: Sequence[Any], *, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor, a copy) of every weight. Collective over all ranks."""
+def export_weights(
+    chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] = torch.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, whole tensor, a copy) of every weight. Collective over all ranks.
+
+    Args:
+        read: what of a parameter is exported, of its shape; by default its value.
+    """
     config = chunks[0].config
-    for name, weight in _whole_weights(chunks, shape):
+    for name, weight in _whole_weights(chunks, shape, read):
         names = weight_names(shape, name)
         if name == "output_layer.weight" and shape.tied:
             continue
@@ -154,7 +160,9 @@ class _Entry:
     dtype: torch.dtype
 
 
-def _whole_weights(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def _whole_weights(
+    chunks: Sequence[Any], shape: ModelShape, read: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Every megatron tensor, whole, on every rank, stage after stage."""
     pipeline = pipeline_group()
     local = list(named_weights(chunks))
@@ -165,7 +173,7 @@ def _whole_weights(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[s
     for stage, entries in enumerate(stages):
         for i, entry in enumerate(entries):
             if stage == pipeline.rank():
-                weights = _gather(*local[i], shape)
+                weights = _gather(*local[i], shape, read)
             else:
                 device = local[0][1].device
                 weights = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
@@ -191,9 +199,11 @@ def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
     return _Entry(tuple(names), tuple(shape), parameter.dtype)
 
 
-def _gather(name: str, parameter: Tensor, shape: ModelShape) -> list[Tensor]:
+def _gather(
+    name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
     """The whole tensor of a parameter; for an expert, those of the same place on every expert-parallel rank."""
-    weight = parameter.detach().contiguous()
+    weight = read(parameter).contiguous()
     split = _split_of(name, parameter)
     if split is not None:
         parts = [torch.empty_like(weight) for _ in range(split.size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,10 +108,19 @@ def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: Trainer
 
 
 def _transformer_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:
+    with warnings.catch_warnings():
+        # Recomputing core attention is said to be pointless with TE's fused kernels, which are not used here.
+        warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
+        megatron = _megatron_config(shape, config, device)
+    megatron.finalize_model_grads_func = _sum_gradients
+    return megatron
+
+
+def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:
     parallel = config.parallel
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     interleaved = parallel.virtual_pipeline > 1
-    megatron = TransformerConfig(
+    return TransformerConfig(
         **shape.megatron,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1,
@@ -148,8 +158,6 @@ def _transformer_config(shape: ModelShape, config: TrainerConfig, device: torch.
         batch_p2p_comm=not interleaved,
         **_recompute(config),
     )
-    megatron.finalize_model_grads_func = _sum_gradients
-    return megatron
 
 
 def _recompute(config: TrainerConfig) -> dict[str, Any]:

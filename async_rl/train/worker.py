@@ -19,7 +19,7 @@ from async_rl.model_info import read_model_info
 from async_rl.train.checkpoint import load_rank_state, save_rank_state
 from async_rl.train.convert import load_weights
 from async_rl.train.distributed import ProcessGroups, tensor_group
-from async_rl.train.gpt import build_model
+from async_rl.train.gpt import BuiltModel, build_model
 from async_rl.train.losses import LossConfig, token_weights
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
@@ -59,6 +59,11 @@ class TrainerRank:
         self._model = build_model(checkpoint, config=config, device=self._groups.device)
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
+
+    @property
+    def model(self) -> BuiltModel:
+        """This rank's part of the model; its gradients stay in `main_grad` until the next update."""
+        return self._model
 
     # ---- training
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, assert_never
 
 from agent_loop.engine import EngineError
+from agent_loop.tools import PauseGate
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
@@ -44,11 +45,15 @@ class Publisher:
     """Loads a version on all replicas side by side.
 
     Args:
+        tools: gate that every rollout passes before it starts a tool; shut while the replicas are paused.
         timeout_s: bound on one replica's pause, abort or drain, load and resume together.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaControl], *, on_update: OnUpdate, timeout_s: float) -> None:
+    def __init__(
+        self, replicas: Sequence[ReplicaControl], *, on_update: OnUpdate, tools: PauseGate, timeout_s: float
+    ) -> None:
         self._replicas = replicas
+        self._tools = tools
         self._on_update: OnUpdate = on_update
         self._timeout_s = timeout_s
 
@@ -59,8 +64,12 @@ class Publisher:
             EngineError: a replica did not take the version in time, or loaded something else.
         """
         begun = time.monotonic()
-        async with asyncio.TaskGroup() as loads:
-            tasks = [loads.create_task(self._load(replica, update)) for replica in self._replicas]
+        self._tools.pause()
+        try:
+            async with asyncio.TaskGroup() as loads:
+                tasks = [loads.create_task(self._load(replica, update)) for replica in self._replicas]
+        finally:
+            self._tools.resume()
         done = [task.result() for task in tasks]
         return PublishReport(
             seconds=time.monotonic() - begun,

@@ -85,7 +85,7 @@ async def publish(replica: VllmReplica, update: WeightUpdate) -> int:
 async def until_sampled(replica: VllmReplica, tokens: int) -> None:
     """Return when the requests in flight have sampled `tokens` together; vLLM has no event for it."""
     states: Any = replica._engine.output_processor.request_states
-    while sum(state.detokenizer.num_output_tokens() for state in states.values()) < tokens:
+    while sum(state.detokenizer.num_output_tokens() for state in states.values()) < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
 
 

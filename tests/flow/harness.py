@@ -12,6 +12,7 @@ import numpy as np
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.segments import SegmentDecoder, observe_prompt
+from agent_loop.tools import PauseGate
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
 from async_rl.data.prompts import PromptSource
@@ -40,6 +41,9 @@ class LocalQueue:
     def __getattr__(self, name):
         return getattr(self.plain, name)
 
+    async def expired(self):
+        return self.plain.expired()
+
     async def snapshot(self):
         return self.plain.snapshot()
 
@@ -58,7 +62,7 @@ class FakeReplica:
         self.pause, self.abort, self.resume = engine.pause, engine.abort, engine.resume
 
     async def drain(self):
-        await self.engine._idle.wait()
+        await self.engine.drain()
 
     async def load(self, update):
         if self.fail_load is not None:
@@ -199,7 +203,7 @@ class Harness:
             queue=self.queue,
             rollouter=self.rollouter,
             trainer=self.trainer,
-            publisher=Publisher([self.replica], on_update=on_update, timeout_s=publish_timeout_s),
+            publisher=Publisher([self.replica], on_update=on_update, tools=PauseGate(), timeout_s=publish_timeout_s),
             clock=self,
             validator=Validator(
                 loop=Loop(self.engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)]

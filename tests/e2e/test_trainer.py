@@ -1,0 +1,254 @@
+"""TrainerRank as a run uses it: warm start, RL steps, restart, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from async_rl.batch.collate import collate_supervised
+from async_rl.train.checkpoint import TrainerCheckpointError
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import ParallelConfig
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.weights.transport import read_update
+from tests.parallel.support import gradients, largest_difference, make_batch, save_tiny_moe, start_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+ADAM = OptimizerConfig(lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup_steps=2)
+METRICS = {
+    *("loss", "grad_norm", "entropy", "lr", "tokens", "clip/fraction", "ess/token"),
+    *("mismatch/k1", "mismatch/k3", "mismatch/abs_max", "mismatch/k3_lag0"),
+    *("routing/overlap", "routing/fallback_fraction"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("trainer") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(checkpoint):
+    """Owns the process group of this module's trainers."""
+    owner = start_trainer(checkpoint)
+    yield
+    owner.close()
+
+
+def weights(trainer, folder):
+    return dict(read_update(trainer.export(folder, version=0).path))
+
+
+def supervised_batch(seed=0):
+    batch = make_batch(seed=seed)
+    return collate_supervised(
+        [
+            (row[:n].numpy().astype("int32"), mask[:n].numpy())
+            for row, mask, n in zip(batch["token_ids"], batch["loss_mask"], batch["lengths"].tolist(), strict=True)
+        ]
+    )
+
+
+def test_train_reports_every_metric_and_moves_the_weights(checkpoint, tmp_path):
+    trainer = start_trainer(checkpoint, optimizer=ADAM)
+    before = weights(trainer, tmp_path)
+    metrics = trainer.train(make_batch())
+    assert metrics.keys() == METRICS
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["lr"] == pytest.approx(1.5e-3)
+    after = weights(trainer, tmp_path)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_supervised_steps_learn_the_batch_by_heart(checkpoint):
+    trainer = start_trainer(checkpoint, optimizer=ADAM)
+    batch = supervised_batch()
+    losses = [trainer.train_supervised(batch)["loss"] for _ in range(25)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_supervised_loss_is_the_mean_over_the_masked_tokens(checkpoint):
+    batch = make_batch()
+    trainer = start_trainer(checkpoint, router_replay="none")
+    expected = -trainer.logprobs(batch)[batch["loss_mask"]].mean().item()
+    metrics = trainer.train_supervised(supervised_batch())
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-6)
+    assert metrics["tokens"] == batch["loss_mask"].sum()
+
+
+def test_the_balance_loss_acts_in_the_phase_it_is_set_for(checkpoint):
+    plain = start_trainer(checkpoint, supervised_aux_loss_coefficient=0.0)
+    balanced = start_trainer(checkpoint, supervised_aux_loss_coefficient=0.1)
+    for trainer in (plain, balanced):
+        trainer.train_supervised(supervised_batch())
+    router = "model.layers.2.mlp.gate.weight"
+    assert not torch.allclose(gradients(plain)[router], gradients(balanced)[router], rtol=1e-3)
+    for trainer in (plain, balanced):
+        trainer.train(make_batch())
+    assert torch.equal(gradients(plain)[router], gradients(balanced)[router])
+
+
+def test_the_balance_loss_does_not_see_padding(checkpoint):
+    packed = start_trainer(checkpoint, micro_batch_tokens=4096)
+    padded = start_trainer(checkpoint, micro_batch_tokens=4096, packing=False)
+    for trainer in (packed, padded):
+        trainer.train_supervised(supervised_batch())
+    assert largest_difference(gradients(padded), gradients(packed)) <= 1e-5
+
+
+def test_a_restart_continues_bit_for_bit(checkpoint, tmp_path):
+    first = start_trainer(checkpoint, optimizer=ADAM)
+    first.train(make_batch(seed=1))
+    first.train_supervised(supervised_batch(seed=2))
+    first.save(tmp_path / "state")
+    going_on = [first.train(make_batch(seed=s)) for s in (3, 4)]
+    second = start_trainer(checkpoint, optimizer=ADAM)
+    second.restore(tmp_path / "state")
+    continued = [second.train(make_batch(seed=s)) for s in (3, 4)]
+    assert continued == going_on
+    ours, theirs = weights(second, tmp_path), weights(first, tmp_path)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_saving_again_replaces_the_folder_whole(checkpoint, tmp_path):
+    trainer = start_trainer(checkpoint)
+    (tmp_path / "state.partial").mkdir()
+    (tmp_path / "state.partial" / "rank-00007.pt").write_text("left over")
+    trainer.save(tmp_path / "state")
+    trainer.save(tmp_path / "state")
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+    assert [p.name for p in (tmp_path / "state").iterdir()] == ["rank-00000.pt"]
+
+
+def test_restoring_what_is_no_trainer_state_is_refused(checkpoint, tmp_path):
+    trainer = start_trainer(checkpoint)
+    with pytest.raises(TrainerCheckpointError, match="has no rank-00000.pt"):
+        trainer.restore(tmp_path)
+
+
+def test_resetting_the_optimizer_forgets_moments_and_schedule(checkpoint, tmp_path):
+    used, fresh = start_trainer(checkpoint, optimizer=ADAM), start_trainer(checkpoint, optimizer=ADAM)
+    used.train(make_batch(seed=1))
+    used.save(tmp_path / "state")
+    fresh.restore(tmp_path / "state")
+    other = OptimizerConfig(lr=1e-3)
+    used.reset_optimizer(other)
+    fresh.reset_optimizer(other)
+    assert used.train(make_batch(seed=2)) == fresh.train(make_batch(seed=2))
+    assert used.train(make_batch(seed=3))["lr"] == 1e-3
+
+
+def test_groups_without_spread_are_left_out(checkpoint):
+    batch = make_batch()
+    kept = torch.tensor([0, 1, 4, 5])
+    batch["informative"] = torch.isin(torch.arange(6), kept)
+    trainer, smaller = start_trainer(checkpoint), start_trainer(checkpoint)
+    assert trainer.train(batch) == smaller.train(batch[kept])
+    assert largest_difference(gradients(trainer), gradients(smaller)) == 0
+
+
+def test_a_batch_without_any_spread_moves_nothing_but_the_schedule(checkpoint, tmp_path):
+    trainer = start_trainer(checkpoint, optimizer=ADAM)
+    before = weights(trainer, tmp_path)
+    batch = make_batch()
+    batch["informative"] = torch.zeros(6, dtype=torch.bool)
+    metrics = trainer.train(batch)
+    assert metrics.keys() == METRICS
+    assert metrics["tokens"] == 0
+    assert metrics["lr"] == pytest.approx(1.5e-3)
+    after = weights(trainer, tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert trainer.train(make_batch())["lr"] == pytest.approx(3e-3)
+
+
+def test_no_token_at_lag_zero_gives_nan_for_its_mismatch(checkpoint):
+    batch = make_batch()
+    batch["pure_lag0"] = torch.zeros_like(batch["pure_lag0"])
+    assert math.isnan(start_trainer(checkpoint).train(batch)["mismatch/k3_lag0"])
+
+
+@pytest.mark.parametrize("replay", ["R2", "R3", "none"])
+def test_several_updates_per_batch_keep_the_proximal_policy_of_its_start(checkpoint, replay):
+    trainer = start_trainer(checkpoint, optimizer=OptimizerConfig(lr=1e-2), updates_per_batch=3, router_replay=replay)
+    batch = make_batch()
+    batch["behaviour_logprobs"] = trainer.logprobs(batch)
+    metrics = trainer.train(batch)
+    assert metrics["mismatch/abs_max"] > 1e-3  # the later updates see weights that the first one moved
+    assert metrics["lr"] == 1e-2
+
+
+def test_updates_of_a_batch_are_those_of_its_groups_in_turn(checkpoint, tmp_path):
+    loss = LossConfig(name="ppo_clip")
+    adam = OptimizerConfig(lr=1e-3)
+    together = start_trainer(checkpoint, optimizer=adam, loss=loss, updates_per_batch=3)
+    apart = start_trainer(checkpoint, optimizer=adam, loss=loss)
+    batch = make_batch()
+    together.train(batch)
+    for group in range(3):
+        apart.train(batch[batch["group"] == group])
+    ours, theirs = weights(together, tmp_path), weights(apart, tmp_path)
+    assert all(torch.allclose(ours[n], theirs[n], atol=1e-7) for n in theirs)
+
+
+def test_kl_needs_reference_logprobs_and_uses_them(checkpoint):
+    loss = LossConfig(kl_coefficient=0.1)
+    trainer = start_trainer(checkpoint, loss=loss)
+    batch = make_batch()
+    with pytest.raises(ValueError, match="kl_coefficient is 0.1, but the batch has no reference_logprobs"):
+        trainer.train(batch)
+    batch["reference_logprobs"] = trainer.logprobs(batch)
+    same = trainer.train(batch)["loss"]
+    batch["reference_logprobs"] -= 0.5
+    other = trainer.train(batch)["loss"]
+    assert other - same == pytest.approx(0.1 * (math.exp(-0.5) - 0.5), abs=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(checkpoint, tmp_path):
+    trainer = start_trainer(checkpoint, optimizer=ADAM)
+    before = weights(trainer, tmp_path)
+    batch = make_batch()
+    batch["advantages"][1] = float("inf")
+    with pytest.raises(FloatingPointError, match="gradient norm of update 0 is"):
+        trainer.train(batch)
+    after = weights(trainer, tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 2, "parallel": ParallelConfig(tensor=2)}, "world_size is 1, but trainer.ranks is 2"),
+    ],
+)
+def test_a_trainer_of_another_size_is_refused(checkpoint, changes, message):
+    from dataclasses import replace
+
+    from async_rl.train.worker import TrainerRank
+    from tests.parallel.support import NO_UPDATE, TRAINER
+
+    with pytest.raises(RuntimeError, match=message):
+        TrainerRank(
+            config=replace(TRAINER, **changes),
+            optimizer=NO_UPDATE,
+            loss=LossConfig(),
+            checkpoint=checkpoint,
+            rank=0,
+            world_size=1,
+            rendezvous="127.0.0.1:1",
+        )
+
+
+def test_bfloat16_trains_with_float32_gradients(checkpoint):
+    trainer = start_trainer(checkpoint, optimizer=ADAM, dtype="bfloat16")
+    losses = [trainer.train_supervised(supervised_batch())["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert {t.dtype for t in gradients(trainer).values()} == {torch.float32}
+
+
+def test_batches_pass_through_a_pickled_tensordict(checkpoint):
+    import pickle
+
+    batch: TensorDict = pickle.loads(pickle.dumps(make_batch()))
+    assert start_trainer(checkpoint).train(batch)["tokens"] > 0

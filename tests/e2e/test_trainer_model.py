@@ -1,0 +1,240 @@
+"""The Megatron model against transformers: weights, logits, and loss and gradients under forced routing."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from async_rl.batch.routed_experts import RoutingError
+from async_rl.model_info import CheckpointError
+from async_rl.train.losses import LossConfig
+from async_rl.weights.transport import read_update
+from tests.parallel.support import (
+    LAYERS,
+    gradients,
+    largest_difference,
+    load_reference,
+    make_batch,
+    per_expert,
+    reference_logprobs,
+    reference_step,
+    save_tiny_moe,
+    start_trainer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+LOSS = LossConfig(entropy_coefficient=0.01)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("trainer") / "model")
+
+
+@pytest.fixture(scope="module")
+def trainer(checkpoint):
+    """Owns the process group of this module's trainers."""
+    trainer = start_trainer(checkpoint, loss=LOSS)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    return load_reference(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def expected(reference):
+    """Loss and gradients of the reference on the default batch."""
+    return reference_step(reference, make_batch(), LOSS)
+
+
+def saved_weights(folder):
+    with safe_open(next(folder.glob("*.safetensors")), "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def test_weights_survive_the_way_through_megatron_bit_for_bit(trainer, checkpoint, tmp_path):
+    update = trainer.export(tmp_path, version=4)
+    exported = dict(read_update(update.path))
+    saved = per_expert(saved_weights(checkpoint))
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+    assert update.weights.version == 4
+
+
+def test_fused_expert_tensors_are_read_like_single_ones(trainer, reference, checkpoint, tmp_path):
+    folder = tmp_path / "fused"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    fused = {name: p.detach().contiguous() for name, p in reference.named_parameters()}
+    assert any(name.endswith("experts.gate_up_proj") for name in fused)
+    save_file(fused, folder / "model.safetensors")
+    other = start_trainer(folder)
+    ours, theirs = (dict(read_update(t.export(tmp_path, version=i).path)) for i, t in enumerate((trainer, other)))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_logprobs_equal_those_of_transformers(trainer, reference, checkpoint):
+    batch = make_batch(routed=False)
+    live = start_trainer(checkpoint, router_replay="none")
+    with torch.no_grad():
+        expected, _ = reference_logprobs(reference, batch, routed=False)
+    got = live.logprobs(batch)
+    mask = batch["loss_mask"]
+    assert (got - expected)[mask].abs().max() <= 1e-5
+    assert not got[~mask].any()
+
+
+def test_logits_equal_those_of_transformers(trainer, reference, checkpoint):
+    from async_rl.batch.micro_batch import Coordinates
+    from async_rl.train.step import MicroBatchBuilder
+
+    batch = make_batch((40,), routed=False)
+    builder = MicroBatchBuilder(
+        batch,
+        at=Coordinates(),
+        device=torch.device("cpu"),
+        packing=True,
+        token_weights=None,
+        replay="none",
+        routing=None,
+        layers=(),
+    )
+    with torch.no_grad():
+        ours = builder.build([0]).forward(trainer.model.wrapped[0], at=Coordinates())
+        theirs = reference(batch["token_ids"]).logits
+    assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_replayed_routing_gives_loss_and_gradients_of_a_reference_forced_to_it(trainer, expected):
+    loss, grads = expected
+    metrics = trainer.train(make_batch())
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert largest_difference(gradients(trainer), grads) <= 1e-5
+    assert 0 < metrics["routing/overlap"] < 0.5  # random routing agrees by chance only
+    assert metrics["routing/fallback_fraction"] == pytest.approx(6 / 103)  # the last token of each sequence
+
+
+def test_dropping_replay_on_one_layer_is_seen(trainer, expected):
+    hook = trainer.model.chunks[0].decoder.layers[LAYERS[1]].mlp.router
+    held, hook.router_replay = hook.router_replay, None
+    try:
+        trainer.train(make_batch())
+    finally:
+        hook.router_replay = held
+    assert largest_difference(gradients(trainer), expected[1]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing": False},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 4096},
+        {"packing": False, "recompute": "full", "micro_batch_tokens": 40},
+    ],
+    ids=str,
+)
+def test_layout_of_the_work_changes_nothing(trainer, checkpoint, expected, changes):
+    other = start_trainer(checkpoint, loss=LOSS, **changes)
+    metrics = other.train(make_batch())
+    assert metrics["loss"] == pytest.approx(expected[0], abs=1e-6)
+    assert largest_difference(gradients(other), expected[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_every_loss_equals_its_reference(trainer, checkpoint, reference, name, aggregation):
+    loss = LossConfig(name=name, aggregation=aggregation)
+    other = start_trainer(checkpoint, loss=loss)
+    expected_loss, grads = reference_step(reference, make_batch(), loss)
+    assert other.train(make_batch())["loss"] == pytest.approx(expected_loss, abs=1e-6)
+    assert largest_difference(gradients(other), grads) <= 1e-5
+
+
+def test_two_models_in_a_process_do_not_share_routing(trainer, checkpoint, expected):
+    other = start_trainer(checkpoint, loss=LOSS)
+    other.logprobs(make_batch(seed=9))
+    trainer.train(make_batch())
+    assert largest_difference(gradients(trainer), expected[1]) <= 1e-5
+
+
+def test_a_row_of_minus_one_is_routed_by_the_live_router(trainer, checkpoint, reference):
+    batch = make_batch()
+    batch["routed_experts"][:, 3:8] = -1
+    loss, grads = reference_step(reference, batch, LOSS)
+    assert trainer.train(batch)["loss"] == pytest.approx(loss, abs=1e-6)
+    assert largest_difference(gradients(trainer), grads) <= 1e-5
+
+
+def test_replaying_what_the_live_router_chose_agrees_with_it_fully(trainer, checkpoint, reference):
+    batch = make_batch()
+    batch["routed_experts"][:] = -1
+    metrics = trainer.train(batch)
+    assert metrics["routing/fallback_fraction"] == 1.0
+    recorded = start_trainer(checkpoint, loss=LOSS, router_replay="R2")
+    again = recorded.train(batch)
+    assert again["routing/overlap"] == 1.0
+    assert again["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+
+
+def test_same_weights_and_routing_give_no_mismatch_at_lag_zero(trainer):
+    batch = make_batch()
+    batch["behaviour_logprobs"] = trainer.logprobs(batch)
+    metrics = trainer.train(batch)
+    assert metrics["mismatch/k3_lag0"] <= 1e-6
+    assert metrics["mismatch/abs_max"] <= 1e-5
+    assert metrics["ess/token"] == pytest.approx(1.0)
+
+
+def fault_at(batch, value):
+    batch["routed_experts"][2, 5, 1] = torch.tensor(value, dtype=torch.int16)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda b: fault_at(b, [3, 8]), "outside 0..7.*sequence 2, position 5, layer 2"),
+        (lambda b: fault_at(b, [4, 4]), "duplicate expert: .4, 4. at sequence 2, position 5, layer 2"),
+        (lambda b: fault_at(b, [4, -1]), "some experts but not all"),
+        (lambda b: b.set("routed_experts", b["routed_experts"][:, :-1]), "30 rows .* up to 31 tokens"),
+        (lambda b: b.set("routed_experts", b["routed_experts"][:, :, 1:]), r"MoE layers \[1, 2, 3\]"),
+        (lambda b: b.exclude("routed_experts"), "the batch has no routed_experts"),
+    ],
+    ids=["range", "duplicate", "half a row", "too few rows", "too few layers", "absent"],
+)
+def test_routing_that_does_not_fit_is_refused(trainer, broken, message):
+    batch = make_batch()
+    with pytest.raises(RoutingError, match=message):
+        trainer.train(broken(batch))
+
+
+def test_rows_for_other_layers_are_refused(trainer):
+    from async_rl.batch.routed_experts import local_tables
+    from message_queue.tokens import RoutingSpec
+
+    rows = make_batch()["routed_experts"]
+    with pytest.raises(RoutingError, match=r"routes layers \[3\], but rows exist for layers \[0, 1, 2\]"):
+        local_tables(
+            rows,
+            torch.arange(4),
+            routing=RoutingSpec(layers=(0, 1, 2), num_experts=8, top_k=2),
+            layers=trainer.model.replay.layers,
+        )
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(trainer, checkpoint, tmp_path):
+    folder = tmp_path / "short"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    weights = saved_weights(checkpoint)
+    del weights["model.layers.2.self_attn.o_proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no tensor model.layers.2.self_attn.o_proj.weight"):
+        start_trainer(folder)

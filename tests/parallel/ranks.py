@@ -1,0 +1,74 @@
+"""Runs trainer cases on several ranks, each a process of its own; a process runs all cases one after the other."""
+
+import multiprocessing
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+from async_rl.train.optimizer import OptimizerConfig
+from tests.parallel.support import free_address, gradients, make_batch, start_trainer
+
+LIMIT_S = 300.0
+ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.01)
+
+
+def run_case(trainer, batch, *, folder: Path | None = None):
+    """What a layout must not change: logprobs, metrics, gradients, and the weights after two updates."""
+    from async_rl.train.convert import export_weights
+
+    logprobs = trainer.logprobs(batch)
+    metrics = [trainer.train(batch)]
+    if folder is not None:
+        trainer.save(folder)
+        trainer.train(batch)
+        trainer.restore(folder)
+    metrics.append(trainer.train(batch))
+    model = trainer.model
+    grads = {} if model.wrapped[0].ddp_config.use_distributed_optimizer else gradients(trainer)
+    weights = dict(export_weights(model.chunks, shape=model.shape))
+    return {"logprobs": logprobs, "metrics": metrics, "gradients": grads, "weights": weights}
+
+
+def run_on_ranks(checkpoint: Path, cases: dict[str, dict], folder: Path, *, ranks: int):
+    """Case name -> result of rank 0, or the traceback of the first rank that failed."""
+    context = multiprocessing.get_context("spawn")
+    addresses = [free_address() for _ in cases]
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, checkpoint, cases, addresses, folder)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+    return {name: _result(folder, name) for name in cases}
+
+
+def _result(folder: Path, name: str):
+    failures = sorted(folder.glob(f"{name}.*.error"))
+    if failures:
+        return failures[0].read_text()
+    path = folder / f"{name}.pt"
+    return torch.load(path, weights_only=False) if path.exists() else "the ranks ended before this case"
+
+
+def _rank(rank, ranks, checkpoint, cases, addresses, folder):
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for (name, changes), address in zip(cases.items(), addresses, strict=True):
+        try:
+            trainer = start_trainer(
+                checkpoint, optimizer=ADAM, rank=rank, rendezvous=address, ranks=ranks, **changes
+            )
+            result = run_case(trainer, make_batch(), folder=folder / f"{name}-state")
+            trainer.close()
+            if rank == 0:
+                torch.save(result, folder / f"{name}.pt")
+        except BaseException:
+            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
+            sys.exit(1)

@@ -1,0 +1,172 @@
+"""Batches, a transformers reference with forced routing, and trainer ranks for the tests of the trainer."""
+
+import contextlib
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import transformers
+from tensordict import TensorDict
+
+from async_rl.train.losses import LossConfig, TokenLogprobs, policy_loss, token_weights
+from async_rl.train.model import TrainerConfig
+from async_rl.train.optimizer import OptimizerConfig
+from tests.tiny_models import qwen3_moe_config, save_checkpoint
+
+VOCAB, EXPERTS, TOP_K, LAYERS = 117, 8, 2, (1, 2, 3)
+LENGTHS = (23, 9, 31, 14, 9, 17)
+NO_UPDATE = OptimizerConfig(lr=1e-30, clip_grad=0.0)
+TRAINER = TrainerConfig(micro_batch_tokens=64, timeout_s=60)
+
+
+def save_tiny_moe(directory: Path) -> Path:
+    """Qwen3-MoE: hidden 128, 4 layers of which the first is dense, 8 experts top-2."""
+    return save_checkpoint(qwen3_moe_config(rope_theta=1000.0), directory, seed=3)
+
+
+def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None):
+    """An RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt."""
+    g = torch.Generator().manual_seed(seed)
+    count, longest = len(lengths), max(lengths)
+    size = torch.tensor(lengths)
+    held = torch.arange(longest) < size.unsqueeze(1)
+    mask = held & (torch.arange(longest) >= 4) & (torch.rand(count, longest, generator=g) > 0.2)
+    batch = {
+        "token_ids": torch.randint(0, VOCAB, (count, longest), generator=g) * held,
+        "loss_mask": mask,
+        "behaviour_logprobs": -torch.rand(count, longest, generator=g) * 4 - 1,
+        "advantages": torch.randn(count, generator=g),
+        "informative": torch.ones(count, dtype=torch.bool),
+        "lag": torch.where(mask, 0, -1).to(torch.int32),
+        "pure_lag0": mask.clone(),
+        "lengths": size,
+        "group": torch.arange(count) // 2,
+    }
+    if behaviour is not None:
+        batch["behaviour_logprobs"] = behaviour
+    if routed:
+        rows = torch.rand(count, longest, len(LAYERS), EXPERTS, generator=g).topk(TOP_K).indices.to(torch.int16)
+        rows[~held] = -1
+        rows[torch.arange(count), size - 1] = -1  # the last token was never forwarded
+        batch["routed_experts"] = rows
+    return TensorDict(batch, batch_size=[count])
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, **changes):
+    """A trainer rank with the settings of TRAINER but for `changes`."""
+    from async_rl.train.worker import TrainerRank
+
+    config = replace(TRAINER, **changes)
+    return TrainerRank(
+        config=config,
+        optimizer=optimizer,
+        loss=loss or LossConfig(),
+        checkpoint=checkpoint,
+        rank=rank,
+        world_size=config.ranks,
+        rendezvous=rendezvous or free_address(),
+    )
+
+
+def gradients(trainer):
+    """Hugging Face name -> gradient of the last update."""
+    from async_rl.train.convert import export_weights
+
+    model = trainer.model
+    return dict(export_weights(model.chunks, shape=model.shape, read=lambda p: p.main_grad.detach()))
+
+
+def load_reference(checkpoint):
+    """The same weights in transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+
+
+@contextlib.contextmanager
+def forced_routing(model, rows):
+    """Make every router of a transformers model choose `rows` [T, L, K]; rows of -1 are left to it."""
+    originals = []
+    for place, layer in enumerate(LAYERS):
+        gate = model.model.layers[layer].mlp.gate
+        originals.append((gate, gate.forward))
+
+        def forward(hidden, gate=gate, place=place):
+            logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+            probs = logits.softmax(-1)
+            given = rows[:, place].long()
+            chosen = torch.where(given < 0, probs.topk(TOP_K, -1).indices, given)
+            weights = probs.gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        gate.forward = forward
+    try:
+        yield
+    finally:
+        for gate, forward in originals:
+            gate.forward = forward
+
+
+def reference_logprobs(model, batch, *, routed=True):
+    """float32 [S, T] logprob of each token given those before it (0 for the first and for padding), and entropy."""
+    logprobs, entropies = [], []
+    longest = batch["token_ids"].shape[1]
+    for i, length in enumerate(batch["lengths"].tolist()):
+        ids = batch["token_ids"][i, :length]
+        context = forced_routing(model, batch["routed_experts"][i, :length]) if routed else contextlib.nullcontext()
+        with context:
+            scores = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        pad = (1, longest - length)
+        logprobs.append(torch.nn.functional.pad(scores.gather(1, ids[1:, None])[:, 0], pad))
+        entropies.append(torch.nn.functional.pad(-(scores.exp() * scores).sum(-1), pad))
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def reference_step(model, batch, loss: LossConfig, *, routed=True):
+    """Loss and gradients (Hugging Face names, one tensor per expert) of one policy update."""
+    model.zero_grad()
+    current, entropy = reference_logprobs(model, batch, routed=routed)
+    mask = batch["loss_mask"]
+    weights = token_weights(mask.sum(1), aggregation=loss.aggregation)
+    rows = mask.nonzero()[:, 0]
+    token_loss, _ = policy_loss(
+        TokenLogprobs(
+            current=current[mask], behaviour=batch["behaviour_logprobs"][mask], proximal=current[mask].detach()
+        ),
+        advantages=batch["advantages"][rows],
+        entropy=entropy[mask],
+        config=loss,
+    )
+    total = (weights[rows] * token_loss).sum()
+    total.backward()
+    return total.item(), per_expert({n: p.grad for n, p in model.named_parameters()})
+
+
+def per_expert(tensors):
+    """Fused expert tensors of transformers cut into one per expert."""
+    out = {}
+    for name, tensor in tensors.items():
+        prefix, fused, kind = name.partition(".mlp.experts.")
+        if not fused or kind not in ("gate_up_proj", "down_proj"):
+            out[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True)
+            for projection, part in parts if kind == "gate_up_proj" else [(kind, weight)]:
+                out[f"{prefix}.mlp.experts.{expert}.{projection}.weight"] = part
+    return out
+
+
+def largest_difference(ours, theirs):
+    """Largest difference of any tensor, relative to the largest entry of that tensor in `theirs`."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        ((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp(min=1e-12)).item() for n in theirs
+    )
