@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -43,10 +43,8 @@ def start_queue(
     options: dict[str, Any],
 ) -> QueueClient:
     """Start the queue's actor; the client is the driver's side of it."""
-    actor = (
-        cast(Any, QueueActor)
-        .options(**options, max_restarts=0)
-        .remote(batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, restored=restored)
+    actor = QueueActor.options(**options, max_restarts=0).remote(
+        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, restored=restored
     )
     return QueueClient(actor, name="driver", routing=routing, config=config)
 
@@ -68,7 +66,7 @@ class ReplicaHandle:
     ) -> ReplicaHandle:
         """Start the actor and its engine."""
         environment = {"env_vars": engine_environment(config)}
-        actor = cast(Any, ReplicaActor).options(**options, runtime_env=environment, max_restarts=0).remote()
+        actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote()
         handle = cls(
             actor,
             name=name,
@@ -162,7 +160,7 @@ class TrainerHandle:
         """Start all ranks; they meet at an address of rank 0."""
         environment = {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}}
         actors = [
-            cast(Any, TrainerActor).options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote()
+            TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote()
             for i in range(config.ranks)
         ]
         handle = cls(actors, timeout_s=timeout_s)

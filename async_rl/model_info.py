@@ -58,7 +58,7 @@ def _routing(config: dict[str, Any]) -> RoutingSpec | None:
     if "first_k_dense_replace" in config:
         moe = [i for i in layers if i >= config["first_k_dense_replace"]]
     else:
-        step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+        step, dense = config.get("decoder_sparse_step", 1), set[int](config.get("mlp_only_layers") or ())
         moe = [i for i in layers if (i + 1) % step == 0 and i not in dense]
     if not moe:
         return None

@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -126,7 +126,7 @@ class Program:
     ) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
         """Trainer and replicas on the checkpoint that RL starts from, warm-started first where that is asked for."""
         config, warm = self._config, self._config.warm_start
-        folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=asdict(config.trainer))
+        folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=config.trainer)
         ready = config.model.checkpoint or (folder if folder.is_dir() else None)
         if ready is None and warm.steps == 0:
             ready = self._initial_checkpoint(stack)
@@ -195,7 +195,7 @@ class Program:
         (self._directory / "processes.json").write_text(json.dumps(pids) + "\n")
 
     @contextlib.contextmanager
-    def _weights_directory(self):  # noqa: ANN202
+    def _weights_directory(self) -> Generator[Path]:
         """Where published versions are written: removed at the end."""
         sync = self._config.sync
         if sync.transport == "disk":
@@ -287,7 +287,7 @@ def _checkpoint_to_resume(config: RunConfig) -> Path | None:
             return Path(path)
 
 
-def _closing(part: ReplicaHandle | TrainerHandle, timeout_s: float):  # noqa: ANN202
+def _closing(part: ReplicaHandle | TrainerHandle, timeout_s: float) -> Callable[[], Awaitable[None]]:
     """Close a part at exit; what it raises then must not hide why the run ended."""
 
     async def close() -> None:
@@ -298,7 +298,7 @@ def _closing(part: ReplicaHandle | TrainerHandle, timeout_s: float):  # noqa: AN
 
 
 @contextlib.asynccontextmanager
-async def _stop_on_interrupt(pipeline: Pipeline, recorder: Recorder) -> AsyncIterator[None]:
+async def _stop_on_interrupt(pipeline: Pipeline, recorder: Recorder) -> AsyncGenerator[None]:
     """First Ctrl-C or SIGTERM: finish the step and save. Second: stop at once."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     asked = False

@@ -9,12 +9,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tensordict import TensorDict
 
 from async_rl.batch.collate import collate_supervised
 from async_rl.data.task import Task, TaskConfig
+from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import WeightUpdate
 
@@ -40,13 +41,14 @@ class SupervisedTrainer(Protocol):
     async def export(self, directory: Path, *, version: int) -> WeightUpdate: ...
 
 
-def warm_start_folder(config: WarmStartConfig, *, task: TaskConfig, seed: int, trainer: Any) -> Path:
-    """Folder of the checkpoint that these settings make; it exists once the warm start has run.
-
-    Args:
-        trainer: the trainer's settings, which shape the result too.
-    """
-    made_by = {"format": FORMAT, "warm_start": asdict(config), "task": asdict(task), "seed": seed, "trainer": trainer}
+def warm_start_folder(config: WarmStartConfig, *, task: TaskConfig, seed: int, trainer: TrainerConfig) -> Path:
+    """Folder of the checkpoint that these settings make; it exists once the warm start has run."""
+    made_by = {
+        "format": FORMAT,
+        "steps": (config.steps, config.batch, asdict(config.optimizer)),
+        "task": (task.factory, dict(task.options), seed),
+        "trainer": (trainer.dtype, trainer.seed, trainer.supervised_aux_loss_coefficient),
+    }
     key = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return config.cache / key
 

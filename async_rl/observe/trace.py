@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ class Trace:
         self._lost = 0
 
     @contextmanager
-    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+    def span(self, track: str, name: str, **args: Any) -> Generator[None]:
         """Record the time between enter and exit."""
         lanes = self._busy_lanes.setdefault(track, set())
         lane = next(i for i in range(len(lanes) + 1) if i not in lanes)

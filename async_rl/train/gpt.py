@@ -18,6 +18,12 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -99,12 +105,22 @@ def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: Trainer
         vp_stage=stage,
     )
     chunk.rotary_pos_emb = RowRotary(dim=shape.rope_dim, base=shape.rope_theta)  # pyright: ignore[reportAttributeAccessIssue]
+    _mark_split_weights(chunk)
     for name, parameter in chunk.named_parameters():
         if ".local_experts." in name:
             # Megatron marks experts so only with expert parallelism; with expert_tensor != tensor their gradients
             # would be summed over the wrong ranks.
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
     return chunk
+
+
+def _mark_split_weights(chunk: GPTModel) -> None:
+    """Say which dimension tensor parallelism splits; megatron says so only where it draws the initial weights."""
+    for module in chunk.modules():
+        if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear) and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
 
 
 def _transformer_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:

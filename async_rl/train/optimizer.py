@@ -128,10 +128,33 @@ class Optimizer:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, master weights and the number of updates, of this rank."""
-        return {"updates": self._updates, "inner": self._inner.state_dict()}
+        """Moments, master weights and the number of updates, of this rank.
+
+        Megatron's own state_dict is not used: without TE its distributed optimizer restores one step count for all
+        parameters at once, which the next update then raises once for each.
+        """
+        return {
+            "updates": self._updates,
+            "parts": [
+                {"torch": part.state_dict(), "weights": [p.detach().clone() for p in _parameters(part)]}
+                for part in self._parts()
+            ],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict` of the same layout."""
         self._updates = state["updates"]
-        self._inner.load_state_dict(state["inner"])
+        for part, held in zip(self._parts(), state["parts"], strict=True):
+            part.load_state_dict(held["torch"])
+            with torch.no_grad():
+                for parameter, value in zip(_parameters(part), held["weights"], strict=True):
+                    parameter.copy_(value)
+
+    def _parts(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers inside: dense and expert weights, whole or this rank's share of them."""
+        chained = getattr(self._inner, "chained_optimizers", [self._inner])
+        return [part.optimizer for part in chained if part.optimizer is not None]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

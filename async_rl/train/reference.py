@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ class ReferenceWeights:
         self._held = [t.detach().clone() for t in self._live]
 
     @contextmanager
-    def loaded(self) -> Iterator[None]:
+    def loaded(self) -> Generator[None]:
         """The modules compute with the frozen weights inside the block, and with the trained ones after it."""
         trained = [t.detach().clone() for t in self._live]
         _copy(self._held, self._live)

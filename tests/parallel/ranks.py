@@ -71,4 +71,4 @@ def _rank(rank, ranks, checkpoint, cases, addresses, folder):
                 torch.save(result, folder / f"{name}.pt")
         except BaseException:
             (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
-            sys.exit(1)
+            sys.exit(1)  # the other rank waits in a collective and fails when this one is gone

@@ -1,0 +1,71 @@
+"""The replica inside a Ray actor, with its control calls in a concurrency group of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from agent_loop.engine import EngineError
+from async_rl.actors import ClusterConfig, start_ray
+from async_rl.engines.vllm import VllmConfig
+from async_rl.handles import ReplicaHandle
+from async_rl.weights.transport import read_update, write_update
+from message_queue.tokens import StopReason
+from tests.conformance.conftest import prompt, request
+from tests.conformance.reference import LOGPROB_TOLERANCE, logprob_gap, reference, routing_mismatches
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+CONFIG = VllmConfig(
+    device="cpu", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, kv_cache_bytes=16 << 20
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    start_ray(ClusterConfig(num_cpus=4, object_store_bytes=128 << 20))
+    yield
+    ray.shutdown()
+
+
+async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_behind(cluster: None, tmp_path: Path):
+    from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+
+    paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
+    replica = await ReplicaHandle.start(
+        CONFIG, name="replica-0", checkpoint=paths[0], capture_routing=True, options={"num_cpus": 1}
+    )
+    tokens = prompt(30)
+    tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens, max_new_tokens=400))) for i in range(24)]
+    while (await replica.stats()).in_flight < 24:  # noqa: ASYNC110 - an actor has no event to wait on
+        await asyncio.sleep(0.01)
+    await replica.pause()
+    assert await replica.abort() == 24
+    assert {(await task).stop_reason for task in tasks} == {StopReason.ABORT}
+    held = asyncio.create_task(replica.generate(request("held", tokens)))
+    assert await replica.load(update) == update.weights
+    await replica.resume()
+    segment = await held
+    assert segment.weights == update.weights
+    assert segment.routed_experts is not None
+    both = np.concatenate([tokens, segment.token_ids])
+    expected = reference(spread_model(qwen3_moe_config(), seed=1), both)
+    assert logprob_gap(expected, both, segment.logprobs, start=30) <= LOGPROB_TOLERANCE
+    assert routing_mismatches(expected, segment.routed_experts.experts, start=0) == 0
+
+    actor = psutil.Process(await replica.pid())
+    processes = [actor, *actor.children(recursive=True)]
+    assert len(processes) >= 2, "the engine has a process of its own"
+    lost = asyncio.create_task(replica.generate(request("lost", tokens, max_new_tokens=400)))
+    await replica.stats()
+    actor.kill()
+    with pytest.raises(EngineError, match="replica-0: process died during generate lost"):
+        await lost
+    assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=30))[1] == []

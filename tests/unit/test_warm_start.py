@@ -1,0 +1,97 @@
+"""The cache of warm starts: what finds one again, what does not, and that it appears whole or not at all."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.data.task import TaskConfig
+from async_rl.train.model import TrainerConfig
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.warm_start import WarmStartConfig, run_warm_start, warm_start_folder
+from async_rl.weights.transport import write_update
+
+WARM = WarmStartConfig(steps=3, batch=2, optimizer=OptimizerConfig(), cache=Path("cache"))
+TASK = TaskConfig(factory="module:task", options={"a": 1})
+TRAINER = TrainerConfig()
+
+
+def folder(warm=WARM, task=TASK, seed=0, trainer=TRAINER):
+    return warm_start_folder(warm, task=task, seed=seed, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"warm": replace(WARM, steps=4)},
+        {"warm": replace(WARM, optimizer=OptimizerConfig(lr=1e-4))},
+        {"task": replace(TASK, options={"a": 2})},
+        {"seed": 1},
+        {"trainer": replace(TRAINER, dtype="bfloat16")},
+    ],
+    ids=["steps", "optimizer", "task", "seed", "dtype"],
+)
+def test_whatever_shapes_the_weights_makes_another_warm_start(other):
+    assert folder(**other) != folder()
+
+
+def test_what_only_rl_uses_finds_the_same_warm_start():
+    assert folder(trainer=replace(TRAINER, router_replay="none", timeout_s=1.0)) == folder()
+    assert folder(task=replace(TASK, prompt_file=Path("prompts.jsonl"))) == folder()
+
+
+class Demonstrations:
+    def __init__(self):
+        self.asked = []
+
+    def demonstrations(self, start, count):
+        self.asked.append((start, count))
+        return [(np.arange(4, dtype=np.int32), np.ones(4, np.bool_))] * count
+
+
+class Trainer:
+    def __init__(self, fail_at=None):
+        self.steps, self._fail_at = 0, fail_at
+
+    async def train_supervised(self, batch):
+        self.steps += 1
+        if self.steps == self._fail_at:
+            raise RuntimeError("out of memory")
+        assert batch["loss_mask"].all()
+        return {"loss": 1.0 / self.steps}
+
+    async def export(self, directory, *, version):
+        return write_update(directory, version=version, tensors=[("w", torch.ones(2))])
+
+
+async def run(directory, *, trainer):
+    initial = directory / "initial"
+    initial.mkdir()
+    (initial / "config.json").write_text("{}")
+    (initial / "model.safetensors").write_text("random")
+    task, seen = Demonstrations(), []
+    await run_warm_start(
+        WARM,
+        task=task,
+        trainer=trainer,
+        initial=initial,
+        folder=directory / "made",
+        progress=lambda step, loss: seen.append((step, loss)),
+    )
+    return task, seen
+
+
+async def test_a_warm_start_is_a_checkpoint_with_the_trained_weights(tmp_path):
+    task, seen = await run(tmp_path, trainer=Trainer())
+    assert task.asked == [(0, 2), (2, 2), (4, 2)], "no demonstration is seen twice"
+    assert seen == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    assert sorted(p.name for p in (tmp_path / "made").iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "made" / "model.safetensors").read_bytes() != b"random"
+
+
+async def test_a_warm_start_that_fails_leaves_nothing_to_be_found(tmp_path):
+    with pytest.raises(RuntimeError):
+        await run(tmp_path, trainer=Trainer(fail_at=2))
+    assert not (tmp_path / "made").exists()
