@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -116,7 +116,7 @@ class RequestGate:
         self._busy_since = 0.0
 
     @asynccontextmanager
-    async def admit(self, request_id: str) -> AsyncIterator[Flight]:
+    async def admit(self, request_id: str) -> AsyncGenerator[Flight, None]:
         """Wait for the gate, then count the request as in flight until the block ends.
 
         Raises:

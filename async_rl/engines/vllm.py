@@ -170,7 +170,7 @@ class VllmReplica:
         """End what is in flight; return how many became partial segments."""
         flights = self._gate.request_abort()
         if flights:
-            await self._engine.abort([flight.request_id for flight in flights])
+            await self._bounded("abort", self._engine.abort([flight.request_id for flight in flights]))
             await self._bounded("abort", self._gate.wait_landed(flights))
         return sum(flight.stop_reason is StopReason.ABORT for flight in flights)
 

@@ -1,8 +1,8 @@
 """Modules that replace those of megatron's local spec, which refuse packed sequences, context and sequence parallelism.
 
-The forward pass sees rows: the tokens of several sequences end to end, batch dimension 1. What an attention or rotary
-module must know about them travels as megatron's `packed_seq_params`, which is handed down to every layer and comes
-back unchanged when activations are recomputed.
+The forward pass sees rows: the tokens of several sequences end to end, batch dimension 1. What attention must know
+about them travels as megatron's `packed_seq_params`, which is handed down to every layer and comes back unchanged when
+activations are recomputed. The rotary embedding is part of attention here, because only rows know their position.
 """
 
 from __future__ import annotations
@@ -26,15 +26,38 @@ from async_rl.train.distributed import context_group
 from async_rl.train.router_replay import MicroBatchRouting
 
 
+class Rotary:
+    """Rotary angles by position, float32.
+
+    Args:
+        dim: of a head; the first half of its channels is rotated against the second.
+        base: theta. length: positions 0..length-1 are known.
+    """
+
+    def __init__(self, *, dim: int, base: float, length: int) -> None:
+        inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
+        angles = torch.cat((angles, angles), dim=-1)
+        signs = torch.ones(dim)
+        signs[: dim // 2] = -1.0
+        self._cosine, self._signed_sine = angles.cos(), angles.sin() * signs
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cosine, signed sine), each [t, 1, dim], of positions int64 [t]; the sine of the first half is negated."""
+        return self._cosine[positions].unsqueeze(1), self._signed_sine[positions].unsqueeze(1)
+
+
 @dataclass(kw_only=True)
 class RowContext(PackedSeqParams):
     """What the layers know about the rows of a micro-batch.
 
     `qkv_format` is none of megatron's, so that its own code treats the rows as one sequence of a batch of one.
+    rotary: see Rotary.at.
     """
 
     qkv_format: str = "rows"  # pyright: ignore[reportIncompatibleVariableOverride]
     rows: PackedRows
+    rotary: tuple[Tensor, Tensor]
     routing: MicroBatchRouting | None = None
 
 
@@ -50,28 +73,50 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            return cast(Tensor, _Float32Norm.apply(x, self.weight, self.eps))
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class RowRotary(torch.nn.Module):
-    """Rotary angles of rows by their position in their sequence; takes the place of GPTModel.rotary_pos_emb.
+class _Float32Norm(torch.autograd.Function):
+    """RMS norm in few passes over memory; torch's own is made of many small steps on a CPU.
 
-    GPTModel asks `get_rotary_seq_len` for a length and hands the answer to `forward`; here the answer is the positions.
+    y = n w, n = x r, r = (mean(x^2) + eps)^-1/2;  dx = r (g - n mean(g n)), g = dy w;  dw = sum(dy n)
     """
 
-    def __init__(self, *, dim: int, base: float) -> None:
-        super().__init__()
-        inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-        self.inverse_frequencies = inverse  # not a buffer: it stays float32 in a bfloat16 model
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        r = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        n = x * r
+        ctx.save_for_backward(n, r, weight)
+        return n * weight
 
-    def get_rotary_seq_len(self, *args: Any) -> Tensor:
-        context: RowContext = args[-1]
-        return context.rows.positions
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        n, r, weight = ctx.saved_tensors
+        grad_weight = (grad * n).flatten(0, -2).sum(0)
+        g = grad * weight
+        mean = torch.linalg.vecdot(g, n).div_(-n.shape[-1]).unsqueeze(-1)
+        return g.addcmul_(n, mean).mul_(r), grad_weight, None
 
-    def forward(self, positions: Tensor, **_unused: object) -> Tensor:
-        """float32 [t, 1, 1, dim] angles of `positions` int64 [t]."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies.to(positions.device))
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+class _Rotate(torch.autograd.Function):
+    """x cos + swap(x) sin, swap exchanging the halves of the last dimension; its gradient turns the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, signed_sine)
+        return _rotate(x, cosine, signed_sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cosine, signed_sine = ctx.saved_tensors
+        return _rotate(grad, cosine, -signed_sine), None, None
+
+
+def _rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+    turned = torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, dims=-1), signed_sine)
+    return turned.to(x.dtype)
 
 
 class _ToSlots(torch.autograd.Function):
@@ -104,7 +149,7 @@ class _ToRows(torch.autograd.Function):
 
 
 class RowAttention(MegatronModule):
-    """Causal attention within each sequence of the rows.
+    """Rotary embedding and causal attention within each sequence of the rows.
 
     Without context parallelism sequences of similar length form padded batches (see PackedRows.buckets): with padding
     on the right, causality alone keeps real tokens from seeing it. With context parallelism keys and values of all
@@ -143,10 +188,9 @@ class RowAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("RowAttention needs packed_seq_params: a RowContext")
         rows = packed_seq_params.rows
-        if self.context_group.size() > 1:
-            out = self._across_ranks(query, key, value, rows)
-        else:
-            out = self._in_slots(query.squeeze(1), key.squeeze(1), value.squeeze(1), rows)
+        q, k = (cast(Tensor, _Rotate.apply(x.squeeze(1), *packed_seq_params.rotary)) for x in (query, key))
+        attend = self._across_ranks if self.context_group.size() > 1 else self._in_slots
+        out = attend(q, k, value.squeeze(1), rows)
         return out.flatten(1).unsqueeze(1)
 
     def _in_slots(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
@@ -166,7 +210,7 @@ class RowAttention(MegatronModule):
             gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
         )
         mask = (rows.segments[:, None] == rows.gathered_segments) & (rows.positions[:, None] >= rows.gathered_positions)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         return self._attend(q, k, v, mask=mask).squeeze(0).transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from async_rl.train.attention import RowRotary, replace_modules
+from async_rl.train.attention import Rotary, replace_modules
 from async_rl.train.families import ModelShape, read_shape
 from async_rl.train.model import TrainerConfig
 from async_rl.train.router_replay import RouterReplay
@@ -45,6 +45,7 @@ class BuiltModel:
     config: TransformerConfig
     chunks: Sequence[GPTModel]
     wrapped: Sequence[DistributedDataParallel]
+    rotary: Rotary
     replay: RouterReplay | None
 
     @property
@@ -83,7 +84,10 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
         )
         for i, chunk in enumerate(chunks)
     ]
-    return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, replay=replay)
+    rotary = Rotary(dim=shape.rope_dim, base=shape.rope_theta, length=shape.context_length)
+    return BuiltModel(
+        shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay
+    )
 
 
 def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
@@ -100,11 +104,10 @@ def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: Trainer
         max_sequence_length=shape.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        position_embedding_type="rope",
+        position_embedding_type="none",  # RowAttention rotates
         share_embeddings_and_output_weights=shape.tied,
         vp_stage=stage,
     )
-    chunk.rotary_pos_emb = RowRotary(dim=shape.rope_dim, base=shape.rope_theta)  # pyright: ignore[reportAttributeAccessIssue]
     _mark_split_weights(chunk)
     for name, parameter in chunk.named_parameters():
         if ".local_experts." in name:

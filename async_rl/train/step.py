@@ -13,7 +13,7 @@ from torch import Tensor
 
 from async_rl.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
 from async_rl.batch.routed_experts import local_tables
-from async_rl.train.attention import RowContext
+from async_rl.train.attention import Rotary, RowContext
 from async_rl.train.logprobs import logprobs_and_entropy
 from async_rl.train.losses import LossConfig, TokenLogprobs, policy_loss
 from async_rl.train.model import RouterReplayMode
@@ -89,6 +89,7 @@ class MicroBatchBuilder:
         replay: RouterReplayMode,
         routing: RoutingSpec | None,
         layers: Sequence[int],
+        rotary: Rotary,
     ) -> None:
         self._batch = batch
         self._at = at
@@ -98,6 +99,7 @@ class MicroBatchBuilder:
         self._replay: RouterReplayMode = replay if routing is not None else "none"
         self._routing = routing
         self._layers = layers
+        self._rotary = rotary
         self._lengths: list[int] = batch["lengths"].tolist()
         self._row_length: int = batch["token_ids"].shape[1]
 
@@ -125,9 +127,17 @@ class MicroBatchBuilder:
             targets=batch["token_ids"].flatten()[flat].to(to),
             flat=flat,
             columns={name: column.to(to) for name, column in columns.items()},
-            context=RowContext(rows=rows.to(to), routing=self._micro_batch_routing(rows)),
+            context=RowContext(
+                rows=rows.to(to),
+                rotary=self._rotary_at(rows.positions),
+                routing=self._micro_batch_routing(rows),
+            ),
             has_padding=bool((rows.index < 0).any()),
         )
+
+    def _rotary_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosine, signed_sine = self._rotary.at(positions)
+        return cosine.to(self._device), signed_sine.to(self._device)
 
     def _micro_batch_routing(self, rows: PackedRows) -> MicroBatchRouting | None:
         real = (rows.router_index >= 0).to(self._device)

@@ -184,6 +184,7 @@ class TrainerRank:
             replay="none" if supervised else config.router_replay,
             routing=self._info.routing,
             layers=self._model.replay.layers if self._model.replay else (),
+            rotary=self._model.rotary,
         )
         return [builder.build(indices) for indices in plan[self._groups.data_rank]]
 

@@ -53,10 +53,23 @@ async def test_an_abort_returns_every_partial_segment_and_counts_them(replica: V
     assert await replica.abort() == 0
 
 
-async def test_an_abort_before_the_engine_knows_a_request_still_ends_it(replica: VllmReplica):
+async def test_an_abort_before_the_engine_knows_a_request_still_ends_it(
+    replica: VllmReplica, monkeypatch: pytest.MonkeyPatch
+):
+    admitted = asyncio.Event()
+    add_request = replica._engine.add_request
+
+    async def add_late(*args: Any) -> Any:
+        await admitted.wait()
+        return await add_request(*args)
+
+    monkeypatch.setattr(replica._engine, "add_request", add_late)
     tasks = submit(replica, 4, name="early")
     await asyncio.sleep(0)
-    assert await replica.abort() == 4
+    aborted = asyncio.create_task(replica.abort())
+    await asyncio.sleep(0)
+    admitted.set()
+    assert await aborted == 4
     assert all(s.stop_reason is StopReason.ABORT for s in await asyncio.gather(*tasks))
 
 

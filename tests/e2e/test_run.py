@@ -12,6 +12,8 @@ import pytest
 pytestmark = pytest.mark.timeout(300)
 
 SMALL = (
+    "task.factory=tests.e2e.parity_task:parity_task",
+    "task.options={}",
     "rollout.groups_per_batch=4",
     "rollout.trajectories_per_group=4",
     "rollout.limits.max_tokens=96",

@@ -1,0 +1,144 @@
+"""Tokens per second through a replica, and through an agent loop's decoder, against the same requests on bare vLLM.
+
+All ways run in one process on one engine, turn by turn in changing order, so that what else the machine does hits them
+alike. Prompts are new to the prefix cache each time. A ratio near 1 says that the layers above vLLM cost nothing.
+
+    python benchmarks/replica_throughput.py [--rounds 9] [--concurrency 64] [--tokens 64] [--checkpoint DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from agent_loop.engine import GenerateRequest, SamplingConfig
+from agent_loop.loop import TurnLimits
+from agent_loop.segments import SegmentDecoder, observe_prompt
+from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
+from async_rl.model_info import ModelInfo, read_model_info
+from message_queue.trajectory import Trajectory
+
+GOAL = 0.95
+Way = Callable[[str, Any], Awaitable[int]]
+
+
+def ways(replica: VllmReplica, *, info: ModelInfo, tokens: int, max_model_len: int) -> dict[str, Way]:
+    """Name -> (request id, prompt) -> tokens sampled."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = replica._engine
+    limits = TurnLimits(max_turns=1, max_tokens=max_model_len)
+
+    async def bare(name: str, prompt: Any) -> int:
+        params = SamplingParams(
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        ask: Any = {"prompt_token_ids": prompt.tolist(), "cache_salt": name}
+        count = 0
+        async for output in engine.generate(ask, params, request_id=name):
+            count = len(output.outputs[0].token_ids)
+        return count
+
+    async def through_replica(name: str, prompt: Any) -> int:
+        request = GenerateRequest(request_id=name, token_ids=prompt, max_new_tokens=tokens, cache_salt=name)
+        return len(await replica.generate(request))
+
+    async def through_decoder(name: str, prompt: Any) -> int:
+        decoder = SegmentDecoder(
+            replica, sampling=SamplingConfig(), stop_token_ids=(), session=name, cache_salt=name, timeout_s=600.0
+        )
+        trajectory = Trajectory(routing=info.routing)
+        observe_prompt(trajectory, prompt, index=0, limits=limits)
+        stop_reason = await decoder.decode(trajectory, max_new_tokens=tokens)
+        trajectory.close(stop_reason=stop_reason, reward=0.0)
+        trajectory.routed_experts()
+        return trajectory.num_sampled
+
+    return {"bare vLLM": bare, "replica": through_replica, "agent loop + replica": through_decoder}
+
+
+async def measure(way: Way, prompts: list[Any], *, name: str) -> float:
+    """Tokens per second of one burst."""
+    begun = time.perf_counter()
+    counts = await asyncio.gather(*(way(f"{name}-{i}", prompt) for i, prompt in enumerate(prompts)))
+    return sum(counts) / (time.perf_counter() - begun)
+
+
+async def compare(args: argparse.Namespace, config: VllmConfig, checkpoint: Path) -> dict[str, list[float]]:
+    """Way -> tokens per second of every round."""
+    info = read_model_info(checkpoint)
+    replica = await VllmReplica.start(config, name="replica-0", checkpoint=checkpoint)
+    try:
+        candidates = ways(replica, info=info, tokens=args.tokens, max_model_len=config.max_model_len)
+        random = np.random.default_rng(0)
+        rates: dict[str, list[float]] = {name: [] for name in candidates}
+        for turn in range(-1, args.rounds):
+            shift = turn % len(candidates)
+            order = [*candidates][shift:] + [*candidates][:shift]
+            prompts = [
+                random.integers(3, info.vocab_size, args.prompt).astype(np.int32) for _ in range(args.concurrency)
+            ]
+            for number, name in enumerate(order):
+                rate = await measure(candidates[name], prompts, name=f"{turn}.{number}")
+                if turn >= 0:  # the first round warms up
+                    rates[name].append(rate)
+        return rates
+    finally:
+        await replica.close()
+
+
+def report(rates: dict[str, list[float]]) -> None:
+    """Median rate and, per round, the ratio to bare vLLM: median and quartiles."""
+    base = rates["bare vLLM"]
+    for name, values in rates.items():
+        ratios = sorted(value / other for value, other in zip(values, base, strict=True))
+        low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        verdict = "" if values is base else f"  goal {GOAL}: {'met' if median >= GOAL else 'MISSED'}"
+        rate = f"{statistics.median(values):8.0f} tokens/s"
+        print(f"{name:22} {rate}   ratio {median:.3f} [{low:.3f} .. {high:.3f}]{verdict}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("rounds", 9), ("concurrency", 64), ("prompt", 32), ("tokens", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--checkpoint", type=Path, default=None, help="Hugging Face MoE folder; default: a tiny one")
+    args = parser.parse_args()
+    config = VllmConfig(
+        max_model_len=args.prompt + args.tokens, max_num_seqs=args.concurrency, kv_cache_bytes=256 << 20
+    )
+    os.environ.update(engine_environment(config))
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = args.checkpoint
+        if checkpoint is None:
+            from tests.tiny_models import qwen3_moe_config, save_checkpoint
+
+            checkpoint = save_checkpoint(qwen3_moe_config(vocab_size=512), Path(folder), seed=0)
+        print(
+            f"{args.concurrency} concurrent, {args.prompt} prompt + {args.tokens} sampled tokens, {args.rounds} rounds"
+        )
+        report(asyncio.run(compare(args, config, checkpoint)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What benchmarks share: the warm-started checkpoint of the calculator task, rollouts of it, and intervals."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from agent_loop.loop import Prompt
+from async_rl.config import RunConfig
+from async_rl.data.task import Task
+from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.warm_start import run_warm_start
+from async_rl.weights.transport import WeightUpdate
+from message_queue.queue import Admission
+from message_queue.trajectory import PromptGroup
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure and the ends of its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def bootstrap(
+    statistic: Callable[[FloatArray], FloatArray], *, units: int, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Percentile interval over resampled units.
+
+    Args:
+        statistic: float64 [B, units], how often each unit was drawn -> float64 [B].
+    """
+    drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
+    low, high = np.quantile(statistic(drawn.astype(np.float64)), (0.025, 0.975))
+    return Interval(float(statistic(np.ones((1, units)))[0]), float(low), float(high))
+
+
+def free_address() -> str:
+    """host:port of this machine, free at the time of the call."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def start_rank(config: RunConfig, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
+    """The trainer as one rank in this process, a TrainerRank."""
+    from async_rl.train.worker import TrainerRank  # megatron takes seconds to import
+
+    return TrainerRank(
+        config=config.trainer,
+        optimizer=optimizer,
+        loss=config.loss,
+        checkpoint=checkpoint,
+        rank=0,
+        world_size=1,
+        rendezvous=free_address(),
+    )
+
+
+class LocalTrainer:
+    """A trainer rank of this process as the warm start wants it."""
+
+    def __init__(self, rank: Any) -> None:
+        self._rank = rank
+
+    async def train_supervised(self, batch: TensorDict) -> dict[str, float]:
+        return await asyncio.to_thread(self._rank.train_supervised, batch)
+
+    async def export(self, directory: Path, *, version: int) -> WeightUpdate:
+        return await asyncio.to_thread(self._rank.export, directory, version=version)
+
+
+def find_warm_start(cache: Path) -> Path | None:
+    """The newest finished warm start under `cache`."""
+    finished = [path.parent for path in cache.glob("*/config.json") if not path.parent.suffix]
+    return max(finished, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def make_warm_start(config: RunConfig, *, task: Task, folder: Path) -> Path:
+    """Warm-start the task's model into `folder`/warm and return that."""
+    initial, warm = folder / "initial", folder / "warm"
+    task.save_initial_checkpoint(initial)
+    rank = start_rank(config, checkpoint=initial, optimizer=config.warm_start.optimizer)
+
+    def progress(step: int, loss: float) -> None:
+        if step % 20 == 0:
+            say(f"warm start {step}/{config.warm_start.steps}  loss {loss:.3f}")
+
+    try:
+        asyncio.run(
+            run_warm_start(
+                config.warm_start,
+                task=task,
+                trainer=LocalTrainer(rank),
+                initial=initial,
+                folder=warm,
+                progress=progress,
+            )
+        )
+    finally:
+        rank.close()
+    return warm
+
+
+async def roll_groups(
+    rollouter: Rollouter, prompts: Sequence[Prompt], *, first_group: int, at_once: int
+) -> list[PromptGroup]:
+    """Roll out all prompts under version 0, at most `at_once` at a time.
+
+    Raises:
+        RuntimeError: a group was dropped; names its reason.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def roll(place: int, prompt: Prompt) -> PromptGroup:
+        admission = Admission(group=first_group + place, prompt=prompt.index, admitted_version=0, admitted_update=0)
+        async with places:
+            outcome = await rollouter.roll(prompt, admission)
+        if isinstance(outcome, DroppedGroup):
+            raise RuntimeError(f"group {outcome.group} (prompt {prompt.index}) was dropped: {outcome.reason}")
+        return outcome
+
+    return list(await asyncio.gather(*(roll(i, p) for i, p in enumerate(prompts))))
+
+
+def say(line: str) -> None:
+    """Progress, apart from the table on stdout."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table with padded columns."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [header, ["-" * w for w in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines
+    )
