@@ -81,7 +81,7 @@ class Mismatch:
 
         def statistic(drawn: FloatArray) -> FloatArray:
             tokens = drawn @ count
-            return np.divide(drawn @ total, tokens, out=np.zeros(len(drawn)), where=tokens > 0)
+            return np.divide(drawn @ total, tokens, out=np.full(len(drawn), np.nan), where=tokens > 0)
 
         return bootstrap(statistic, units=self.trajectories)
 
@@ -333,6 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = load_config(
         [f"engine.dtype={args.dtype}", f"trainer.dtype={args.dtype}", f"warm_start.steps={WARM_STEPS}"]
     )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.update(engine_environment(config.engine))
     task = build_task(config.task, seed=config.seed)
     with tempfile.TemporaryDirectory(prefix="async_rl-") as folder:

@@ -42,10 +42,10 @@ def bootstrap(
     """Percentile interval over resampled units.
 
     Args:
-        statistic: float64 [B, units], how often each unit was drawn -> float64 [B].
+        statistic: float64 [B, units], how often each unit was drawn -> float64 [B], NaN where a draw has no figure.
     """
     drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
-    low, high = np.quantile(statistic(drawn.astype(np.float64)), (0.025, 0.975))
+    low, high = np.nanquantile(statistic(drawn.astype(np.float64)), (0.025, 0.975))
     return Interval(float(statistic(np.ones((1, units)))[0]), float(low), float(high))
 
 
