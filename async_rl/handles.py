@@ -116,15 +116,7 @@ class ReplicaHandle:
             ray.kill(self._actor)
 
     async def _call(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await ref
-        except TimeoutError as error:
-            raise EngineError(f"{self.name}: {what} took longer than {timeout_s} s") from error
-        except RayActorError as error:
-            raise EngineError(f"{self.name}: process died during {what}") from error
-        except RayTaskError as error:
-            raise EngineError(f"{self.name}: {what} failed: {error.cause}") from error
+        return await _answer(ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError)
 
 
 class ReplicaFleet:
@@ -223,12 +215,17 @@ class TrainerHandle:
                 task.cancel()
 
     async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await ref
-        except TimeoutError as error:
-            raise TrainerError(f"trainer rank {rank}: {what} took longer than {self._timeout_s} s") from error
-        except RayActorError as error:
-            raise TrainerError(f"trainer rank {rank}: process died during {what}") from error
-        except RayTaskError as error:
-            raise TrainerError(f"trainer rank {rank}: {what} failed: {error.cause!r}") from error
+        return await _answer(ref, who=f"trainer rank {rank}", what=what, timeout_s=self._timeout_s, error=TrainerError)
+
+
+async def _answer(ref: Awaitable[T], *, who: str, what: str, timeout_s: float, error: type[Exception]) -> T:
+    """What an actor answers within `timeout_s`, else `error` with who failed at what and why."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await ref
+    except TimeoutError as cause:
+        raise error(f"{who}: {what} took longer than {timeout_s} s") from cause
+    except RayActorError as cause:
+        raise error(f"{who}: process died during {what}") from cause
+    except RayTaskError as cause:
+        raise error(f"{who}: {what} failed: {cause.cause}") from cause

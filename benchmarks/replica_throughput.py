@@ -1,7 +1,8 @@
 """Tokens per second through a replica, and through an agent loop's decoder, against the same requests on bare vLLM.
 
 All ways run in one process on one engine, turn by turn in changing order, so that what else the machine does hits them
-alike. Prompts are new to the prefix cache each time. A ratio near 1 says that the layers above vLLM cost nothing.
+alike. Prompts are new to the prefix cache each time. A ratio near 1 says that the layers above vLLM cost nothing. The
+ratio of CPU seconds (this process and the engine's) is the steadier figure on a busy machine.
 
     python benchmarks/replica_throughput.py [--rounds 9] [--concurrency 64] [--tokens 64] [--checkpoint DIR]
 """
@@ -17,10 +18,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -52,7 +55,7 @@ def ways(replica: VllmReplica, *, info: ModelInfo, tokens: int, max_model_len: i
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        ask: Any = {"prompt_token_ids": prompt.tolist(), "cache_salt": name}
+        ask: Any = {"type": "token", "prompt_token_ids": prompt.tolist(), "cache_salt": name}
         count = 0
         async for output in engine.generate(ask, params, request_id=name):
             count = len(output.outputs[0].token_ids)
@@ -76,21 +79,35 @@ def ways(replica: VllmReplica, *, info: ModelInfo, tokens: int, max_model_len: i
     return {"bare vLLM": bare, "replica": through_replica, "agent loop + replica": through_decoder}
 
 
-async def measure(way: Way, prompts: list[Any], *, name: str) -> float:
-    """Tokens per second of one burst."""
-    begun = time.perf_counter()
-    counts = await asyncio.gather(*(way(f"{name}-{i}", prompt) for i, prompt in enumerate(prompts)))
-    return sum(counts) / (time.perf_counter() - begun)
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of wall time and per second of CPU time."""
+
+    per_second: float
+    per_cpu_second: float
 
 
-async def compare(args: argparse.Namespace, config: VllmConfig, checkpoint: Path) -> dict[str, list[float]]:
-    """Way -> tokens per second of every round."""
+async def measure(way: Way, prompts: list[Any], *, name: str, processes: list[psutil.Process]) -> Speed:
+    """Speed of one burst."""
+    begun, begun_cpu = time.perf_counter(), cpu_seconds(processes)
+    tokens = sum(await asyncio.gather(*(way(f"{name}-{i}", prompt) for i, prompt in enumerate(prompts))))
+    return Speed(tokens / (time.perf_counter() - begun), tokens / (cpu_seconds(processes) - begun_cpu))
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """Spent so far by all of `processes`."""
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+async def compare(args: argparse.Namespace, config: VllmConfig, checkpoint: Path) -> dict[str, list[Speed]]:
+    """Way -> speed of every round."""
     info = read_model_info(checkpoint)
     replica = await VllmReplica.start(config, name="replica-0", checkpoint=checkpoint)
     try:
         candidates = ways(replica, info=info, tokens=args.tokens, max_model_len=config.max_model_len)
         random = np.random.default_rng(0)
-        rates: dict[str, list[float]] = {name: [] for name in candidates}
+        processes = [psutil.Process(), *(psutil.Process(p.pid) for p in replica._processes)]
+        rates: dict[str, list[Speed]] = {name: [] for name in candidates}
         for turn in range(-1, args.rounds):
             shift = turn % len(candidates)
             order = [*candidates][shift:] + [*candidates][:shift]
@@ -98,7 +115,7 @@ async def compare(args: argparse.Namespace, config: VllmConfig, checkpoint: Path
                 random.integers(3, info.vocab_size, args.prompt).astype(np.int32) for _ in range(args.concurrency)
             ]
             for number, name in enumerate(order):
-                rate = await measure(candidates[name], prompts, name=f"{turn}.{number}")
+                rate = await measure(candidates[name], prompts, name=f"{turn}.{number}", processes=processes)
                 if turn >= 0:  # the first round warms up
                     rates[name].append(rate)
         return rates
@@ -106,15 +123,20 @@ async def compare(args: argparse.Namespace, config: VllmConfig, checkpoint: Path
         await replica.close()
 
 
-def report(rates: dict[str, list[float]]) -> None:
-    """Median rate and, per round, the ratio to bare vLLM: median and quartiles."""
+def report(rates: dict[str, list[Speed]]) -> None:
+    """Median speed and, per round, the ratio to bare vLLM: median and quartiles."""
     base = rates["bare vLLM"]
     for name, values in rates.items():
-        ratios = sorted(value / other for value, other in zip(values, base, strict=True))
-        low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        low, median, high = quartiles([a.per_second / b.per_second for a, b in zip(values, base, strict=True)])
+        cpu = quartiles([a.per_cpu_second / b.per_cpu_second for a, b in zip(values, base, strict=True)])
         verdict = "" if values is base else f"  goal {GOAL}: {'met' if median >= GOAL else 'MISSED'}"
-        rate = f"{statistics.median(values):8.0f} tokens/s"
-        print(f"{name:22} {rate}   ratio {median:.3f} [{low:.3f} .. {high:.3f}]{verdict}")
+        rate = f"{statistics.median(value.per_second for value in values):8.0f} tokens/s"
+        spread = f"ratio {median:.3f} [{low:.3f} .. {high:.3f}]   CPU {cpu[1]:.3f} [{cpu[0]:.3f} .. {cpu[2]:.3f}]"
+        print(f"{name:22} {rate}   {spread}{verdict}")
+
+
+def quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 
 def main() -> None:
@@ -126,6 +148,7 @@ def main() -> None:
     config = VllmConfig(
         max_model_len=args.prompt + args.tokens, max_num_seqs=args.concurrency, kv_cache_bytes=256 << 20
     )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.update(engine_environment(config))
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:

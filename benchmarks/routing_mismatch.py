@@ -6,7 +6,7 @@ updates on other trajectories: one training, both evaluations at every stop. d =
 token; intervals are 95 % bootstrap over trajectories.
 
 A token counts as `own` when the live router changes a choice in the forward pass that predicts it, as `context` when
-only a position before that has a changed choice, and as `none` otherwise. Where nothing changed, both evaluations agree.
+only a position before that has a changed choice, and as `none` otherwise: there both evaluations agree.
 
     python benchmarks/routing_mismatch.py [--checkpoint DIR] [--trajectories N] [--updates 0 1 2 4 8]
         [--dtype float32|bfloat16]
@@ -44,9 +44,12 @@ from async_rl.engines.vllm import VllmReplica, engine_environment
 from async_rl.model_info import read_model_info
 from async_rl.rollout.rollouter import Rollouter
 from benchmarks.support import (
+    BoolArray,
     FloatArray,
     Interval,
+    Mismatch,
     bootstrap,
+    figure,
     find_warm_start,
     make_warm_start,
     markdown_table,
@@ -59,35 +62,6 @@ from message_queue.trajectory import PromptGroup
 WARM_STEPS = 120
 LOG_2 = float(np.log(2.0))
 CHANGES = ("none", "context", "own")
-BoolArray = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mismatch:
-    """Trainer against engine over n sampled tokens of S trajectories, under one evaluation.
-
-    d: float64 [n]. trajectory: int64 [n], whose token it is. trajectories: S.
-    """
-
-    d: FloatArray
-    trajectory: NDArray[np.int64]
-    trajectories: int
-
-    def mean(self, values: FloatArray, where: BoolArray | None = None) -> Interval:
-        """Mean over tokens (of those under `where`) of float64 [n] values."""
-        kept = np.ones(len(values)) if where is None else where.astype(np.float64)
-        total = np.bincount(self.trajectory, weights=values * kept, minlength=self.trajectories)
-        count = np.bincount(self.trajectory, weights=kept, minlength=self.trajectories)
-
-        def statistic(drawn: FloatArray) -> FloatArray:
-            tokens = drawn @ count
-            return np.divide(drawn @ total, tokens, out=np.full(len(drawn), np.nan), where=tokens > 0)
-
-        return bootstrap(statistic, units=self.trajectories)
-
-    @property
-    def k3(self) -> FloatArray:
-        return np.expm1(self.d) - self.d
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,8 +109,9 @@ def evaluate(rank: Any, batch: TensorDict, *, replay: Literal["none", "R2", "R3"
             logits = micro_batch.forward(model.wrapped[0], at=Coordinates())
             logprobs[micro_batch.flat] = objective(logits, micro_batch)[1]["logprobs"]
             routing, rows = micro_batch.context.routing, micro_batch.context.rows.router_index
-            for place, layer in enumerate(info.routing.layers if routing is not None else ()):
-                experts[rows, place] = routing.tables[layer].to(torch.int16)
+            if routing is not None:
+                for place, layer in enumerate(info.routing.layers):
+                    experts[rows, place] = routing.tables[layer].to(torch.int16)
     return logprobs.view(batch["token_ids"].shape), experts.view(*batch["token_ids"].shape, *info.routing.row_shape)
 
 
@@ -188,7 +163,7 @@ def compare(rank: Any, batch: TensorDict, *, updates: int) -> Stop:
         replayed=against_engine(replayed),
         live=against_engine(live),
         changed_choices=choices.mean(changed[routed].astype(np.float64)),
-        change=classify(changed.any(-1), mask),
+        change=classify(np.any(changed, axis=-1), mask),
     )
 
 
@@ -232,9 +207,7 @@ async def roll_out(
             single, task.validation_prompts(trajectories), first_group=0, at_once=trajectories
         )
         prompts = [task.train_prompt(i) for i in range(batches * rollout.groups_per_batch)]
-        grouped = Rollouter(
-            loop=loop, routing=info.routing, trajectories_per_group=rollout.trajectories_per_group
-        )
+        grouped = Rollouter(loop=loop, routing=info.routing, trajectories_per_group=rollout.trajectories_per_group)
         training = await roll_groups(grouped, prompts, first_group=trajectories, at_once=rollout.groups_per_batch)
     finally:
         await replica.close()
@@ -243,13 +216,6 @@ async def roll_out(
 
 
 # ---- report
-
-
-def figure(interval: Interval, *, percent: bool = False) -> str:
-    """value [low, high]."""
-    if percent:
-        return f"{interval.value:.2%} [{interval.low:.2%}, {interval.high:.2%}]"
-    return f"{interval.value:.2e} [{interval.low:.2e}, {interval.high:.2e}]"
 
 
 def ratio(stop: Stop) -> Interval:

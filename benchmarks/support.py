@@ -25,6 +25,7 @@ from message_queue.queue import Admission
 from message_queue.trajectory import PromptGroup
 
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,58 @@ def bootstrap(
     drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
     low, high = np.nanquantile(statistic(drawn.astype(np.float64)), (0.025, 0.975))
     return Interval(float(statistic(np.ones((1, units)))[0]), float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mismatch:
+    """Trainer against engine over n sampled tokens of S trajectories, under one evaluation.
+
+    d: float64 [n]. trajectory: int64 [n], whose token it is. trajectories: S.
+    """
+
+    d: FloatArray
+    trajectory: NDArray[np.int64]
+    trajectories: int
+
+    def mean(self, values: FloatArray, where: BoolArray | None = None) -> Interval:
+        """Mean over tokens (of those under `where`) of float64 [n] values."""
+        kept = np.ones(len(values)) if where is None else where.astype(np.float64)
+        total = np.bincount(self.trajectory, weights=values * kept, minlength=self.trajectories)
+        count = np.bincount(self.trajectory, weights=kept, minlength=self.trajectories)
+
+        def statistic(drawn: FloatArray) -> FloatArray:
+            tokens = drawn @ count
+            return np.divide(drawn @ total, tokens, out=np.full(len(drawn), np.nan), where=tokens > 0)
+
+        return bootstrap(statistic, units=self.trajectories)
+
+    @property
+    def k3(self) -> FloatArray:
+        return np.expm1(self.d) - self.d
+
+
+def figure(interval: Interval, *, percent: bool = False) -> str:
+    """value [low, high]."""
+    if percent:
+        return f"{interval.value:.2%} [{interval.low:.2%}, {interval.high:.2%}]"
+    return f"{interval.value:.2e} [{interval.low:.2e}, {interval.high:.2e}]"
+
+
+class CpuClock:
+    """CPU seconds used by this process and, with all their children, by actors."""
+
+    def __init__(self, actors: dict[str, int]) -> None:
+        """actors: name -> process id."""
+        import psutil  # only a profile needs it
+
+        self._processes = {"driver": [psutil.Process()]}
+        for name, pid in actors.items():
+            actor = psutil.Process(pid)
+            self._processes |= {name: [actor], f"engine of {name}": actor.children(recursive=True)}
+
+    def seconds(self) -> dict[str, float]:
+        """Since each process began."""
+        return {name: sum(sum(p.cpu_times()[:2]) for p in group) for name, group in self._processes.items()}
 
 
 def free_address() -> str:

@@ -27,7 +27,7 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: in
         raise ValueError("lengths holds a sequence without tokens")
     shares = _balance(lengths, num_ranks)
     count = max((len(_cut(share, lengths, max_tokens, padded)) for share in shares), default=0)
-    return [_cut_into(share, lengths, count, padded) for share in shares]
+    return [_cut_into(share, lengths, count, max_tokens, padded) for share in shares]
 
 
 def _balance(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -56,11 +56,13 @@ def _cut(share: Sequence[int], lengths: Sequence[int], limit: int, padded: bool)
     return parts
 
 
-def _cut_into(share: Sequence[int], lengths: Sequence[int], count: int, padded: bool) -> list[list[int]]:
+def _cut_into(
+    share: Sequence[int], lengths: Sequence[int], count: int, max_tokens: int, padded: bool
+) -> list[list[int]]:
     """Exactly `count` consecutive parts, the largest as small as possible; empty ones where sequences run out."""
     if not share:
         return [[] for _ in range(count)]
-    low, high = lengths[share[0]], len(share) * lengths[share[0]]
+    low, high = 1, max_tokens
     while low < high:
         middle = (low + high) // 2
         if len(_cut(share, lengths, middle, padded)) <= count:

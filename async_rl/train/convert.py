@@ -199,9 +199,7 @@ def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
     return _Entry(tuple(names), tuple(shape), parameter.dtype)
 
 
-def _gather(
-    name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
+def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """The whole tensor of a parameter; for an expert, those of the same place on every expert-parallel rank."""
     weight = read(parameter).contiguous()
     split = _split_of(name, parameter)

@@ -131,7 +131,8 @@ def _attention(config: HFConfig) -> dict[str, Any]:
 
 def _qwen3_moe(config: HFConfig) -> dict[str, Any]:
     experts = config.get("num_experts") or config.get("num_local_experts")
-    step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    step: int = config.get("decoder_sparse_step", 1)
+    dense: set[int] = set(config.get("mlp_only_layers") or ())
     layers = [int((i + 1) % step == 0 and i not in dense) for i in range(config["num_hidden_layers"])]
     return {
         **_attention(config),

@@ -85,9 +85,7 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
         for i, chunk in enumerate(chunks)
     ]
     rotary = Rotary(dim=shape.rope_dim, base=shape.rope_theta, length=shape.context_length)
-    return BuiltModel(
-        shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay
-    )
+    return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay)
 
 
 def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:

@@ -23,6 +23,7 @@ from async_rl.train.gpt import BuiltModel, build_model
 from async_rl.train.losses import LossConfig, token_weights
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
+from async_rl.train.reference import ReferenceWeights
 from async_rl.train.step import ROUTING_SUMS, TOKEN_SUMS, MicroBatch, MicroBatchBuilder, Objective, metrics_from_sums
 from async_rl.weights.export import export_update
 from async_rl.weights.transport import WeightUpdate
@@ -59,6 +60,7 @@ class TrainerRank:
         self._model = build_model(checkpoint, config=config, device=self._groups.device)
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
+        self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
 
     @property
     def model(self) -> BuiltModel:
@@ -70,7 +72,9 @@ class TrainerRank:
     def train(self, batch: TensorDict) -> dict[str, float]:
         """Optimizer updates on one RL batch (keys: async_rl.batch.collate); metrics of the batch.
 
-        Trajectories of groups without spread are left out, unless a KL or entropy term trains them too.
+        Trajectories of groups without spread are left out, unless a KL or entropy term trains them too. With a KL term
+        the batch may bring reference_logprobs float32 [S, T]; else they are those of the reference: the weights at
+        the start or at the last `reset_optimizer`, routed by its own routers.
 
         Raises:
             RoutingError: replay is on and the routing rows do not fit the model or the batch.
@@ -83,6 +87,9 @@ class TrainerRank:
             return self._nothing_to_train()
         parts = split_groups(batch, self._config.updates_per_batch)
         planned = [(part, self._micro_batches(part)) for part in parts]
+        if self._reference is not None and "reference_logprobs" not in set(batch.keys()):
+            for _, micro_batches in planned:
+                self._reference_pass(micro_batches, self._reference)
         if self._config.updates_per_batch > 1 or self._config.router_replay == "R2":
             for _, micro_batches in planned:
                 self._proximal_pass(micro_batches)
@@ -127,6 +134,7 @@ class TrainerRank:
             "model": [chunk.state_dict() for chunk in self._model.chunks],
             "optimizer": self._optimizer.state_dict(),
             "random": torch.get_rng_state(),
+            "reference": self._reference.state_dict() if self._reference is not None else None,
         }
         save_rank_state(directory, state, rank=self._rank, layout=self._layout(), barrier=self._groups.barrier)
 
@@ -141,11 +149,15 @@ class TrainerRank:
             chunk.load_state_dict(held)
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
+        if self._reference is not None and state["reference"] is not None:
+            self._reference.load_state_dict(state["reference"])
         self._groups.barrier()
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Begin anew with other settings: no moments, update 0 of the schedule."""
+        """Begin anew from here: no moments, update 0 of the schedule, the reference is the current weights."""
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=self._config)
+        if self._reference is not None:
+            self._reference = ReferenceWeights(self._model.chunks)
 
     def close(self) -> None:
         """Leave the process groups."""
@@ -196,6 +208,17 @@ class TrainerRank:
             micro_batch.columns["proximal_logprobs"] = result.get("logprobs", torch.empty(0))
             if micro_batch.context.routing is not None:
                 micro_batch.context.routing.mode = "replay"
+
+    def _reference_pass(self, micro_batches: Sequence[MicroBatch], reference: ReferenceWeights) -> None:
+        """Logprobs of the reference. It routes by itself: rows replayed are those of the policy."""
+        routing = [mb.context.routing for mb in micro_batches]
+        for micro_batch in micro_batches:
+            micro_batch.context.routing = None
+        with torch.no_grad(), reference.loaded():
+            found = self._run(micro_batches, self._objective("logprobs"), forward_only=True)
+        for micro_batch, result, held in zip(micro_batches, found or [{}] * len(micro_batches), routing, strict=True):
+            micro_batch.columns["reference_logprobs"] = result.get("logprobs", torch.empty(0))
+            micro_batch.context.routing = held
 
     def _update(
         self, batch: TensorDict, micro_batches: Sequence[MicroBatch], kind: Any, aux_loss_coefficient: float

@@ -124,7 +124,7 @@ def test_saving_again_replaces_the_folder_whole(checkpoint, tmp_path):
 
 def test_restoring_what_is_no_trainer_state_is_refused(checkpoint, tmp_path):
     trainer = start_trainer(checkpoint)
-    with pytest.raises(TrainerCheckpointError, match="has no rank-00000.pt"):
+    with pytest.raises(TrainerCheckpointError, match=r"has no rank-00000\.pt"):
         trainer.restore(tmp_path)
 
 
@@ -192,17 +192,31 @@ def test_updates_of_a_batch_are_those_of_its_groups_in_turn(checkpoint, tmp_path
     assert all(torch.allclose(ours[n], theirs[n], atol=1e-7) for n in theirs)
 
 
-def test_kl_needs_reference_logprobs_and_uses_them(checkpoint):
-    loss = LossConfig(kl_coefficient=0.1)
-    trainer = start_trainer(checkpoint, loss=loss)
+def test_kl_uses_the_reference_logprobs_of_the_batch(checkpoint):
+    trainer = start_trainer(checkpoint, loss=LossConfig(kl_coefficient=0.1))
     batch = make_batch()
-    with pytest.raises(ValueError, match="kl_coefficient is 0.1, but the batch has no reference_logprobs"):
-        trainer.train(batch)
     batch["reference_logprobs"] = trainer.logprobs(batch)
     same = trainer.train(batch)["loss"]
     batch["reference_logprobs"] -= 0.5
     other = trainer.train(batch)["loss"]
     assert other - same == pytest.approx(0.1 * (math.exp(-0.5) - 0.5), abs=1e-5)
+
+
+def test_the_reference_of_kl_stays_at_the_start_until_the_optimizer_is_reset(checkpoint, tmp_path):
+    loss = LossConfig(kl_coefficient=10.0)
+    adam = OptimizerConfig(lr=1e-2)
+    trainer = start_trainer(checkpoint, loss=loss, optimizer=adam, router_replay="none")
+    batch = make_batch()
+    batch["advantages"] = torch.zeros(6)
+    trainer.train_supervised(supervised_batch())
+    away = trainer.train(batch)["loss"]
+    assert away > 0.01
+    trainer.save(tmp_path / "state")
+    other = start_trainer(checkpoint, loss=loss, optimizer=adam, router_replay="none")
+    other.restore(tmp_path / "state")
+    assert other.train(batch) == trainer.train(batch)
+    trainer.reset_optimizer(adam)
+    assert trainer.train(batch)["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(checkpoint, tmp_path):

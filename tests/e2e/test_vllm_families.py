@@ -1,12 +1,14 @@
-"""Latent attention (DeepSeek): CPU kernels with a block size and a rotary embedding of their own."""
+"""Other models and layouts: latent attention (DeepSeek), with CPU kernels of its own, and tensor parallelism."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
@@ -58,5 +60,35 @@ async def test_deepseek_agrees_with_transformers_fresh_updated_and_resumed(
         assert rest.routed_experts is not None
         both = np.concatenate([so_far, rest.token_ids])
         assert_agrees(models[1], both, rest.logprobs, rest.routed_experts.experts, start=len(so_far))
+    finally:
+        await replica.close()
+
+
+async def test_tensor_parallel_workers_agree_load_alike_and_end_with_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+
+    paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
+    config = dataclasses.replace(CONFIG, tensor_parallel=2)
+    for name, value in engine_environment(config).items():
+        monkeypatch.setenv(name, value)
+    replica = await VllmReplica.start(config, name="replica-0", checkpoint=paths[0])
+    try:
+        tokens = prompt(40)
+        for seed in (0, 1):
+            if seed:
+                await publish(replica, update)
+            segment = await replica.generate(request(f"layout-{seed}", tokens))
+            assert segment.routed_experts is not None
+            both = np.concatenate([tokens, segment.token_ids])
+            model = spread_model(qwen3_moe_config(), seed=seed)
+            assert_agrees(model, both, segment.logprobs, segment.routed_experts.experts, start=len(tokens))
+        (engine,) = replica._processes
+        workers = psutil.Process(engine.pid).children(recursive=True)
+        assert len(workers) == 2
+        engine.kill()
+        assert (await asyncio.to_thread(psutil.wait_procs, workers, timeout=30))[1] == []
     finally:
         await replica.close()

@@ -167,6 +167,4 @@ def per_expert(tensors):
 def largest_difference(ours, theirs):
     """Largest difference of any tensor, relative to the largest entry of that tensor in `theirs`."""
     assert ours.keys() == theirs.keys()
-    return max(
-        ((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp(min=1e-12)).item() for n in theirs
-    )
+    return max(((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp(min=1e-12)).item() for n in theirs)

@@ -1,0 +1,136 @@
+"""Tokens/s of TrainerRank.train against a bare megatron loop on the same batch, model and micro-batches, in one run.
+
+The bare loop has nothing to do with RL: forward, cross entropy, backward, optimizer step, on micro-batches built before
+the clock starts. What TrainerRank adds is checking and cutting the batch, router replay, logprobs and entropy, the
+loss, and metrics. Rounds alternate, so that a busy machine slows both.
+
+    python benchmarks/train_throughput.py [--threads 2] [--rounds 8] [--sequences 256] [--micro-batch-tokens 4096]
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+
+from async_rl.batch.collate import collate_supervised
+from async_rl.batch.micro_batch import Coordinates
+from async_rl.batch.packing import plan_micro_batches
+from async_rl.model_info import read_model_info
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import TrainerConfig
+from async_rl.train.optimizer import Optimizer, OptimizerConfig
+from async_rl.train.step import MicroBatch, MicroBatchBuilder
+from async_rl.train.worker import TrainerRank
+from message_queue.tokens import RoutingSpec
+from recipes.calculator.task import calculator_task
+
+ADAM = OptimizerConfig(lr=1e-6)
+
+
+def rl_batch(task, routing: RoutingSpec, *, sequences: int) -> TensorDict:  # noqa: ANN001
+    """Demonstrations dressed as rollouts: random advantages and routing rows, behaviour logprobs of zero."""
+    batch = collate_supervised(task.demonstrations(0, sequences))
+    count, longest = batch["token_ids"].shape
+    held = torch.arange(longest) < batch["lengths"].unsqueeze(1)
+    rows = torch.rand(count, longest, len(routing.layers), routing.num_experts).topk(routing.top_k).indices
+    batch["routed_experts"] = torch.where(held[..., None, None], rows, -1).to(torch.int16)
+    batch["behaviour_logprobs"] = torch.zeros(count, longest)
+    batch["advantages"] = torch.randn(count)
+    batch["informative"] = torch.ones(count, dtype=torch.bool)
+    batch["pure_lag0"] = batch["loss_mask"].clone()
+    batch["group"] = torch.arange(count) // 8
+    return batch
+
+
+def build_micro_batches(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig) -> list[MicroBatch]:
+    """The micro-batches TrainerRank would cut, without routing."""
+    builder = MicroBatchBuilder(
+        batch,
+        at=Coordinates(),
+        device=torch.device("cpu"),
+        packing=True,
+        token_weights=None,
+        replay="none",
+        routing=None,
+        layers=(),
+        rotary=trainer.model.rotary,
+    )
+    plan = plan_micro_batches(batch["lengths"].tolist(), max_tokens=config.micro_batch_tokens, num_ranks=1)
+    return [builder.build(indices) for indices in plan[0]]
+
+
+def bare_step(trainer: TrainerRank, optimizer: Optimizer, micro_batches: list[MicroBatch]) -> None:
+    """Forward, cross entropy, backward and update, straight on megatron's modules."""
+    (model,) = trainer.model.wrapped
+    optimizer.zero_grad()
+    for micro_batch in micro_batches:
+        logits = micro_batch.forward(model, at=Coordinates())[0]
+        F.cross_entropy(logits[micro_batch.loss_rows], micro_batch.targets).backward()
+    finalize = trainer.model.config.finalize_model_grads_func
+    assert finalize is not None
+    finalize([model])
+    optimizer.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    arguments = parser.parse_args()
+    task = calculator_task({}, seed=0)
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        checkpoint = Path(folder) / "model"
+        task.save_initial_checkpoint(checkpoint)
+        probe.bind(("127.0.0.1", 0))
+        config = TrainerConfig(threads=arguments.threads, micro_batch_tokens=arguments.micro_batch_tokens)
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        probe.close()
+        trainer = TrainerRank(
+            config=config,
+            optimizer=ADAM,
+            loss=LossConfig(),
+            checkpoint=checkpoint,
+            rank=0,
+            world_size=1,
+            rendezvous=address,
+        )
+        routing = read_model_info(checkpoint).routing
+        assert routing is not None
+        compare(trainer, rl_batch(task, routing, sequences=arguments.sequences), config, rounds=arguments.rounds)
+        trainer.close()
+
+
+def compare(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig, *, rounds: int) -> None:
+    """Print tokens/s of both and their ratio, medians over rounds after one to warm up."""
+    micro_batches = build_micro_batches(trainer, batch, config)
+    optimizer = Optimizer(trainer.model.wrapped, config=ADAM, trainer=config)
+    tokens = int(batch["lengths"].sum())
+    seconds: dict[str, list[float]] = {"bare": [], "trainer": []}
+    for _ in range(rounds + 1):
+        for name, run in (
+            ("bare", lambda: bare_step(trainer, optimizer, micro_batches)),
+            ("trainer", lambda: trainer.train(batch)),
+        ):
+            begun = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begun)
+    rates = {name: tokens / statistics.median(taken[1:]) for name, taken in seconds.items()}
+    ratio = statistics.median(b / t for b, t in zip(seconds["bare"][1:], seconds["trainer"][1:], strict=True))
+    print(f"{len(batch)} sequences, {tokens} tokens, {len(micro_batches)} micro-batches, {config.threads} threads")
+    print(f"bare megatron loop  {rates['bare']:8.0f} tokens/s")
+    print(f"TrainerRank.train   {rates['trainer']:8.0f} tokens/s")
+    print(f"ratio               {ratio:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The KL term against frozen weights, on the real trainer."""
+
+import pytest
+import torch
+
+from async_rl.train.losses import LossConfig
+from async_rl.train.optimizer import OptimizerConfig
+from tests.parallel.support import gradients, largest_difference, make_batch, save_tiny_moe, start_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+KL = LossConfig(kl_coefficient=0.5)
+ADAM = OptimizerConfig(lr=3e-3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("reference") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(checkpoint):
+    """Owns the process group of this module's trainers."""
+    owner = start_trainer(checkpoint)
+    yield
+    owner.close()
+
+
+def test_the_reference_is_the_frozen_weights_whatever_is_trained_since(checkpoint):
+    frozen = start_trainer(checkpoint, optimizer=ADAM, loss=KL)
+    given = start_trainer(checkpoint, optimizer=ADAM, loss=KL)
+    batches = [make_batch(seed=seed) for seed in (1, 2)]
+    references = [start_trainer(checkpoint, router_replay="none").logprobs(batch) for batch in batches]
+    for batch, reference in zip(batches, references, strict=True):
+        frozen_metrics = frozen.train(batch.clone())
+        given_metrics = given.train(batch.clone().set("reference_logprobs", reference))
+        assert frozen_metrics["loss"] == pytest.approx(given_metrics["loss"], rel=1e-5)
+    assert largest_difference(gradients(frozen), gradients(given)) <= 1e-5
+
+
+def test_the_reference_survives_a_restart(checkpoint, tmp_path):
+    first = start_trainer(checkpoint, optimizer=ADAM, loss=KL)
+    first.train(make_batch(seed=1))
+    first.save(tmp_path / "state")
+    second = start_trainer(checkpoint, optimizer=ADAM, loss=KL)
+    second.restore(tmp_path / "state")
+    assert second.train(make_batch(seed=2)) == first.train(make_batch(seed=2))
+
+
+def test_after_a_warm_start_the_reference_is_what_it_gave(checkpoint):
+    def loss_without_drift(trainer):
+        batch = make_batch(seed=2)
+        return trainer.train(batch.set("behaviour_logprobs", trainer.logprobs(batch)))["loss"]
+
+    warm = start_trainer(checkpoint, optimizer=ADAM, loss=KL, router_replay="none")
+    warm.train(make_batch(seed=1))
+    warm.reset_optimizer(ADAM)
+    fresh = start_trainer(checkpoint, optimizer=ADAM, loss=KL, router_replay="none")
+    assert loss_without_drift(warm) == pytest.approx(loss_without_drift(fresh), abs=1e-6)
+
+
+def test_looking_at_the_reference_leaves_the_trained_weights_as_they_are(checkpoint):
+    trainer = start_trainer(checkpoint, optimizer=ADAM, loss=KL)
+    trainer.train(make_batch(seed=1))
+    chunk = trainer.model.chunks[0]
+    before = [p.detach().clone() for p in chunk.parameters()]
+    assert trainer._reference is not None
+    with trainer._reference.loaded():
+        assert not all(torch.equal(a, b) for a, b in zip(before, chunk.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, chunk.parameters(), strict=True))

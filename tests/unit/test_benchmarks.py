@@ -1,0 +1,191 @@
+"""The arithmetic of the benchmarks: which tokens a changed routing choice touches, intervals, budgets, tables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import rollout_throughput, routing_mismatch
+from benchmarks.rollout_throughput import Load, Rates, cpu_table, draw_budgets, rates_table, take_turns
+from benchmarks.routing_mismatch import CHANGES, Stop, by_change, changed_rows, classify, ratio, summary
+from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table
+
+NONE, CONTEXT, OWN = (CHANGES.index(name) for name in ("none", "context", "own"))
+
+
+def test_a_set_of_experts_in_another_order_is_no_change():
+    engine = torch.tensor([[[[1, 2]], [[3, 4]], [[5, 6]], [[-1, -1]]]])
+    live = torch.tensor([[[[2, 1]], [[3, 5]], [[5, 6]], [[0, 7]]]])
+    changed = changed_rows(engine, live, torch.tensor([4]))
+    assert changed[0, :, 0].tolist() == [False, True, False, False]
+
+
+def test_rows_after_the_end_are_no_change():
+    engine = torch.tensor([[[[1, 2]], [[3, 4]]]])
+    assert not changed_rows(engine, engine.flip(1), torch.tensor([1]))[0, 1].any()
+
+
+def test_a_changed_row_touches_the_next_token_itself_and_later_ones_as_context():
+    changed = np.array([[False, False, True, False, False]])
+    mask = np.ones_like(changed)
+    assert classify(changed, mask).tolist() == [NONE, NONE, NONE, OWN, CONTEXT]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_tokens_are_untouched_exactly_up_to_the_first_changed_row(changed):
+    found = classify(np.array([changed]), np.ones((1, len(changed)), bool)).tolist()
+    first = changed.index(True) if True in changed else len(changed)
+    assert all((change == NONE) == (place <= first) for place, change in enumerate(found))
+
+
+def test_an_interval_holds_the_mean_and_narrows_with_more_trajectories():
+    def interval(trajectories):
+        values = np.random.default_rng(1).normal(size=trajectories)
+        return values.mean(), Mismatch(values, np.arange(trajectories), trajectories).mean(values)
+
+    (mean, wide), (_, narrow) = interval(20), interval(2000)
+    assert wide.value == pytest.approx(mean)
+    assert wide.low < wide.value < wide.high
+    assert narrow.high - narrow.low < (wide.high - wide.low) / 4
+
+
+def test_a_mean_counts_tokens_and_not_trajectories():
+    found = Mismatch(np.zeros(4), np.array([0, 0, 0, 1]), 2)
+    assert found.mean(np.array([0.0, 0.0, 0.0, 1.0])).value == 0.25
+    assert found.mean(np.array([0.0, 0.0, 0.0, 1.0]), np.array([True, False, False, True])).value == 0.5
+
+
+def test_draws_without_a_token_do_not_enter_the_interval():
+    found = Mismatch(np.zeros(3), np.arange(3), 3)
+    only = found.mean(np.array([7.0, 0.0, 0.0]), np.array([True, False, False]))
+    assert only == Interval(7.0, 7.0, 7.0)
+
+
+def test_bootstrap_is_a_function_of_its_seed():
+    values = np.random.default_rng(0).normal(size=50)
+    intervals = [bootstrap(lambda drawn: drawn @ values / 50, units=50) for _ in range(2)]
+    assert intervals[0] == intervals[1]
+
+
+def stop(live, replayed, change):
+    places = np.arange(len(live)) // 2
+    found = [Mismatch(np.array(d), places, len(live) // 2) for d in (replayed, live)]
+    return Stop(3, found[0], found[1], Interval(0.5, 0.4, 0.6), np.array(change))
+
+
+def test_the_ratio_of_equal_evaluations_is_one_in_every_resample():
+    d = [0.1, -0.2, 0.3, 0.05]
+    found = ratio(stop(d, d, [NONE] * 4))
+    assert (found.value, found.low, found.high) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_tables_have_a_row_per_evaluation_and_per_class_that_occurs():
+    found = stop([0.1, 1.0, 0.3, 0.0], [0.1, 0.5, 0.2, 0.0], [NONE, OWN, OWN, NONE])
+    rows = summary([found]).splitlines()[2:]
+    assert [row.split("|")[2].strip() for row in rows] == ["R3", "none"]
+    assert "25.00%" in rows[1], "one token in four is off by more than log 2"
+    classes = by_change([found]).splitlines()[2:]
+    assert [row.split("|")[2].strip() for row in classes] == ["none", "own"]
+    assert "50.0%" in classes[0]
+
+
+def test_k3_is_exact_for_tiny_differences():
+    assert Mismatch(np.array([1e-6]), np.zeros(1, np.int64), 1).k3[0] == pytest.approx(5e-13, rel=1e-3)
+
+
+@given(st.integers(1, 60), st.integers(1, 300), st.floats(0, 0.99))
+def test_budgets_stay_in_their_range_and_are_equal_without_spread(requests, tokens, spread):
+    budgets = draw_budgets(requests, tokens=tokens, spread=spread)
+    assert len(budgets) == requests
+    assert all(b >= 1 and tokens * (1 - spread) - 1 <= b <= tokens * (1 + spread) + 1 for b in budgets)
+    assert set(draw_budgets(requests, tokens=tokens, spread=0.0)) == {tokens}
+
+
+async def test_a_load_keeps_to_its_concurrency():
+    import asyncio
+
+    running, most = 0, 0
+
+    async def work(_index):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return 2
+
+    assert await Load(budgets=(2,) * 9, concurrency=4).each(work) == 18
+    assert most == 4
+
+
+async def test_ways_take_turns_in_changing_order_after_a_round_that_does_not_count():
+    order = []
+
+    def way(name):
+        async def run(burst):
+            order.append((name, burst))
+            return 10
+
+        return run
+
+    found = await take_turns({name: way(name) for name in ("a b", "c")}, rounds=2, clock=None)
+    assert [name for name, _ in order] == ["c", "a b", "a b", "c", "c", "a b"]
+    assert len({burst for _, burst in order}) == 6, "a name of its own for each burst, or caches would serve it"
+    assert not any(" " in burst or "#" in burst for _, burst in order)
+    assert [(len(r.tokens_per_s), r.tokens) for r in found.values()] == [(2, 20), (2, 20)]
+
+
+def test_ratios_are_of_the_same_round():
+    rates = {
+        "bare vLLM": Rates(tokens_per_s=[100.0, 200.0, 50.0]),
+        "whole path": Rates(tokens_per_s=[96.0, 192.0, 48.0]),
+    }
+    row = rates_table(rates).splitlines()[3]
+    assert "0.960" in row
+    assert "met" in row
+    rates["whole path"].tokens_per_s[:] = [90.0, 180.0, 45.0]
+    assert "missed" in rates_table(rates)
+
+
+def test_cpu_seconds_are_per_1000_tokens_and_leave_out_idle_processes():
+    table = cpu_table({"whole path": Rates(tokens=4000, cpu={"driver": 2.0, "idle": 0.001})})
+    assert "0.5000" in table
+    assert "idle" not in table
+
+
+def test_a_table_is_as_wide_as_its_cells():
+    lines = markdown_table(("a", "bb"), [("long cell", "x")]).splitlines()
+    assert lines[2] == "| long cell | x  |"
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_newest_finished_warm_start_is_found(tmp_path: Path):
+    assert find_warm_start(tmp_path / "absent") is None
+    for age, name in enumerate(("newest.partial", "newer", "older")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").touch()
+        os.utime(folder, (1000 - age, 1000 - age))
+    (tmp_path / "empty").mkdir()
+    assert find_warm_start(tmp_path) == tmp_path / "newer"
+
+
+@pytest.mark.parametrize(
+    ("parse", "arguments", "message"),
+    [
+        (routing_mismatch.parse, ["--trajectories", "1"], "--trajectories is 1; intervals need at least 2"),
+        (routing_mismatch.parse, ["--updates", "-1"], "--updates is"),
+        (rollout_throughput.parse, ["--tokens", "0"], "--tokens is 0; must be >= 1"),
+        (rollout_throughput.parse, ["--spread", "1"], "--spread is 1.0; must be in"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_value(parse, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""Trajectories to batches."""
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.batch.advantage import Advantages
+from async_rl.batch.collate import BatchError, collate, collate_supervised
+from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
+from message_queue.trajectory import PromptGroup, Trajectory
+from tests.unit.groups import SPEC
+
+
+def rows(first, end, unavailable=0):
+    experts = (np.arange(first, end)[:, None, None] + np.arange(2) + 2 * np.arange(2)[:, None]) % 8
+    return RoutedExperts(first_position=first, experts=experts.astype(np.uint8), unavailable=unavailable)
+
+
+def sampled(tokens, version, routed):
+    return TokenOutput(
+        token_ids=np.arange(50, 50 + tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        routed_experts=routed,
+        weights=WeightVersion(version, ""),
+        stop_reason=StopReason.STOP,
+        replica="replica-0",
+    )
+
+
+def resumed_trajectory(first_version=3, second_version=4, *, unavailable=0):
+    """Prompt of 3, two tokens, abort, two tokens, a tool reply of 2, two tokens: 11 tokens, rows 0..9."""
+    made = Trajectory(routing=SPEC)
+    made.observe(np.arange(3, dtype=np.int32))
+    made.extend(sampled(2, first_version, rows(unavailable, 4, unavailable)))
+    made.extend(sampled(2, second_version, rows(4, 6)))
+    made.observe(np.arange(2, dtype=np.int32))
+    made.extend(sampled(2, second_version, rows(6, 10)))
+    made.close(stop_reason=StopReason.STOP, reward=1.0)
+    return made
+
+
+def plain_trajectory():
+    """Prompt of 3 and two tokens, without routing."""
+    made = Trajectory(routing=None)
+    made.observe(np.arange(3, dtype=np.int32))
+    made.extend(sampled(2, 3, None))
+    made.close(stop_reason=StopReason.STOP, reward=0.0)
+    return made
+
+
+def as_groups(*trajectories):
+    return [
+        PromptGroup(group=10 + i, prompt=i, admitted_version=0, admitted_update=0, trajectories=[t])
+        for i, t in enumerate(trajectories)
+    ]
+
+
+def advantages(*values):
+    array = np.array(values, np.float32)
+    return Advantages(values=array, informative=array != 0)
+
+
+def collated(*trajectories, update=6, updates=None):
+    return collate(
+        as_groups(*trajectories),
+        advantages=advantages(*(float(i + 1) for i in range(len(trajectories)))),
+        current_update=update,
+        version_updates=updates or {3: 4, 4: 6},
+    )
+
+
+def test_a_batch_has_the_keys_types_and_shapes_it_documents():
+    short = Trajectory(routing=SPEC)
+    short.observe(np.arange(2, dtype=np.int32))
+    short.extend(sampled(1, 4, rows(0, 2)))
+    short.close(stop_reason=StopReason.LENGTH, reward=0.0)
+    batch = collated(resumed_trajectory(), short)
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()}
+    assert shapes == {
+        "token_ids": (torch.int64, (2, 11)),
+        "loss_mask": (torch.bool, (2, 11)),
+        "behaviour_logprobs": (torch.float32, (2, 11)),
+        "advantages": (torch.float32, (2,)),
+        "informative": (torch.bool, (2,)),
+        "lag": (torch.int32, (2, 11)),
+        "pure_lag0": (torch.bool, (2, 11)),
+        "routed_experts": (torch.int16, (2, 11, 2, 2)),
+        "lengths": (torch.int64, (2,)),
+        "group": (torch.int64, (2,)),
+    }
+    assert batch["lengths"].tolist() == [11, 3]
+    assert batch["group"].tolist() == [10, 11]
+    assert not batch["loss_mask"][1, 3:].any()
+    assert (batch["routed_experts"][1, 2:] == -1).all()
+
+
+def test_lag_counts_optimizer_updates_of_sampled_tokens():
+    batch = collated(resumed_trajectory())
+    assert batch["lag"][0].tolist() == [-1, -1, -1, 2, 2, 0, 0, -1, -1, 0, 0]
+    assert torch.equal(batch["lag"][0] >= 0, batch["loss_mask"][0])
+
+
+def test_a_token_over_older_rows_is_not_pure_at_lag_zero():
+    batch = collated(resumed_trajectory())
+    assert not batch["pure_lag0"].any()
+    fresh = collated(resumed_trajectory(4, 4))
+    assert torch.equal(fresh["pure_lag0"], fresh["loss_mask"])
+
+
+def test_a_token_over_a_row_the_engine_could_not_give_is_not_pure():
+    assert not collated(resumed_trajectory(4, 4, unavailable=1))["pure_lag0"].any()
+
+
+def test_without_routing_a_token_is_pure_as_long_as_everything_before_was_sampled_at_lag_zero():
+    batch = collated(plain_trajectory(), updates={3: 6})
+    assert "routed_experts" not in set(batch.keys())
+    assert batch["pure_lag0"][0].tolist() == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: collate([], advantages=advantages(), current_update=0, version_updates={}), "no trajectories"),
+        (
+            lambda: collate(
+                as_groups(plain_trajectory()), advantages=advantages(1, 2), current_update=0, version_updates={3: 0}
+            ),
+            "1 trajectories, but 2 advantages",
+        ),
+        (lambda: collated(plain_trajectory(), updates={0: 0}), r"param_version 3 sampled tokens, but .*\[0\]"),
+        (lambda: collated(plain_trajectory(), update=2), "holds 4 updates, more than current_update=2"),
+        (lambda: collated(plain_trajectory(), resumed_trajectory()), "some trajectories carry routing rows"),
+        (lambda: collate_supervised([]), "no examples"),
+        (lambda: collate_supervised([(np.arange(3, dtype=np.int32), np.ones(2, np.bool_))]), "example 0 has 3 tokens"),
+    ],
+)
+def test_what_is_no_batch_is_refused(call, message):
+    with pytest.raises(BatchError, match=message):
+        call()
+
+
+def test_supervised_examples_are_padded_on_the_right():
+    batch = collate_supervised(
+        [
+            (np.array([5, 6, 7], np.int32), np.array([False, True, True])),
+            (np.array([8], np.int32), np.array([True])),
+        ]
+    )
+    assert batch["token_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
+    assert batch["lengths"].tolist() == [3, 1]

@@ -1,0 +1,112 @@
+"""Losses against their equations."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.train.losses import LossConfig, TokenLogprobs, kl_estimate, policy_loss, token_weights
+
+
+def logprobs(current, behaviour, proximal=None, reference=None):
+    as_tensor = lambda x: None if x is None else torch.tensor(x, dtype=torch.float64)  # noqa: E731
+    return TokenLogprobs(
+        current=as_tensor(current).requires_grad_(),
+        behaviour=as_tensor(behaviour),
+        proximal=as_tensor(current if proximal is None else proximal),
+        reference=as_tensor(reference),
+    )
+
+
+def loss_of(given, advantages, **config):
+    advantages = torch.tensor(advantages, dtype=torch.float64)
+    return policy_loss(given, advantages=advantages, entropy=torch.ones_like(advantages), config=LossConfig(**config))
+
+
+def test_ppo_clip_is_the_smaller_of_free_and_clipped_ratio():
+    ratio = torch.tensor([0.5, 1.0, 1.5, 0.5, 1.5], dtype=torch.float64)
+    given = logprobs(ratio.log().tolist(), [0.0] * 5)
+    loss, clipped = loss_of(given, [1.0, 1.0, 1.0, -1.0, -1.0], name="ppo_clip", clip_low=0.2, clip_high=0.28)
+    assert loss.tolist() == pytest.approx([-0.5, -1.0, -1.28, 0.8, 1.5])
+    assert clipped.tolist() == [False, False, True, True, False]
+
+
+def test_a_clipped_token_has_no_gradient():
+    given = logprobs([0.5, 0.1], [0.0, 0.0])
+    loss, _ = loss_of(given, [1.0, 1.0], name="ppo_clip")
+    loss.sum().backward()
+    assert given.current.grad[0] == 0
+    assert given.current.grad[1] != 0
+
+
+def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_the_behaviour_policy():
+    given = logprobs([-1.0, -1.0], [-1.5, -3.0], proximal=[-1.0, -1.0])
+    loss, clipped = loss_of(given, [1.0, -1.0], behaviour_weight_cap=2.0)
+    assert loss.tolist() == pytest.approx([-torch.tensor(0.5).exp().item(), 2.0])  # exp(2) is capped
+    assert not clipped.any()
+
+
+def test_decoupled_ppo_equals_ppo_clip_where_behaviour_is_the_proximal_policy():
+    given = logprobs([-1.0, -2.0, -0.5], [-1.2, -1.0, -0.5], proximal=[-1.2, -1.0, -0.5])
+    ours, _ = loss_of(given, [1.0, -0.5, 2.0])
+    theirs, _ = loss_of(given, [1.0, -0.5, 2.0], name="ppo_clip")
+    assert torch.allclose(ours, theirs)
+
+
+def test_the_weight_of_decoupled_ppo_has_no_gradient():
+    given = logprobs([-1.0], [-1.2], proximal=[-1.0])
+    loss, _ = loss_of(given, [1.0])
+    loss.sum().backward()
+    assert given.current.grad.item() == pytest.approx(-torch.tensor(0.2).exp().item())  # -w A r, r = 1
+
+
+@given(st.floats(-3, 0), st.floats(-3, 0))
+def test_kl_estimates_are_their_formulas(current, reference):
+    c, r = torch.tensor(current, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64)
+    assert kl_estimate(c, r, "k1") == pytest.approx(current - reference)
+    assert kl_estimate(c, r, "k2") == pytest.approx((current - reference) ** 2 / 2)
+    assert kl_estimate(c, r, "k3") == pytest.approx((r - c).exp().item() - 1 - (reference - current), abs=1e-12)
+    assert kl_estimate(c, r, "k3") >= -1e-12
+
+
+def test_kl_and_entropy_are_added_with_their_coefficients():
+    given = logprobs([-1.0], [-1.0], reference=[-1.5])
+    plain, _ = loss_of(given, [1.0])
+    full, _ = loss_of(given, [1.0], kl_coefficient=0.1, kl_estimator="k1", entropy_coefficient=0.01)
+    assert (full - plain).item() == pytest.approx(0.1 * 0.5 - 0.01)
+
+
+def test_a_kl_term_without_reference_logprobs_is_refused():
+    with pytest.raises(ValueError, match="no reference_logprobs"):
+        loss_of(logprobs([-1.0], [-1.0]), [1.0], kl_coefficient=0.1)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.sampled_from(["token_mean", "sequence_mean"]))
+def test_token_weights_of_a_batch_sum_to_one(num_tokens, aggregation):
+    counts = torch.tensor(num_tokens)
+    total = (token_weights(counts, aggregation=aggregation) * counts).sum().item()
+    assert total == pytest.approx(1.0 if any(num_tokens) else 0.0, abs=1e-5)
+
+
+def test_sequence_mean_weighs_short_and_long_sequences_the_same():
+    weights = token_weights(torch.tensor([2, 8, 0]), aggregation="sequence_mean")
+    assert weights[:2].tolist() == pytest.approx([0.25, 0.0625])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "reinforce"),
+        ("aggregation", "sum"),
+        ("kl_estimator", "k4"),
+        ("clip_low", 0.0),
+        ("clip_high", -1.0),
+        ("behaviour_weight_cap", 0.0),
+        ("kl_coefficient", -0.1),
+        ("entropy_coefficient", -0.1),
+        ("temperature", 0.0),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"loss\.{field} is "):
+        LossConfig(**{field: value})

@@ -1,0 +1,90 @@
+"""Rows of a micro-batch: nothing lost, neighbours right, attention slots consistent, ranks together whole."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.batch.micro_batch import Coordinates, pack_rows, take_rows
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+PARTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3)])
+
+
+def rows_of_all_ranks(lengths, tensor, context, packing=True):
+    indices = list(range(len(lengths)))
+    return [
+        pack_rows(
+            lengths,
+            indices,
+            row_length=max(lengths),
+            at=Coordinates(tensor=tensor, tensor_rank=t, context=context, context_rank=c),
+            packing=packing,
+        )
+        for c in range(context)
+        for t in range(tensor)
+    ]
+
+
+@given(LENGTHS, PARTS, st.booleans())
+def test_the_routers_of_all_ranks_see_every_token_once(lengths, parts, packing):
+    tokens = torch.cat([rows.router_index for rows in rows_of_all_ranks(lengths, *parts, packing)])
+    expected = [s * max(lengths) + p for s, n in enumerate(lengths) for p in range(n)]
+    assert sorted(tokens[tokens >= 0].tolist()) == expected
+
+
+@given(LENGTHS, PARTS)
+def test_ranks_have_rows_of_equal_number_that_tensor_parallelism_divides(lengths, parts):
+    tensor, context = parts
+    counts = {len(rows) for rows in rows_of_all_ranks(lengths, tensor, context)}
+    assert len(counts) == 1
+    assert counts.pop() % tensor == 0
+
+
+@given(LENGTHS, PARTS, st.booleans())
+def test_a_row_predicts_the_next_token_of_its_sequence(lengths, parts, packing):
+    for rows in rows_of_all_ranks(lengths, *parts, packing):
+        sequence, position = rows.index // max(lengths), rows.index % max(lengths)
+        last = torch.tensor(lengths)[sequence.clamp(min=0)] - 1
+        has_next = (rows.index >= 0) & (position < last)
+        assert torch.equal(rows.next_index >= 0, has_next)
+        assert torch.equal(rows.next_index[has_next], rows.index[has_next] + 1)
+        real = rows.index >= 0
+        assert torch.equal(rows.positions[real], position[real])
+
+
+@given(LENGTHS, st.booleans())
+def test_every_row_has_a_slot_behind_those_of_its_sequence(lengths, packing):
+    (rows,) = rows_of_all_ranks(lengths, 1, 1, packing)
+    assert torch.equal(rows.slot_row[rows.row_slot], torch.arange(len(rows)))
+    start = 0
+    for bucket in rows.buckets:
+        size = bucket.sequences * bucket.width
+        held = rows.slot_row[start : start + size].view(bucket.sequences, bucket.width)
+        used = torch.isin(start + torch.arange(size), rows.row_slot).view(held.shape)
+        for line, real in zip(held, used, strict=True):
+            count = int(real.sum())
+            assert real[:count].all()  # padding is on the right
+            assert torch.equal(rows.positions[line[:count]], torch.arange(count))
+            assert rows.segments[line[:count]].unique().numel() == 1
+        start += size
+    assert start == len(rows.slot_row)
+
+
+@given(st.lists(st.integers(20, 60), min_size=2, max_size=40))
+def test_attention_slots_waste_little(lengths):
+    (rows,) = rows_of_all_ranks(lengths, 1, 1)
+    assert len(rows.slot_row) <= len(rows) / (1 - 0.15) + 1
+
+
+def test_an_empty_micro_batch_is_padding():
+    for at in (Coordinates(), Coordinates(tensor=2), Coordinates(tensor=2, context=2)):
+        rows = pack_rows([5], [], row_length=5, at=at)
+        assert len(rows) > 0
+        assert (rows.index == -1).all()
+
+
+def test_rows_are_taken_with_a_fill_for_padding():
+    values = torch.arange(6).view(2, 3)
+    assert take_rows(values, torch.tensor([4, -1, 0]), fill=9).tolist() == [4, 9, 0]
+    deep = values.unsqueeze(-1).expand(2, 3, 2)
+    assert take_rows(deep, torch.tensor([-1, 5]), fill=-1).tolist() == [[-1, -1], [5, 5]]

@@ -1,0 +1,71 @@
+"""Plans of micro-batches."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.batch.packing import plan_micro_batches
+
+LENGTHS = st.lists(st.integers(1, 300), max_size=60)
+
+
+def cost(micro_batch, lengths, *, padded):
+    held = [lengths[i] for i in micro_batch]
+    return max(held) * len(held) if padded else sum(held)
+
+
+@given(LENGTHS, st.integers(1, 800), st.integers(1, 5), st.booleans())
+def test_every_sequence_is_planned_once(lengths, max_tokens, num_ranks, padded):
+    plan = plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks, padded=padded)
+    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(len(lengths)))
+
+
+@given(LENGTHS, st.integers(1, 800), st.integers(1, 5), st.booleans())
+def test_every_rank_has_as_many_micro_batches(lengths, max_tokens, num_ranks, padded):
+    plan = plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks, padded=padded)
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1
+
+
+@given(LENGTHS, st.integers(1, 800), st.integers(1, 5), st.booleans())
+def test_a_micro_batch_is_within_bounds_or_a_single_sequence(lengths, max_tokens, num_ranks, padded):
+    for rank in plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks, padded=padded):
+        for micro_batch in rank:
+            assert len(micro_batch) <= 1 or cost(micro_batch, lengths, padded=padded) <= max_tokens
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_ranks_differ_by_at_most_one_sequence_in_tokens(lengths, num_ranks):
+    plan = plan_micro_batches(lengths, max_tokens=500, num_ranks=num_ranks)
+    loads = [sum(lengths[i] for micro_batch in rank for i in micro_batch) for rank in plan]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@given(LENGTHS, st.integers(1, 800), st.integers(1, 3))
+def test_sequences_of_like_length_go_together(lengths, max_tokens, num_ranks):
+    for rank in plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks):
+        in_order = [lengths[i] for micro_batch in rank for i in micro_batch]
+        assert in_order == sorted(in_order, reverse=True)
+
+
+def test_the_parts_of_a_rank_are_about_equal():
+    ((*parts,),) = plan_micro_batches([50] * 9, max_tokens=400, num_ranks=1)
+    assert sorted(len(part) for part in parts) == [4, 5]
+
+
+def test_a_rank_without_sequences_takes_part_with_empty_micro_batches():
+    plan = plan_micro_batches([30], max_tokens=100, num_ranks=3)
+    assert sorted(plan) == [[[]], [[]], [[0]]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [3], "max_tokens": 0, "num_ranks": 1}, "max_tokens is 0"),
+        ({"lengths": [3], "max_tokens": 1, "num_ranks": 0}, "num_ranks is 0"),
+        ({"lengths": [3, 0], "max_tokens": 1, "num_ranks": 1}, "without tokens"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_micro_batches(arguments.pop("lengths"), **arguments)
