@@ -53,7 +53,7 @@ def test_a_killed_engine_fails_every_call_and_lets_its_owner_exit(dense_checkpoi
         env={**os.environ, **engine_environment(CONFIG)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
