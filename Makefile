@@ -51,6 +51,8 @@ contracts: setup
 bench: setup
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/replica_throughput.py
+	$(BIN)/python benchmarks/rollout_throughput.py
+	$(BIN)/python benchmarks/routing_mismatch.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -41,7 +41,9 @@ def start(directory, warm_starts, *overrides):
         *SMALL,
         *overrides,
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def finish(process, *, timeout_s=200):
@@ -92,7 +94,7 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(tmp_path, warm_starts):
 def test_an_interrupt_stops_cleanly_and_the_same_command_goes_on(tmp_path, warm_starts):
     process = start(tmp_path, warm_starts, "total_train_steps=200")
     wait_for_step(tmp_path, 2, process)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
     output = finish(process)
     assert process.returncode == 0, output
     assert "resume=auto" in output.splitlines()[-1]
