@@ -191,6 +191,11 @@ def _problems(config: RunConfig) -> Iterator[str]:
             f"trainer.updates_per_batch is {config.trainer.updates_per_batch}; a run makes one optimizer update per "
             "batch, so set it to 1 and lower rollout.groups_per_batch for smaller updates"
         )
+    if config.loss.temperature != config.rollout.sampling.temperature:
+        yield (
+            f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
+            f"{config.rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
+        )
     if config.trainer.router_replay == "R3" and not config.engine.enforce_eager:
         yield (
             "engine.enforce_eager is false with trainer.router_replay=R3: compiled graphs return wrong expert ids "

@@ -1,8 +1,7 @@
-"""The work of one micro-batch: its rows, its forward pass, its loss, and the sums that become metrics."""
+"""The work of one micro-batch: its rows, its forward pass and its loss."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,15 +15,10 @@ from async_rl.batch.routed_experts import local_tables
 from async_rl.train.attention import Rotary, RowContext
 from async_rl.train.logprobs import logprobs_and_entropy
 from async_rl.train.losses import LossConfig, TokenLogprobs, policy_loss
+from async_rl.train.metrics import token_sums
 from async_rl.train.model import RouterReplayMode
 from async_rl.train.router_replay import MicroBatchRouting
 from message_queue.tokens import RoutingSpec
-
-TOKEN_SUMS: tuple[str, ...] = (
-    *("tokens", "loss", "entropy", "k1", "k3", "k3_lag0", "tokens_lag0"),
-    *("weight", "weight_squared", "clipped"),
-)
-ROUTING_SUMS: tuple[str, ...] = ("agreeing", "replayed", "fallback", "rows")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,13 +46,15 @@ class MicroBatch:
         )
 
     def _padding_mask(self, model: Any, at: Coordinates) -> Tensor | None:
-        """True for padding, which the load-balance loss must not count; None without padding.
+        """True for padding, which the load-balance loss must not count; None on one rank without padding.
 
-        Megatron's first stage cuts the mask for sequence parallelism itself, the others expect it cut.
+        With a mask megatron weighs that loss by the tokens of all tensor and context ranks, without one by those of
+        this rank; so several ranks always give one. Its first stage cuts the mask for sequence parallelism itself, the
+        others expect it cut.
         """
-        padding = self.context.rows.index < 0
-        if not self.has_padding:
+        if not self.has_padding and at.tensor * at.context == 1:
             return None
+        padding = self.context.rows.index < 0
         first = unwrap(model).pre_process
         return (padding if first else padding.chunk(at.tensor)[at.tensor_rank]).unsqueeze(0)
 
@@ -203,48 +199,3 @@ class Objective:
         token_loss, clipped = policy_loss(logprobs, advantages=columns["advantages"], entropy=entropy, config=self.loss)
         loss = (columns["token_weights"] * token_loss).sum()
         return loss, token_sums(loss, current, behaviour, entropy, clipped, columns["pure_lag0"])
-
-
-def token_sums(
-    loss: Tensor, current: Tensor, behaviour: Tensor, entropy: Tensor, clipped: Tensor, pure_lag0: Tensor
-) -> dict[str, Tensor]:
-    """Sums over tokens that metrics are made of, and the largest |d|; d = current - behaviour."""
-    with torch.no_grad():
-        d = current - behaviour
-        ratio = torch.exp(d)
-        k3 = ratio - 1 - d
-        return {
-            "tokens": torch.tensor(float(len(d))),
-            "loss": loss.detach(),
-            "entropy": entropy.sum(),
-            "k1": -d.sum(),
-            "k3": k3.sum(),
-            "weight": ratio.sum(),
-            "weight_squared": (ratio * ratio).sum(),
-            "clipped": clipped.sum(),
-            "k3_lag0": (k3 * pure_lag0).sum(),
-            "tokens_lag0": pure_lag0.sum(),
-            "abs_max": d.abs().max() if len(d) else d.new_zeros(()),
-        }
-
-
-def metrics_from_sums(sums: dict[str, float], *, abs_max: float) -> dict[str, float]:
-    """Metrics of a train step; NaN where nothing was counted."""
-    tokens = sums["tokens"]
-    return {
-        "loss": sums["loss"],
-        "entropy": _share(sums["entropy"], tokens),
-        "mismatch/k1": _share(sums["k1"], tokens),
-        "mismatch/k3": _share(sums["k3"], tokens),
-        "mismatch/abs_max": abs_max,
-        "mismatch/k3_lag0": _share(sums["k3_lag0"], sums["tokens_lag0"]),
-        "ess/token": _share(sums["weight"] ** 2, tokens * sums["weight_squared"]),
-        "clip/fraction": _share(sums["clipped"], tokens),
-        "routing/overlap": _share(sums["agreeing"], sums["replayed"]),
-        "routing/fallback_fraction": _share(sums["fallback"], sums["rows"]),
-        "tokens": tokens,
-    }
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan

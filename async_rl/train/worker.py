@@ -21,10 +21,11 @@ from async_rl.train.convert import load_weights
 from async_rl.train.distributed import ProcessGroups, tensor_group
 from async_rl.train.gpt import BuiltModel, build_model
 from async_rl.train.losses import LossConfig, token_weights
+from async_rl.train.metrics import ROUTING_SUMS, TOKEN_SUMS, metrics_from_sums, routing_sums
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.reference import ReferenceWeights
-from async_rl.train.step import ROUTING_SUMS, TOKEN_SUMS, MicroBatch, MicroBatchBuilder, Objective, metrics_from_sums
+from async_rl.train.step import MicroBatch, MicroBatchBuilder, Objective
 from async_rl.weights.export import export_update
 from async_rl.weights.transport import WeightUpdate
 
@@ -268,13 +269,8 @@ class TrainerRank:
         return max(0, min(width, size - at.tensor_rank * width))
 
     def _set_aux_loss(self, coefficient: float, *, rows: int) -> None:
-        """Megatron weighs a micro-batch's balance loss by its rows; here the weights sum to 1 over the batch.
-
-        Under calculate_per_token_loss it counts the rows of one rank only, though the loss is that of the rows of all
-        tensor and context ranks: each of them adds its part.
-        """
-        parallel = self._config.parallel
-        self._model.config.moe_aux_loss_coeff = coefficient * parallel.tensor * parallel.context / max(1, rows)
+        """Megatron weighs a micro-batch's balance loss by its tokens; here the weights sum to 1 over the batch."""
+        self._model.config.moe_aux_loss_coeff = coefficient / max(1, rows)
 
     @property
     def _counts_tokens(self) -> bool:
@@ -287,16 +283,14 @@ class TrainerRank:
         return [sum(mb.sums[name] for mb in micro_batches) for name in names]
 
     def _metrics(self, micro_batches: Sequence[MicroBatch], steps: Sequence[tuple[float, float]]) -> dict[str, float]:
-        agreement = [a for mb in micro_batches if mb.context.routing for a in mb.context.routing.agreement.values()]
-        routing = [float(sum(float(getattr(a, name)) for a in agreement)) for name in ROUTING_SUMS]
-        sums = self._groups.sum_over_ranks(
-            torch.tensor([*self._token_sums(micro_batches, TOKEN_SUMS), *routing], dtype=torch.float64)
-        )
+        """Metrics of the updates `steps` (gradient norm, learning rate), summed over all ranks."""
+        sums = [*self._token_sums(micro_batches, TOKEN_SUMS), *routing_sums([m.context.routing for m in micro_batches])]
+        sums = self._groups.sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
         abs_max = max((mb.sums.get("abs_max", 0.0) for mb in micro_batches), default=0.0)
         largest = self._groups.sum_over_ranks(
             torch.tensor([abs_max], dtype=torch.float64), op=torch.distributed.ReduceOp.MAX
         )
-        named: dict[str, float] = dict(zip((*TOKEN_SUMS, *ROUTING_SUMS), sums.tolist(), strict=True))
+        named: dict[str, float] = dict(zip((*TOKEN_SUMS, *ROUTING_SUMS), sums, strict=True))
         named["loss"] /= len(steps)
         grad_norms, lrs = zip(*steps, strict=True)
         return metrics_from_sums(named, abs_max=largest.item()) | {"grad_norm": max(grad_norms), "lr": lrs[-1]}

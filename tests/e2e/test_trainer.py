@@ -6,13 +6,19 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from async_rl.batch.collate import collate_supervised
 from async_rl.train.checkpoint import TrainerCheckpointError
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import ParallelConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
-from tests.parallel.support import gradients, largest_difference, make_batch, save_tiny_moe, start_trainer
+from tests.parallel.support import (
+    gradients,
+    largest_difference,
+    make_batch,
+    make_supervised_batch,
+    save_tiny_moe,
+    start_trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -41,16 +47,6 @@ def weights(trainer, folder):
     return dict(read_update(trainer.export(folder, version=0).path))
 
 
-def supervised_batch(seed=0):
-    batch = make_batch(seed=seed)
-    return collate_supervised(
-        [
-            (row[:n].numpy().astype("int32"), mask[:n].numpy())
-            for row, mask, n in zip(batch["token_ids"], batch["loss_mask"], batch["lengths"].tolist(), strict=True)
-        ]
-    )
-
-
 def test_train_reports_every_metric_and_moves_the_weights(checkpoint, tmp_path):
     trainer = start_trainer(checkpoint, optimizer=ADAM)
     before = weights(trainer, tmp_path)
@@ -64,7 +60,7 @@ def test_train_reports_every_metric_and_moves_the_weights(checkpoint, tmp_path):
 
 def test_supervised_steps_learn_the_batch_by_heart(checkpoint):
     trainer = start_trainer(checkpoint, optimizer=ADAM)
-    batch = supervised_batch()
+    batch = make_supervised_batch()
     losses = [trainer.train_supervised(batch)["loss"] for _ in range(25)]
     assert losses[-1] < 0.5 * losses[0]
 
@@ -73,7 +69,7 @@ def test_supervised_loss_is_the_mean_over_the_masked_tokens(checkpoint):
     batch = make_batch()
     trainer = start_trainer(checkpoint, router_replay="none")
     expected = -trainer.logprobs(batch)[batch["loss_mask"]].mean().item()
-    metrics = trainer.train_supervised(supervised_batch())
+    metrics = trainer.train_supervised(make_supervised_batch())
     assert metrics["loss"] == pytest.approx(expected, abs=1e-6)
     assert metrics["tokens"] == batch["loss_mask"].sum()
 
@@ -82,7 +78,7 @@ def test_the_balance_loss_acts_in_the_phase_it_is_set_for(checkpoint):
     plain = start_trainer(checkpoint, supervised_aux_loss_coefficient=0.0)
     balanced = start_trainer(checkpoint, supervised_aux_loss_coefficient=0.1)
     for trainer in (plain, balanced):
-        trainer.train_supervised(supervised_batch())
+        trainer.train_supervised(make_supervised_batch())
     router = "model.layers.2.mlp.gate.weight"
     assert not torch.allclose(gradients(plain)[router], gradients(balanced)[router], rtol=1e-3)
     for trainer in (plain, balanced):
@@ -94,14 +90,14 @@ def test_the_balance_loss_does_not_see_padding(checkpoint):
     packed = start_trainer(checkpoint, micro_batch_tokens=4096)
     padded = start_trainer(checkpoint, micro_batch_tokens=4096, packing=False)
     for trainer in (packed, padded):
-        trainer.train_supervised(supervised_batch())
+        trainer.train_supervised(make_supervised_batch())
     assert largest_difference(gradients(padded), gradients(packed)) <= 1e-5
 
 
 def test_a_restart_continues_bit_for_bit(checkpoint, tmp_path):
     first = start_trainer(checkpoint, optimizer=ADAM)
     first.train(make_batch(seed=1))
-    first.train_supervised(supervised_batch(seed=2))
+    first.train_supervised(make_supervised_batch(seed=2))
     first.save(tmp_path / "state")
     going_on = [first.train(make_batch(seed=s)) for s in (3, 4)]
     second = start_trainer(checkpoint, optimizer=ADAM)
@@ -208,7 +204,7 @@ def test_the_reference_of_kl_stays_at_the_start_until_the_optimizer_is_reset(che
     trainer = start_trainer(checkpoint, loss=loss, optimizer=adam, router_replay="none")
     batch = make_batch()
     batch["advantages"] = torch.zeros(6)
-    trainer.train_supervised(supervised_batch())
+    trainer.train_supervised(make_supervised_batch())
     away = trainer.train(batch)["loss"]
     assert away > 0.01
     trainer.save(tmp_path / "state")
@@ -256,7 +252,7 @@ def test_a_trainer_of_another_size_is_refused(checkpoint, changes, message):
 
 def test_bfloat16_trains_with_float32_gradients(checkpoint):
     trainer = start_trainer(checkpoint, optimizer=ADAM, dtype="bfloat16")
-    losses = [trainer.train_supervised(supervised_batch())["loss"] for _ in range(8)]
+    losses = [trainer.train_supervised(make_supervised_batch())["loss"] for _ in range(8)]
     assert losses[-1] < losses[0]
     assert {t.dtype for t in gradients(trainer).values()} == {torch.float32}
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 
 from async_rl.train.optimizer import OptimizerConfig
-from tests.parallel.support import free_address, gradients, make_batch, start_trainer
+from tests.parallel.support import free_address, gradients, make_batch, make_supervised_batch, start_trainer
 
 LIMIT_S = 300.0
 # A large eps keeps an update smooth in its gradient: entries near zero would else differ by their sign.
 ADAM = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
+
+# One micro-batch: the balance loss is of a micro-batch, and must not depend on the ranks that share it.
+BALANCE = {"supervised_aux_loss_coefficient": 0.5, "micro_batch_tokens": 4096}
 
 
 def run_case(trainer, batch, *, folder: Path | None = None):
@@ -32,6 +35,12 @@ def run_case(trainer, batch, *, folder: Path | None = None):
     grads = {} if model.wrapped[0].ddp_config.use_distributed_optimizer else gradients(trainer)
     weights = dict(export_weights(model.chunks, shape=model.shape))
     return {"logprobs": logprobs, "metrics": metrics, "gradients": grads, "weights": weights}
+
+
+def run_balance_case(trainer, batch):
+    """Loss and gradients of a supervised update with a strong load-balance loss."""
+    metrics = trainer.train_supervised(batch)
+    return {"metrics": metrics, "gradients": gradients(trainer)}
 
 
 def run_on_ranks(checkpoint: Path, cases: dict[str, dict], folder: Path, *, ranks: int):
@@ -64,7 +73,10 @@ def _rank(rank, ranks, checkpoint, cases, addresses, folder):
     for (name, changes), address in zip(cases.items(), addresses, strict=True):
         try:
             trainer = start_trainer(checkpoint, optimizer=ADAM, rank=rank, rendezvous=address, ranks=ranks, **changes)
-            result = run_case(trainer, make_batch(), folder=folder / f"{name}-state")
+            if changes.items() >= BALANCE.items():
+                result = run_balance_case(trainer, make_supervised_batch())
+            else:
+                result = run_case(trainer, make_batch(), folder=folder / f"{name}-state")
             trainer.close()
             if rank == 0:
                 torch.save(result, folder / f"{name}.pt")

@@ -9,6 +9,7 @@ import torch
 import transformers
 from tensordict import TensorDict
 
+from async_rl.batch.collate import collate_supervised
 from async_rl.train.losses import LossConfig, TokenLogprobs, policy_loss, token_weights
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -51,6 +52,17 @@ def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None):
         rows[torch.arange(count), size - 1] = -1  # the last token was never forwarded
         batch["routed_experts"] = rows
     return TensorDict(batch, batch_size=[count])
+
+
+def make_supervised_batch(seed=0):
+    """The tokens and mask of `make_batch` as a supervised batch."""
+    batch = make_batch(seed=seed)
+    return collate_supervised(
+        [
+            (row[:n].numpy().astype("int32"), mask[:n].numpy())
+            for row, mask, n in zip(batch["token_ids"], batch["loss_mask"], batch["lengths"].tolist(), strict=True)
+        ]
+    )
 
 
 def free_address():

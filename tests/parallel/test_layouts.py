@@ -6,8 +6,15 @@ from dataclasses import replace
 import pytest
 
 from async_rl.train.model import ParallelConfig
-from tests.parallel.ranks import ADAM, run_case, run_on_ranks
-from tests.parallel.support import TRAINER, largest_difference, make_batch, save_tiny_moe, start_trainer
+from tests.parallel.ranks import ADAM, BALANCE, run_balance_case, run_case, run_on_ranks
+from tests.parallel.support import (
+    TRAINER,
+    largest_difference,
+    make_batch,
+    make_supervised_batch,
+    save_tiny_moe,
+    start_trainer,
+)
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
 
@@ -24,6 +31,12 @@ CASES = {
     "pipeline-recompute": {"parallel": ParallelConfig(pipeline=2), "recompute": "full"},
     "virtual-pipeline": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2), "recompute": "full"},
     "context": {"parallel": ParallelConfig(context=2)},
+}
+BALANCE_CASES = {
+    "balance-tensor": {"parallel": ParallelConfig(tensor=2), **BALANCE},
+    "balance-tensor-recompute": {"parallel": ParallelConfig(tensor=2), "recompute": "full", **BALANCE},
+    "balance-pipeline": {"parallel": ParallelConfig(pipeline=2), **BALANCE},
+    "balance-context": {"parallel": ParallelConfig(context=2), **BALANCE},
 }
 
 
@@ -42,7 +55,7 @@ def expected(checkpoint):
 
 @pytest.fixture(scope="module")
 def results(checkpoint, tmp_path_factory):
-    return run_on_ranks(checkpoint, CASES, tmp_path_factory.mktemp("ranks"), ranks=2)
+    return run_on_ranks(checkpoint, CASES | BALANCE_CASES, tmp_path_factory.mktemp("ranks"), ranks=2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,6 +72,17 @@ def test_a_layout_changes_nothing(name, results, expected):
     assert largest_difference(got["weights"], expected["weights"]) <= 1e-5
 
 
+@pytest.mark.parametrize("name", BALANCE_CASES)
+def test_the_balance_loss_weighs_the_same_in_every_layout(name, results, checkpoint):
+    got = results[name]
+    assert isinstance(got, dict), got
+    trainer = start_trainer(checkpoint, optimizer=ADAM, **BALANCE)
+    expected = run_balance_case(trainer, make_supervised_batch())
+    trainer.close()
+    assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert largest_difference(got["gradients"], expected["gradients"]) <= 1e-4
+
+
 def test_every_layout_config_is_valid():
-    for changes in CASES.values():
+    for changes in (CASES | BALANCE_CASES).values():
         replace(TRAINER, ranks=2, **changes)

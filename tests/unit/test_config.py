@@ -88,6 +88,8 @@ def test_a_parallel_layout_can_be_asked_for():
         (["engine.block_size=33"], ["block_size", "33"]),
         (["optimizer.decay=wavy"], ["decay", "wavy"]),
         (["loss.name=wish"], ["loss", "wish"]),
+        (["loss.temperature=0.5"], ["loss.temperature", "0.5", "rollout.sampling.temperature"]),
+        (["trainer.updates_per_batch=2"], ["trainer.updates_per_batch", "2"]),
         (["rollout.groups_per_batch=3", "rollout.trajectories_per_group=3", "trainer.ranks=2"], ["9", "2"]),
         (["model=hugging_face", "model.checkpoint=/nowhere"], ["model.checkpoint", "/nowhere"]),
         (["model=hugging_face"], ["model.checkpoint"]),
