@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
+import yaml
 from annotated_types import Ge
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
@@ -33,7 +34,9 @@ from async_rl.warm_start import WarmStartConfig
 from message_queue.client import QueueClientConfig
 from message_queue.staleness import StalenessConfig
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+RECIPES = ROOT / "recipes"
 
 
 class ConfigError(ValueError):
@@ -150,6 +153,18 @@ def load_config(overrides: Sequence[str], *, config_name: str = "run", config_di
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
     return build_config(values)
+
+
+def recipe_overrides(recipe: Path) -> list[str]:
+    """Overrides of a `recipe.yaml`.
+
+    Raises:
+        ConfigError: no such file, or one without a list of overrides.
+    """
+    try:
+        return [str(override) for override in iter(yaml.safe_load(recipe.read_text())["overrides"])]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(f"--recipe: {recipe} is not a recipe with a list `overrides` ({error!r})") from error
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:

@@ -19,11 +19,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run once; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from async_rl.config import CONFIGS, load_config  # after the environment is set; imports torch
+    from async_rl.config import (
+        CONFIGS,
+        RECIPES,
+        load_config,
+        recipe_overrides,
+    )  # after the environment is set; imports torch
 
     try:
+        recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
         config = load_config(
-            arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir or CONFIGS
+            [*recipe, *arguments.overrides],
+            config_name=arguments.config_name,
+            config_dir=arguments.config_dir or CONFIGS,
         )
         from async_rl.program import Program
 
@@ -70,6 +78,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config-name", default="run", help="top-level config, default: run")
     parser.add_argument("--config-dir", type=Path, default=None, help="folder of configs, default: the project's")
+    parser.add_argument("--recipe", default=None, help="name of a folder under recipes/; its overrides come first")
     parser.add_argument("overrides", nargs="*", help="for instance total_train_steps=5 staleness.max_staleness=2")
     return parser.parse_args(argv)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from async_rl.config import CONFIGS, ConfigError, load_config
+from async_rl.config import CONFIGS, RECIPES, ConfigError, load_config, recipe_overrides
 
 TOP_LEVEL = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
 GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
@@ -105,6 +105,20 @@ def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
     for part in parts:
         assert part in str(caught.value), str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2, "one clear error, not a page"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)
+def test_every_recipe_builds_a_run(recipe):
+    assert load_config(recipe_overrides(recipe)).total_train_steps > 0
+
+
+@pytest.mark.parametrize("content", [None, "cells: {}", "overrides: 3", "["])
+def test_a_recipe_that_is_none_is_refused_with_its_path(tmp_path, content):
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"--recipe.*recipe\.yaml"):
+        recipe_overrides(path)
 
 
 def test_routing_replay_of_a_dense_model_is_refused(dense_checkpoint):
