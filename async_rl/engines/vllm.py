@@ -240,7 +240,9 @@ class VllmReplica:
     def _on_death(self, process: Any) -> None:
         self._unwatch()
         process.join(0.1)  # its pipe closes a moment before it has an exit code
-        self._gate.fail(f"engine process {process.pid} died with exit code {process.exitcode}")
+        # vLLM's own monitor may have waited for the process first; the code is gone then.
+        code = "unknown" if process.exitcode is None else process.exitcode
+        self._gate.fail(f"engine process {process.pid} died, exit code {code}")
 
     def _unwatch(self) -> None:
         for process in self._processes:

@@ -25,6 +25,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("idle share", ("idle/trainer", "idle/rollout")),
     ("partial rollouts", ("partial/resumed_fraction",)),
 )
+_STYLES = ("-", "x")  # of the first and second metric of a panel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +61,27 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
     figure = Figure(figsize=(13, 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3).ravel()
-    for run in runs:
+    for run, colour in zip(runs, _colours(len(runs)), strict=True):
         points = [(v["train_step"], v["validation/success"]) for v in run.validations]
-        if points:
-            steps, success = zip(*points, strict=True)
-            axes[0].plot(steps, success, marker="o", label=run.name)
+        steps, success = np.array(points, np.float64).reshape(-1, 2).T
+        axes[0].plot(steps, success, marker="o", color=colour, label=run.name)
     _finish(axes[0], "held-out success at T=1")
     axes[0].set_ylim(0, 1)
     for axis, (title, keys) in zip(axes[1:], _PANELS, strict=True):
-        for run in runs:
-            for key in keys:
+        for run, colour in zip(runs, _colours(len(runs)), strict=True):
+            for key, style in zip(keys, _STYLES, strict=False):
                 steps, values = run.column(key)
-                axis.plot(steps, values, label=key if len(runs) == 1 else f"{run.name} {key}")
+                label = key if run is runs[0] and len(keys) > 1 else None
+                axis.plot(steps, values, style, color=colour, markersize=4, linewidth=1.2, label=label)
         _finish(axis, title)
         if title.startswith("mismatch"):
             axis.set_yscale("log")
     return figure
+
+
+def _colours(count: int) -> list[str]:
+    """One per run."""
+    return [f"C{i}" for i in range(count)]
 
 
 def write_report(runs: Sequence[RunRecord], path: Path) -> None:
