@@ -78,8 +78,8 @@ def draw(runs: dict[Cell, RunRecord]) -> Figure:
                 axis.plot(steps, _smooth(reward), label=_label(cell.max_staleness))
         axis.set(title=f"reward, {loss_name}", xlabel="train step", ylim=(0, 1))
         axis.legend(fontsize="small")
-    _bars(top[2], runs, losses, bounds, "held-out success after the last step", lambda r: _success(r))
-    _bars(top[3], runs, losses, bounds, "tokens trained per second", lambda r: _median(r, "throughput/tokens_per_s"))
+    _bars(top[2], runs, losses, bounds, "held-out success after the last step", _success)
+    _bars(top[3], runs, losses, bounds, "tokens trained per second", _tokens_per_second)
     for axis, bound in zip(bottom, bounds, strict=False):
         _histogram(axis, {c.loss_name: r for c, r in runs.items() if c.max_staleness == bound}, bound)
     return figure
@@ -99,7 +99,7 @@ def _bars(
         axis.bar(np.arange(len(bounds)) + i * width, heights, width, label=loss_name)
     axis.set_xticks(np.arange(len(bounds)) + width * (len(losses) - 1) / 2, [_label(b) for b in bounds])
     axis.set_title(title)
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="lower right")
 
 
 def _histogram(axis: Axes, runs: dict[str, RunRecord], bound: int) -> None:
@@ -118,15 +118,18 @@ def _histogram(axis: Axes, runs: dict[str, RunRecord], bound: int) -> None:
 
 
 def _label(bound: int) -> str:
-    return "s=0 (synchronous)" if bound == 0 else f"s={bound}"
+    return "s=0 (sync)" if bound == 0 else f"s={bound}"
 
 
 def _success(run: RunRecord) -> float:
     return float(run.validations[-1]["validation/success"])
 
 
-def _median(run: RunRecord, key: str) -> float:
-    return float(np.median(run.column(key)[1]))
+def _tokens_per_second(run: RunRecord) -> float:
+    """Sampled tokens trained over the time of all steps."""
+    tokens = np.array([sum(step["staleness/tokens"].values()) for step in run.steps])
+    rates = np.array([step["throughput/tokens_per_s"] for step in run.steps])
+    return float(tokens.sum() / (tokens / rates).sum())
 
 
 def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
