@@ -54,8 +54,11 @@ class LocalQueue:
 class FakeReplica:
     """FakeEngine with the control calls of the publisher."""
 
-    def __init__(self, engine: FakeEngine, *, fail_load: Exception | None = None, hang_load: bool = False) -> None:
+    def __init__(
+        self, engine: FakeEngine, *, fail_load: Exception | None = None, hang_load: bool = False, load_s: float = 0.0
+    ) -> None:
         self.name = "fake-0"
+        self.load_s = load_s
         self.engine = engine
         self.fail_load = fail_load
         self.hang_load = hang_load
@@ -69,6 +72,7 @@ class FakeReplica:
             raise self.fail_load
         if self.hang_load:
             await asyncio.Event().wait()
+        await asyncio.sleep(self.load_s)
         return await self.engine.load(update.weights)
 
 

@@ -186,3 +186,9 @@ async def test_validation_runs_before_during_and_after_without_entering_the_ledg
     assert [r["train_step"] for r in rounds] == [0, 2, 4, 6]
     assert rounds[-1]["validation/min_version"] == 6
     check_ledger(harness)
+
+
+async def test_the_last_weights_are_loaded_before_the_last_validation_however_slow_that_is(tmp_path):
+    harness = Harness(tmp_path, validate_every=2, max_staleness=3, replica_options={"load_s": 0.1})
+    await harness.run()
+    assert harness.lines("validation.jsonl")[-1]["validation/min_version"] == 6
