@@ -43,7 +43,7 @@ format: setup
 	$(BIN)/ruff format .
 
 types: setup
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 contracts: setup
 	$(BIN)/lint-imports
