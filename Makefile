@@ -1,13 +1,14 @@
 # `make run` and `make test` are all a fresh clone needs; both set up the virtualenv first.
 PYTHON ?= python3.11
 VENV ?= .venv
+VENV_SGLANG ?= .venv-sglang
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: run seeds test lint format types contracts setup staleness bench clean
+.PHONY: run seeds test lint format types contracts setup setup-sglang staleness bench clean
 
 setup: $(VENV)/.ready
 
@@ -19,7 +20,17 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
-run: setup
+# SGLang pins other versions of what async_rl uses, so it has a virtualenv of its own, with the server alone in it.
+setup-sglang: $(VENV_SGLANG)/.ready
+
+$(VENV_SGLANG)/.ready: requirements/sglang.lock
+	$(PYTHON) -m venv $(VENV_SGLANG)
+	$(VENV_SGLANG)/bin/pip install -q --no-deps $(TORCH) || \
+		$(VENV_SGLANG)/bin/pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH)
+	$(VENV_SGLANG)/bin/pip install -q --no-deps -r requirements/sglang.lock
+	touch $@
+
+run: setup $(if $(findstring engine=sglang,$(ARGS)),setup-sglang)
 	$(BIN)/python -m async_rl.run $(ARGS)
 
 # The curve of the README: the default run for three seeds, drawn together.
@@ -28,7 +39,7 @@ seeds: setup
 	$(BIN)/python -m async_rl.report outputs/calculator-seed0 outputs/calculator-seed1 outputs/calculator-seed2 \
 		--out outputs/calculator-seeds
 
-test: setup
+test: setup setup-sglang
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
 staleness: setup
@@ -53,6 +64,7 @@ bench: setup
 	$(BIN)/python benchmarks/replica_throughput.py
 	$(BIN)/python benchmarks/rollout_throughput.py
 	$(BIN)/python benchmarks/routing_mismatch.py
+	$(BIN)/python benchmarks/update_modes.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

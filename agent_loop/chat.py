@@ -7,12 +7,14 @@ nothing depends on how the template would re-render earlier turns.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from agent_loop.loop import Message
+from agent_loop.segments import FindStop
 from message_queue.tokens import Int32Array
 
 # Long and odd enough not to occur in a template; two of them show whether a reply depends on what precedes it.
@@ -51,10 +53,14 @@ class Chat:
         end_of_turn: text of the token that ends a turn, usually the tokenizer's eos_token.
         tools: JSON descriptions of the tools, given to the template. Replies of role "tool" are possible only then.
         stop_tokens: further tokens that end a decode; a turn that ends with one is not a finished turn.
+        stop_strings: texts that finish a turn wherever they come up in it, also across and inside tokens. The turn
+            keeps its tokens as they were sampled, up to the one in which the text ends; what that token says beyond
+            it is hidden by `text`. They are looked for in what an engine returned, so give a text that is one token
+            as a stop token: that ends the decode at once.
 
     Raises:
-        ChatTemplateError: a stop token that is not one token, or a template that renders a reply differently
-            depending on the turn before it.
+        ChatTemplateError: a stop token that is not one token, an empty stop string, or a template that renders a reply
+            differently depending on the turn before it.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Chat:
         end_of_turn: str,
         tools: Sequence[Mapping[str, Any]] = (),
         stop_tokens: Sequence[str] = (),
+        stop_strings: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] or None
@@ -71,6 +78,10 @@ class Chat:
         self._markers = (end_of_turn, *stop_tokens)
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(self._single_id(text) for text in self._markers))
         self._end_id = self.stop_token_ids[0]
+        if "" in stop_strings:
+            raise ChatTemplateError("a stop string is empty, so every turn would end at once; leave it out")
+        self._stop_strings = tuple(stop_strings)
+        self.find_stop: FindStop | None = self._find_stop if stop_strings else None
         if tools:
             self._check_stable(Message(role="tool", content="0"))
 
@@ -96,12 +107,33 @@ class Chat:
         """Whether the sampled tokens end with the end-of-turn token."""
         return len(turn) > 0 and int(turn[-1]) == self._end_id
 
+    def finished(self, turn: Int32Array) -> bool:
+        """Whether the model ended the turn: with the end-of-turn token, or with a stop string."""
+        return self.ends_turn(turn) or self._stop_end(self._decode(turn)) is not None
+
     def text(self, turn: Int32Array) -> str:
-        """Text of a sampled turn, without its end-of-turn token. Any other token stays visible."""
-        ids = turn[:-1] if self.ends_turn(turn) else turn
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        """Text of a sampled turn, up to the end of its first stop string, and without its end-of-turn token.
+
+        Any other token stays visible.
+        """
+        text = self._decode(turn[:-1] if self.ends_turn(turn) else turn)
+        return text[: self._stop_end(text)]
 
     # ---- inside
+
+    def _find_stop(self, turn: Int32Array) -> int | None:
+        """See `agent_loop.segments.FindStop`."""
+        if self._stop_end(self._decode(turn)) is None:
+            return None
+        counts = range(1, len(turn) + 1)
+        return counts[bisect_left(counts, True, key=lambda n: self._stop_end(self._decode(turn[:n])) is not None)]
+
+    def _stop_end(self, text: str) -> int | None:
+        """Where the stop string that is complete first ends; None without one."""
+        return min((text.find(s) + len(s) for s in self._stop_strings if s in text), default=None)
+
+    def _decode(self, token_ids: Int32Array) -> str:
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
     def _encode(self, text: str) -> Int32Array:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from message_queue.tokens import Int32Array, TokenOutput
+from message_queue.tokens import Int32Array, RoutedExperts, TokenOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,9 @@ class GenerateRequest:
     token_ids: int32 [n], everything so far: prompt, earlier turns and, on a resume, the tokens already sampled.
     max_new_tokens: what is left of the budget.
     rows_held: routing rows the caller already holds; the engine returns rows from this position on.
+    forced_experts: rows from position 0 on; where the engine forwards one of these positions again it uses the given
+        experts instead of its own choice. None lets it choose. Such a request shares no prefix cache with any other
+        session, whatever its salt.
     stop_token_ids: sampling one of these ends the decode; the token is part of the output.
     session: requests of one trajectory share it, so that a router can keep them on one replica.
     cache_salt: requests with different salts share no prefix cache.
@@ -42,6 +45,7 @@ class GenerateRequest:
     token_ids: Int32Array
     max_new_tokens: int
     rows_held: int = 0
+    forced_experts: RoutedExperts | None = None
     stop_token_ids: tuple[int, ...] = ()
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     session: str = ""
@@ -51,17 +55,32 @@ class GenerateRequest:
 class Engine(Protocol):
     """Decodes tokens. Implementations: vLLM and SGLang replicas, a router over replicas, and the fake of the tests."""
 
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         """Decode until a stop token, the budget, or an abort.
 
-        An abort is a normal result: `StopReason.ABORT` with all tokens, logprobs and rows so far (possibly none).
-        While the engine is paused the call waits.
+        Returns the segments in order, at least one: one per weight version that sampled, so more than one only where
+        new weights arrived in flight. All but the last end with `StopReason.ABORT` and hold tokens. An abort of the
+        request is a normal result too: the last segment ends with ABORT, with all tokens, logprobs and rows so far
+        (possibly none). While the engine is paused the call waits.
 
         Raises:
-            EngineError: the engine is dead or refused the request.
+            AnswerError: the engine's answer was refused.
+            ReplicaLostError: the engine is dead.
+            EngineError: the engine refused the request, or cannot serve for another reason.
         """
         ...
 
 
 class EngineError(RuntimeError):
     """An engine cannot serve; names replica and cause."""
+
+
+class AnswerError(EngineError):
+    """An engine that goes on serving gave an answer that breaks the contract; the request may be made again.
+
+    Names replica, request, and the field and value that were refused. Nothing of the answer is used.
+    """
+
+
+class ReplicaLostError(EngineError):
+    """A replica is dead or cannot be reached; another one may serve the request."""

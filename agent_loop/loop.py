@@ -48,7 +48,9 @@ class TurnLimits:
     max_turns: model calls. max_tokens: T, prompt and tool replies included; at most the context of the engine.
     max_new_tokens_per_turn: sampled tokens of one turn; None leaves only `max_tokens`.
     tool_timeout_s: one tool call. reward_timeout_s: the reward.
+    max_tool_reply_chars: of one tool's reply; what is longer is cut, and the model is told. None shows all.
     generate_timeout_s: one engine call, pauses for weight updates included.
+    max_refused_answers: how often in a row a request is made again because the engine's answer broke the contract.
     """
 
     max_turns: int
@@ -57,9 +59,11 @@ class TurnLimits:
     tool_timeout_s: float = 30.0
     reward_timeout_s: float = 60.0
     generate_timeout_s: float = 600.0
+    max_refused_answers: int = 3
+    max_tool_reply_chars: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn"):
+        for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn", "max_tool_reply_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"limits.{name} is {value}; must be at least 1")
@@ -67,6 +71,11 @@ class TurnLimits:
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"limits.{name} is {value}; must be a positive number of seconds")
+        if self.max_refused_answers < 0:
+            raise ValueError(
+                f"limits.max_refused_answers is {self.max_refused_answers}; must be >= 0, "
+                "where 0 gives up a rollout at the first answer that is refused"
+            )
 
     def turn_budget(self, held: int) -> int:
         """Tokens that the next turn may sample when the trajectory holds `held`; 0 or less when it is full."""
@@ -83,16 +92,18 @@ class AgentLoop(Protocol):
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
         """Fill the empty `trajectory` and close it with its reward and stop reason.
 
-        Aborts by the engine are resumed inside. The trajectory grows as segments arrive, so that a caller sees what
-        was generated even if the rollout fails; it is never left with a turn that was half recorded.
+        Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
+        trajectory grows as segments arrive, so that a caller sees what was generated even if the rollout fails; it is
+        never left with a turn that was half recorded.
 
         Args:
             session: name of this rollout, unique in the run, without "#".
             cache_salt: rollouts with different salts share no prefix cache.
 
         Raises:
-            RolloutError: the prompt does not fit, the reward failed, or the engine gave up on a request.
+            RolloutError: the prompt does not fit, the reward failed, the engine gave up on a request, or its answers
+                broke the contract too often.
             EngineError: the engine cannot serve or gave no answer in time.
-            ContractError: the engine broke the contract.
+            ContractError: the trajectory is not empty.
         """
         ...

@@ -2,19 +2,37 @@
 
 A resumed request sends everything so far and asks for what is left of the original budget. Each answer is appended to
 the trajectory before the next request goes out, so an abort, a weight update or a failure loses no token.
+
+An answer that breaks the contract is not used, and the request is made again under another id. Where an answer has
+several segments, those before the first bad one are kept: each is checked by itself and ends where its weights ended,
+as if the engine had been aborted there.
+
+Which rows a request asks for follows from `Trajectory.resume_routing`:
+
+    append          those not held
+    force           those not held; the held ones go along, and the engine forwards their positions over them. Rows from
+                    the first one that no engine could give (-1) do not: what routed there is known to nobody, so the
+                    engine chooses from there on, as with append
+    replace, split  all
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from agent_loop.engine import Engine, EngineError, GenerateRequest, SamplingConfig
+from agent_loop.answers import check_answer, cut_segments
+from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, SamplingConfig
 from agent_loop.loop import PromptError, RolloutError, TurnLimits
-from message_queue.tokens import ContractError, Int32Array, StopReason, TokenOutput
+from message_queue.tokens import ContractError, Int32Array, RoutedExperts, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory, Turn
+
+FindStop = Callable[[Int32Array], int | None]
+"""Tokens of a turn up to the one in which its first stop string ends, that one included; None without any."""
+
+STOP_STRING_STRIDE = 64  # tokens decoded between two looks for a stop string: what it may cost to have passed one
 
 
 def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int, limits: TurnLimits) -> None:
@@ -49,6 +67,10 @@ class SegmentDecoder:
         session: name of the rollout. Requests are `session#0.`, `session#1.`, ...: as no session contains "#", no
             request id is a prefix of another, which engines that abort by prefix rely on.
         timeout_s: of one engine call.
+        max_refused_answers: how often in a row a request is made again because its answer was refused.
+        find_stop: where a turn ends by its text; None when only tokens end it.
+
+    num_aborts: decodes that were resumed. num_refused: answers that broke the contract.
     """
 
     def __init__(
@@ -60,6 +82,8 @@ class SegmentDecoder:
         session: str,
         cache_salt: str,
         timeout_s: float,
+        max_refused_answers: int = 3,
+        find_stop: FindStop | None = None,
     ) -> None:
         if "#" in session:
             raise ValueError(f'session is {session!r}; "#" separates session and request, so it cannot be part of it')
@@ -69,61 +93,97 @@ class SegmentDecoder:
         self._session = session
         self._cache_salt = cache_salt
         self._timeout_s = timeout_s
+        self._max_refused = max_refused_answers
+        self._find_stop = find_stop
         self._num_requests = 0
         self.num_aborts = 0
+        self.num_refused = 0
 
     async def decode(self, trajectory: Trajectory, *, max_new_tokens: int) -> StopReason:
-        """Extend `trajectory` up to a stop token or by `max_new_tokens`, whatever interrupts it.
+        """Extend `trajectory` up to a stop token, a stop string, or by `max_new_tokens`, whatever interrupts it.
 
         Segments without tokens are not appended: they sampled nothing, and the forward pass that samples next gives
         the rows. Returns STOP, TOOL_CALL or LENGTH, never ABORT. A last token that is a stop token is a STOP whatever
         the engine calls it, as an abort or the budget can end a decode at that very token.
 
         Raises:
-            RolloutError: the engine gave up on the request; what it returned before is kept.
+            RolloutError: the engine gave up on the request, or its answers were refused too often; what it returned
+                before is kept.
             EngineError: the engine failed or gave no answer in time.
-            ContractError: the segment does not continue the trajectory.
         """
-        left = max_new_tokens
-        while left > 0:
+        end, refused_in_a_row = len(trajectory) + max_new_tokens, 0
+        while (left := end - len(trajectory)) > 0:
             request = self._request(trajectory, left)
-            segment = await self._generate(request)
-            if len(segment) > left:
-                raise ContractError(
-                    f"replica {segment.replica} returned {len(segment)} tokens for request {request.request_id}, "
-                    f"which asked for at most {left}"
-                )
-            if len(segment):
-                trajectory.extend(segment)
-                left -= len(segment)
-                if int(segment.token_ids[-1]) in self._stop_token_ids:
-                    return StopReason.STOP
-            match segment.stop_reason:
+            try:
+                answer = await self._generate(request)
+                check_answer(answer, request)
+                stopped = self._append(trajectory, answer)
+            except (AnswerError, ContractError) as error:
+                self.num_refused += 1
+                refused_in_a_row += 1
+                self._require_patience(refused_in_a_row, request, error)
+                continue
+            refused_in_a_row = 0
+            if stopped:
+                return StopReason.STOP
+            match answer[-1].stop_reason:
                 case StopReason.ABORT:
                     self.num_aborts += 1
                 case StopReason.ERROR:
                     raise RolloutError(
-                        f"replica {segment.replica} gave up on request {request.request_id} "
-                        f"after {len(request.token_ids) + len(segment)} tokens"
+                        f"replica {answer[-1].replica} gave up on request {request.request_id} "
+                        f"after {len(trajectory)} tokens"
                     )
+                case StopReason.LENGTH if sum(map(len, answer)) == request.max_new_tokens:
+                    pass  # the budget, or a stride of it
                 case reason:
                     return reason
         return StopReason.LENGTH
 
-    def _request(self, trajectory: Trajectory, max_new_tokens: int) -> GenerateRequest:
+    # ---- inside
+
+    def _append(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> bool:
+        """Extend by what was sampled; whether the turn is at its end."""
+        if not any(map(len, answer)):
+            return False
+        segments = self._up_to_stop_string(trajectory, answer)
+        for segment in filter(len, segments or answer):
+            trajectory.extend(segment)
+        return segments is not None or int(trajectory.segments[-1].token_ids[-1]) in self._stop_token_ids
+
+    def _up_to_stop_string(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> list[TokenOutput] | None:
+        """What stays of `answer` when a stop string ends in it; None without one."""
+        if self._find_stop is None:
+            return None
+        before = sampled_tokens(trajectory.turns[-1])
+        count = self._find_stop(np.concatenate([before, *(segment.token_ids for segment in answer)]))
+        if count is None:
+            return None
+        return cut_segments(answer, count=max(1, count - len(before)), first_position=len(trajectory))
+
+    def _require_patience(self, refused_in_a_row: int, request: GenerateRequest, error: Exception) -> None:
+        if refused_in_a_row > self._max_refused:
+            raise RolloutError(
+                f"the answer to request {request.request_id} was refused, {refused_in_a_row} in a row "
+                f"(limits.max_refused_answers={self._max_refused}): {error}"
+            ) from error
+
+    def _request(self, trajectory: Trajectory, left: int) -> GenerateRequest:
         number, self._num_requests = self._num_requests, self._num_requests + 1
+        rows_held, forced = _rows_wanted(trajectory)
         return GenerateRequest(
             request_id=f"{self._session}#{number}.",
             token_ids=trajectory.token_ids(),
-            max_new_tokens=max_new_tokens,
-            rows_held=trajectory.num_rows,
+            max_new_tokens=left if self._find_stop is None else min(left, STOP_STRING_STRIDE),
+            rows_held=rows_held,
+            forced_experts=forced,
             stop_token_ids=self._stop_token_ids,
             sampling=self._sampling,
             session=self._session,
             cache_salt=self._cache_salt,
         )
 
-    async def _generate(self, request: GenerateRequest) -> TokenOutput:
+    async def _generate(self, request: GenerateRequest) -> list[TokenOutput]:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -135,3 +195,14 @@ class SegmentDecoder:
                 f"request {request.request_id} got no answer in {self._timeout_s:g} s (limits.generate_timeout_s); "
                 "the engine hangs, or the limit is shorter than its longest decode and pause"
             ) from error
+
+
+def _rows_wanted(trajectory: Trajectory) -> tuple[int, RoutedExperts | None]:
+    """(first row that a request asks for, rows that the engine is made to use)."""
+    match trajectory.resume_routing:
+        case "append":
+            return trajectory.num_rows, None
+        case "force":
+            return trajectory.num_rows, trajectory.leading_rows()
+        case "replace" | "split":
+            return 0, None

@@ -11,7 +11,7 @@ from message_queue.trajectory import Trajectory
 
 
 class SingleTurnLoop:
-    """An AgentLoop of one turn; it reads no tool calls. Trajectory.info: turns, aborts."""
+    """An AgentLoop of one turn; it reads no tool calls. Trajectory.info: turns, aborts, refused_answers."""
 
     def __init__(
         self, *, engine: Engine, chat: Chat, reward: Reward, limits: TurnLimits, sampling: SamplingConfig
@@ -31,6 +31,8 @@ class SingleTurnLoop:
             session=session,
             cache_salt=cache_salt,
             timeout_s=self._limits.generate_timeout_s,
+            max_refused_answers=self._limits.max_refused_answers,
+            find_stop=self._chat.find_stop,
         )
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
         stop_reason = await decoder.decode(trajectory, max_new_tokens=self._limits.turn_budget(len(trajectory)))
@@ -41,6 +43,9 @@ class SingleTurnLoop:
             completion=Completion(turns=(text,), stop_reason=stop_reason),
             timeout_s=self._limits.reward_timeout_s,
         )
-        trajectory.close(
-            stop_reason=stop_reason, reward=reward, info={"turns": 1.0, "aborts": float(decoder.num_aborts)}
-        )
+        info = {
+            "turns": 1.0,
+            "aborts": float(decoder.num_aborts),
+            "refused_answers": float(decoder.num_refused),
+        }
+        trajectory.close(stop_reason=stop_reason, reward=reward, info=info)

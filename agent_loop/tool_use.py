@@ -10,7 +10,7 @@ from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
 from agent_loop.segments import SegmentDecoder, observe_prompt, sampled_tokens
-from agent_loop.tools import ToolReply, ToolRunner, parse_tool_calls
+from agent_loop.tools import ToolReply, ToolRunner, parse_tool_calls, truncate
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 
@@ -22,10 +22,12 @@ class _Record:
     texts: list[str] = field(default_factory=list[str])
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    num_truncated: int = 0
 
-    def note(self, replies: Sequence[ToolReply]) -> None:
+    def note(self, replies: Sequence[ToolReply], *, shown: Sequence[str]) -> None:
         self.num_tool_calls += len(replies)
         self.num_tool_errors += sum(reply.failed for reply in replies)
+        self.num_truncated += sum(reply.text != text for reply, text in zip(replies, shown, strict=True))
 
 
 class ToolUseLoop:
@@ -36,7 +38,8 @@ class ToolUseLoop:
         LENGTH: the turn was cut off, or the tool reply leaves no room to answer (it is not appended then);
         TOOL_CALL: the calls of the last allowed turn are not executed.
 
-    Trajectory.info: turns, tool_calls (executed or malformed), tool_errors, aborts (decodes that were resumed).
+    Trajectory.info: turns, tool_calls (executed or malformed), tool_errors, truncated_replies, aborts (decodes
+    that were resumed), refused_answers (of the engine, each asked for again).
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class ToolUseLoop:
             session=session,
             cache_salt=cache_salt,
             timeout_s=self._limits.generate_timeout_s,
+            max_refused_answers=self._limits.max_refused_answers,
+            find_stop=self._chat.find_stop,
         )
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
         record = _Record()
@@ -77,7 +82,9 @@ class ToolUseLoop:
             "turns": float(len(record.texts)),
             "tool_calls": float(record.num_tool_calls),
             "tool_errors": float(record.num_tool_errors),
+            "truncated_replies": float(record.num_truncated),
             "aborts": float(decoder.num_aborts),
+            "refused_answers": float(decoder.num_refused),
         }
         trajectory.close(stop_reason=stop_reason, reward=reward, info=info)
 
@@ -89,13 +96,14 @@ class ToolUseLoop:
             if stop_reason is StopReason.LENGTH:
                 return StopReason.LENGTH
             calls = parse_tool_calls(record.texts[-1])
-            if not calls or (stop_reason is StopReason.STOP and not self._chat.ends_turn(turn)):
+            if not calls or (stop_reason is StopReason.STOP and not self._chat.finished(turn)):
                 return StopReason.STOP
             if len(record.texts) == self._limits.max_turns:
                 return StopReason.TOOL_CALL
             replies = await self._tools.run(calls)
-            record.note(replies)
-            observation = self._chat.reply([Message(role="tool", content=r.text) for r in replies], after=turn)
+            shown = [truncate(reply.text, max_chars=self._limits.max_tool_reply_chars) for reply in replies]
+            record.note(replies, shown=shown)
+            observation = self._chat.reply([Message(role="tool", content=text) for text in shown], after=turn)
             if self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
                 return StopReason.LENGTH
             trajectory.observe(observation)

@@ -142,6 +142,13 @@ def explain_error(cause: str) -> str:
     return f"error: {cause}"
 
 
+def truncate(text: str, *, max_chars: int | None) -> str:
+    """The first `max_chars` characters of a reply, and how many were left out; all of it when it is no longer."""
+    if max_chars is None or len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}... ({len(text) - max_chars} more characters left out)"
+
+
 class ToolRunner:
     """Executes the calls of a turn, one after the other, each once.
 

@@ -1,8 +1,8 @@
 """Every Ray actor of a run and where it is placed; `handles.py` has the typed driver side of each.
 
 The classes are plain and tested without Ray; an actor only wraps one. An async actor runs each concurrency group on an
-event loop of its own, so control calls (pause, abort, load) are not queued behind thousands of generations; they are
-carried over to the loop that owns the engine.
+event loop of its own, so control calls (pause, abort, load) are not queued behind requests; they are carried over to
+the loop that owns the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,17 +21,17 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines.replica import ReplicaStats
-from async_rl.engines.vllm import VllmReplica
-from async_rl.engines.vllm_config import VllmConfig
+from async_rl.engines.inbox import Answer, RequestInbox
+from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
+from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.service import QueueService
-from message_queue.tokens import TokenOutput, WeightVersion
+from message_queue.tokens import WeightVersion
 
 T = TypeVar("T")
 _remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know their own keyword arguments
 MAX_QUEUE_CALLS = 16_384  # concurrent calls of the queue, most of them waiting
-MAX_GENERATIONS = 16_384  # concurrent generate calls of one replica; further ones wait in Ray's queue
+MAX_BULK_CALLS = 64  # concurrent calls that hand requests over or wait for answers, of one replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,21 +137,30 @@ QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueService)
 # ---- replica
 
 
-@_remote(concurrency_groups={"generate": MAX_GENERATIONS, "control": 16})
-class ReplicaActor:
-    """A vLLM replica in a process of its own."""
+class ReplicaHost:
+    """A replica in a process of its own."""
 
     @_method(concurrency_group="generate")
-    async def start(self, config: VllmConfig, *, name: str, checkpoint: Path, capture_routing: bool) -> WeightVersion:
+    async def start(self, config: EngineConfig, *, name: str, checkpoint: Path, capture_routing: bool) -> None:
+        self._serve(await start_replica(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing))
+
+    def _serve(self, replica: Replica) -> None:
+        """Take calls from now on, on the event loop of the caller."""
         self._home = asyncio.get_running_loop()
-        self._replica = await VllmReplica.start(
-            config, name=name, checkpoint=checkpoint, capture_routing=capture_routing
-        )
-        return self._replica.weights
+        self._replica = replica
+        self._inbox = RequestInbox(replica)
 
     @_method(concurrency_group="generate")
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
-        return await self._replica.generate(request)
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._inbox.submit(requests)
+
+    @_method(concurrency_group="generate")
+    async def collect(self, timeout_s: float) -> list[tuple[str, Answer]]:
+        return await self._inbox.collect(timeout_s=timeout_s)
+
+    @_method(concurrency_group="generate")
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        self._inbox.cancel(request_ids)
 
     @_method(concurrency_group="control")
     async def pause(self) -> None:
@@ -166,8 +175,12 @@ class ReplicaActor:
         await self._on_home(self._replica.drain())
 
     @_method(concurrency_group="control")
-    async def load(self, update: WeightUpdate) -> WeightVersion:
-        return await self._on_home(self._replica.load(update))
+    async def freeze(self) -> int:
+        return await self._on_home(self._replica.freeze())
+
+    @_method(concurrency_group="control")
+    async def load(self, update: WeightUpdate, kv: KeptKV) -> WeightVersion:
+        return await self._on_home(self._replica.load(update, kv=kv))
 
     @_method(concurrency_group="control")
     async def resume(self) -> None:
@@ -188,6 +201,10 @@ class ReplicaActor:
     async def _on_home(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the event loop that owns the engine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+
+
+REPLICA_GROUPS = {"generate": MAX_BULK_CALLS, "control": 16}
+ReplicaActor = _remote(concurrency_groups=REPLICA_GROUPS)(ReplicaHost)
 
 
 # ---- trainer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import yaml
 from annotated_types import Ge
@@ -25,14 +25,18 @@ from async_rl.actors import ClusterConfig
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
 from async_rl.data.task import TaskConfig
-from async_rl.engines.vllm_config import VllmConfig, check_engine
+from async_rl.engines.replica import KeptKV
+from async_rl.engines.select import EngineConfig, check_engine
+from async_rl.engines.vllm_config import VllmConfig
 from async_rl.model_info import CheckpointError, read_model_info
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import WarmStartConfig
+from async_rl.weights.publisher import OnUpdate
 from message_queue.client import QueueClientConfig
 from message_queue.staleness import StalenessConfig
+from message_queue.trajectory import ResumeRouting
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -54,14 +58,18 @@ class ModelConfig:
 class RolloutConfig:
     """groups_per_batch prompt groups of trajectories_per_group trajectories make one batch.
 
-    on_update: what a weight update does to generations in flight. resume_routing: which rows a resumed one keeps.
+    on_update: what a weight update does to generations in flight: `resume` (abort, load, resume), `keep` (freeze, load,
+        go on) or `drain` (let them finish). kv: with `keep`, whether their K/V is computed again by the new weights.
+    resume_routing: rows of a prefix that was forwarded again: `append` (those held stay), `force` (the same, and the
+        engine uses them), `replace` (the newest count) or `split` (each segment trains under those it saw).
     max_failed_groups: so many failed groups in a row stop the run.
     """
 
     groups_per_batch: int
     trajectories_per_group: int
-    on_update: Literal["resume", "drain"] = "resume"
-    resume_routing: Literal["append"] = "append"
+    on_update: OnUpdate = "resume"
+    kv: KeptKV = "recompute"
+    resume_routing: ResumeRouting = "append"
     max_failed_groups: int = 16
     sampling: SamplingConfig
     limits: TurnLimits
@@ -70,6 +78,11 @@ class RolloutConfig:
         for field in ("groups_per_batch", "trajectories_per_group", "max_failed_groups"):
             if getattr(self, field) < 1:
                 raise ValueError(f"rollout.{field} is {getattr(self, field)}; must be >= 1")
+        if self.kv == "keep" and self.on_update != "keep":
+            raise ValueError(
+                f"rollout.kv is 'keep' with rollout.on_update={self.on_update}: nothing is in flight whose K/V could "
+                "be kept; set rollout.on_update=keep, or rollout.kv=recompute"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +133,7 @@ class RunConfig:
     seed: int
     resume: str
     model: ModelConfig
-    engine: VllmConfig
+    engine: EngineConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     loss: LossConfig
@@ -138,6 +151,17 @@ class RunConfig:
     def __post_init__(self) -> None:
         for problem in _problems(self):
             raise ValueError(problem)
+
+    @property
+    def captures_routing(self) -> bool:
+        """Whether the engines return routing rows."""
+        return self.trainer.router_replay == "R3"
+
+    @property
+    def forces_routing(self) -> bool:
+        """Whether the engines are made to use rows that they returned before."""
+        recomputes = self.rollout.on_update == "keep" and self.rollout.kv == "recompute"
+        return self.captures_routing and (self.rollout.resume_routing == "force" or recomputes)
 
 
 def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
@@ -196,6 +220,11 @@ def _problems(config: RunConfig) -> Iterator[str]:
             f"rollout.trajectories_per_group={config.rollout.trajectories_per_group}), which does not divide over "
             f"{config.trainer.data_parallel} data-parallel ranks; change one of them"
         )
+    if config.rollout.trajectories_per_group == 1 and config.advantage.name != "reinforce_plus_plus":
+        yield (
+            f"rollout.trajectories_per_group is 1 with advantage.name={config.advantage.name}, which compares the "
+            "trajectories of a group, so nothing would be trained; use more, or advantage.name=reinforce_plus_plus"
+        )
     if config.rollout.limits.max_tokens > config.engine.max_model_len:
         yield (
             f"rollout.limits.max_tokens is {config.rollout.limits.max_tokens}, more than "
@@ -211,7 +240,17 @@ def _problems(config: RunConfig) -> Iterator[str]:
             f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
             f"{config.rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
         )
-    if config.trainer.router_replay == "R3" and not config.engine.enforce_eager:
+    if config.trainer.router_replay != "R3" and config.rollout.resume_routing != "append":
+        yield (
+            f"rollout.resume_routing is {config.rollout.resume_routing!r} with trainer.router_replay="
+            f"{config.trainer.router_replay}; rows are only captured for R3, so set trainer.router_replay=R3, or "
+            "rollout.resume_routing=append"
+        )
+    if (
+        config.trainer.router_replay == "R3"
+        and isinstance(config.engine, VllmConfig)
+        and not config.engine.enforce_eager
+    ):
         yield (
             "engine.enforce_eager is false with trainer.router_replay=R3: compiled graphs return wrong expert ids "
             "without a word; set engine.enforce_eager=true, or trainer.router_replay=none"
@@ -239,7 +278,8 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
         check_engine(
             config.engine,
             checkpoint=config.model.checkpoint,
-            capture_routing=config.trainer.router_replay == "R3",
+            capture=config.captures_routing,
+            force=config.forces_routing,
         )
     except ValueError as error:
         yield str(error)
@@ -252,8 +292,18 @@ def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") 
     for key, value in values.items():
         if key not in known:
             yield f"{prefix}{key}"
-        elif is_dataclass(hints[key]) and isinstance(value, Mapping):
-            yield from _unknown_keys(cast(type[Any], hints[key]), cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        elif isinstance(value, Mapping):
+            within = cast(Mapping[str, Any], value)
+            for member in _config_classes(hints[key], within):
+                yield from _unknown_keys(member, within, f"{prefix}{key}.")
+
+
+def _config_classes(hint: Any, values: Mapping[str, Any]) -> list[type[Any]]:
+    """The config class that `values` are of; of several, the one whose name they carry."""
+    members = [m for m in get_args(hint) or (hint,) if is_dataclass(m)]
+    if len(members) > 1:
+        members = [m for m in members if cast(Any, m).__dataclass_fields__["name"].default == values.get("name")]
+    return cast(list[type[Any]], members)
 
 
 def _explain(error: Any) -> str:

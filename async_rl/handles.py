@@ -12,10 +12,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDict
 
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.actors import Placement, QueueActor, ReplicaActor, TrainerActor
-from async_rl.engines.replica import ReplicaStats
-from async_rl.engines.vllm_config import VllmConfig, engine_environment
+from async_rl.engines.inbox import Answer
+from async_rl.engines.replica import KeptKV, ReplicaStats
+from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -26,6 +27,7 @@ from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutingSpec, TokenOutput, WeightVersion
 
 T = TypeVar("T")
+COLLECT_S = 10.0  # longest wait for answers in one call
 
 
 class TrainerError(RuntimeError):
@@ -50,7 +52,10 @@ def start_queue(
 
 
 class ReplicaHandle:
-    """Driver side of a replica: an Engine, and the control calls of the publisher."""
+    """Driver side of a replica: an Engine, and the control calls of the publisher.
+
+    Requests made in one turn of the event loop travel in one call, and answers that stand together in another.
+    """
 
     def __init__(
         self, actor: ActorHandle[Any], *, name: str, generate_timeout_s: float, control_timeout_s: float
@@ -59,13 +64,17 @@ class ReplicaHandle:
         self._actor = actor
         self._generate_timeout_s = generate_timeout_s
         self._control_timeout_s = control_timeout_s
+        self._outbox: list[GenerateRequest] = []
+        self._withdrawn: list[str] = []
+        self._waiting: dict[str, asyncio.Future[list[TokenOutput]]] = {}
+        self._collecting: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
-        cls, config: VllmConfig, *, name: str, checkpoint: Path, capture_routing: bool, options: dict[str, Any]
+        cls, config: EngineConfig, *, name: str, checkpoint: Path, capture_routing: bool, options: dict[str, Any]
     ) -> ReplicaHandle:
         """Start the actor and its engine."""
-        environment = {"env_vars": engine_environment(config)}
+        environment = {"env_vars": actor_environment(config)}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote()
         handle = cls(
             actor,
@@ -77,14 +86,26 @@ class ReplicaHandle:
         await handle._call("start", started, config.start_timeout_s)
         return handle
 
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         """See `agent_loop.engine.Engine`; cancelling the caller aborts the request."""
-        ref = self._actor.generate.remote(request)
+        name = request.request_id
+        if name in self._waiting:
+            raise EngineError(f"{self.name}: request {name} is already in flight; ids are unique while in flight")
+        answer = self._waiting[name] = asyncio.get_running_loop().create_future()
+        self._outbox.append(request)
+        self._send_soon()
         try:
-            return await self._call(f"generate {request.request_id}", ref, self._generate_timeout_s)
-        except asyncio.CancelledError:
-            ray.cancel(ref)
-            raise
+            async with asyncio.timeout(self._generate_timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.name}: request {name} took longer than engine.generate_timeout_s={self._generate_timeout_s}"
+            ) from error
+        finally:
+            del self._waiting[name]
+            if not answer.done() or answer.cancelled():
+                self._withdrawn.append(name)
+                self._send_soon()
 
     async def pause(self) -> None:
         await self._call("pause", self._actor.pause.remote(), self._control_timeout_s)
@@ -95,8 +116,11 @@ class ReplicaHandle:
     async def drain(self) -> None:
         await self._call("drain", self._actor.drain.remote(), self._generate_timeout_s)
 
-    async def load(self, update: WeightUpdate) -> WeightVersion:
-        return await self._call("load", self._actor.load.remote(update), self._control_timeout_s)
+    async def freeze(self) -> int:
+        return await self._call("freeze", self._actor.freeze.remote(), self._control_timeout_s)
+
+    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+        return await self._call("load", self._actor.load.remote(update, kv), self._control_timeout_s)
 
     async def resume(self) -> None:
         await self._call("resume", self._actor.resume.remote(), self._control_timeout_s)
@@ -110,25 +134,56 @@ class ReplicaHandle:
 
     async def close(self, *, timeout_s: float) -> None:
         """Close the engine; a replica that does not answer is killed."""
+        if self._collecting is not None:
+            self._collecting.cancel()
         try:
             await self._call("close", self._actor.close.remote(), timeout_s)
         finally:
             ray.kill(self._actor)
 
+    # ---- in bulk
+
+    def _send_soon(self) -> None:
+        """Hand over what this turn of the event loop brings, and have somebody wait for the answers."""
+        if len(self._outbox) + len(self._withdrawn) == 1:
+            asyncio.get_running_loop().call_soon(self._send)
+        if self._waiting and (self._collecting is None or self._collecting.done()):
+            self._collecting = asyncio.create_task(self._collect())
+
+    def _send(self) -> None:
+        requests = [r for r in self._outbox if r.request_id in self._waiting]
+        unsent = {r.request_id for r in self._outbox}
+        withdrawn = [name for name in self._withdrawn if name not in unsent]
+        self._outbox, self._withdrawn = [], []
+        if requests:
+            self._actor.submit.remote(requests)
+        if withdrawn:
+            self._actor.cancel.remote(withdrawn)
+
+    async def _collect(self) -> None:
+        """Hand every answer to its caller while anyone waits; a replica that cannot be asked fails them all."""
+        try:
+            while self._waiting:
+                asked = self._actor.collect.remote(COLLECT_S)
+                for name, answer in await self._call("collect", asked, COLLECT_S + self._control_timeout_s):
+                    self._settle(name, answer)
+        except EngineError as error:
+            for name in list(self._waiting):
+                self._settle(name, type(error)(str(error)))
+
+    def _settle(self, name: str, answer: Answer) -> None:
+        waiting = self._waiting.get(name)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(answer, EngineError):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
+
     async def _call(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
-        return await _answer(ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError)
-
-
-class ReplicaFleet:
-    """Figures over all replicas."""
-
-    def __init__(self, replicas: list[ReplicaHandle]) -> None:
-        self._replicas = replicas
-
-    async def busy_seconds(self) -> float:
-        """Seconds with something in flight, mean over replicas."""
-        stats = await asyncio.gather(*(r.stats() for r in self._replicas))
-        return sum(s.busy_seconds for s in stats) / len(stats)
+        return await _answer(
+            ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError, dead=ReplicaLostError
+        )
 
 
 class TrainerHandle:
@@ -215,17 +270,21 @@ class TrainerHandle:
                 task.cancel()
 
     async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
-        return await _answer(ref, who=f"trainer rank {rank}", what=what, timeout_s=self._timeout_s, error=TrainerError)
+        who = f"trainer rank {rank}"
+        return await _answer(ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerError)
 
 
-async def _answer(ref: Awaitable[T], *, who: str, what: str, timeout_s: float, error: type[Exception]) -> T:
-    """What an actor answers within `timeout_s`, else `error` with who failed at what and why."""
+async def _answer(
+    ref: Awaitable[T], *, who: str, what: str, timeout_s: float, error: type[Exception], dead: type[Exception]
+) -> T:
+    """What an actor answers within `timeout_s`, else `error` (`dead`: silent or no process) with who failed at what."""
     try:
         async with asyncio.timeout(timeout_s):
             return await ref
     except TimeoutError as cause:
-        raise error(f"{who}: {what} took longer than {timeout_s} s") from cause
+        raise dead(f"{who}: {what} took longer than {timeout_s} s") from cause
     except RayActorError as cause:
-        raise error(f"{who}: process died during {what}") from cause
+        raise dead(f"{who}: process died during {what}") from cause
     except RayTaskError as cause:
-        raise error(f"{who}: {what} failed: {cause.cause}") from cause
+        kind = dead if isinstance(cause.cause, dead) else error
+        raise kind(f"{who}: {what} failed: {cause.cause}") from cause.cause  # Ray's own text repeats the traceback

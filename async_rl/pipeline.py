@@ -12,6 +12,7 @@
     publish   versions              loaded replicas       every replica to load         train
     validate  requests              held-out success      engines                       train
     expire    hopeless groups       cancelled rollouts    the bound (policy drop)       train
+    watch     signs of life         lost replicas         time                          (nothing)
 
 All but train are endless and run in the background; train is finite and is the body. A failed
 rollout is data (a dropped group with its reason); a failed stage is a crash with its cause. Only this module passes
@@ -45,6 +46,8 @@ from message_queue.ledger import LedgerRecord
 from message_queue.queue import Admission, Batch, PutResult, QueueSnapshot
 from message_queue.trajectory import PromptGroup
 
+WATCH_EVERY_S = 10.0  # between two signs of life of a replica
+
 
 class StageError(RuntimeError):
     """A stage failed; the cause is chained."""
@@ -74,10 +77,11 @@ class GroupQueue(Protocol):
     async def drain_records(self) -> list[LedgerRecord]: ...
 
 
-class RolloutClock(Protocol):
-    """Seconds in which the replicas had something in flight, mean over replicas, since they started."""
+class Replicas(Protocol):
+    """What the pipeline asks of the fleet; see `async_rl.rollout.fleet.ReplicaFleet`."""
 
     async def busy_seconds(self) -> float: ...
+    async def watch(self, *, every_s: float, timeout_s: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,8 @@ class PipelineConfig:
     max_failed_groups: int
     advantage: AdvantageConfig
     weights_directory: Path
+    replica_timeout_s: float
+    kept_kv: bool = False
 
 
 class Pipeline:
@@ -104,7 +110,7 @@ class Pipeline:
         rollouter: Rollouter,
         trainer: Trainer,
         publisher: Publisher,
-        clock: RolloutClock,
+        replicas: Replicas,
         validator: Validator | None,
         checkpoints: Checkpoints,
         recorder: Recorder,
@@ -117,7 +123,7 @@ class Pipeline:
         self._rollouter = rollouter
         self._trainer = trainer
         self._publisher = publisher
-        self._clock = clock
+        self._replicas = replicas
         self._validator = validator
         self._checkpoints = checkpoints
         self._recorder = recorder
@@ -153,6 +159,7 @@ class Pipeline:
                     ("expire", self._expire()),
                     ("publish", self._publish()),
                     ("validate", self._validate()),
+                    ("watch", self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=self._config.replica_timeout_s)),
                 )
             }
             await self._stage("train", self._train())
@@ -220,7 +227,7 @@ class Pipeline:
 
     async def _train(self) -> None:
         while self._train_step < self._config.total_train_steps:
-            begun, busy = time.monotonic(), await self._clock.busy_seconds()
+            begun, busy = time.monotonic(), await self._replicas.busy_seconds()
             batch = await self._take_or_stop()
             if batch is None:
                 return
@@ -231,7 +238,7 @@ class Pipeline:
                 await self._export()
             seconds = time.monotonic() - begun
             metrics["idle/trainer"] = waited / seconds
-            metrics["idle/rollout"] = max(0.0, 1.0 - (await self._clock.busy_seconds() - busy) / seconds)
+            metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
             metrics["throughput/tokens_per_s"] = sum(g.num_tokens for g in batch.groups) / seconds
             await self._record(batch, metrics)
             await self._request_validation()
@@ -275,6 +282,7 @@ class Pipeline:
             advantages=advantages,
             current_update=batch.update,
             version_updates=self._version_updates,
+            kept_kv=self._config.kept_kv,
         )
         metrics = await self._trainer.train(tensors)
         self._train_step += 1

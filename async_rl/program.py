@@ -26,13 +26,15 @@ from async_rl.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.config import ConfigError, RunConfig
 from async_rl.data.prompts import PromptSource, prompt_order
 from async_rl.data.task import Task, build_task
-from async_rl.handles import ReplicaFleet, ReplicaHandle, TrainerHandle, start_queue
+from async_rl.engines.select import check_engine
+from async_rl.handles import ReplicaHandle, TrainerHandle, start_queue
 from async_rl.model_info import ModelInfo, read_model_info
 from async_rl.observe.console import open_console
 from async_rl.observe.recorder import Console, Recorder
 from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.validator import Validator
@@ -82,8 +84,13 @@ class Program:
             await self._name_processes(trainer, replicas)
             weights_directory = stack.enter_context(self._weights_directory())
             tools = PauseGate()
+            fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
             publisher = Publisher(
-                replicas, on_update=config.rollout.on_update, tools=tools, timeout_s=config.sync.timeout_s
+                fleet,
+                on_update=config.rollout.on_update,
+                kv=config.rollout.kv,
+                tools=tools,
+                timeout_s=config.sync.timeout_s,
             )
             if self._resume_from is not None:
                 await trainer.restore(self._resume_from / "trainer")
@@ -91,7 +98,7 @@ class Program:
                 await publisher.publish(await trainer.export(weights_directory, version=version))
                 recorder.note(f"resumed from {self._resume_from}: step {self._start.train_step}, version {version}")
             pipeline = self._build_pipeline(
-                queue, trainer, replicas, publisher, tools, recorder, trace, checkpoint, routing, weights_directory
+                queue, trainer, fleet, publisher, tools, recorder, trace, checkpoint, routing, weights_directory
             )
             try:
                 async with _stop_on_interrupt(pipeline, recorder):
@@ -107,7 +114,7 @@ class Program:
 
     def _captured_routing(self, model: ModelInfo) -> RoutingSpec | None:
         """What the rows of this run mean; None where the engines capture none."""
-        return model.routing if self._config.trainer.router_replay == "R3" else None
+        return model.routing if self._config.captures_routing else None
 
     def _start_queue(self, placement: Placement, routing: RoutingSpec | None) -> QueueClient:
         config = self._config
@@ -171,7 +178,8 @@ class Program:
         self, placement: Placement, stack: contextlib.AsyncExitStack, checkpoint: Path
     ) -> list[ReplicaHandle]:
         config = self._config
-        capture = config.trainer.router_replay == "R3"
+        capture = config.captures_routing
+        check_engine(config.engine, checkpoint=checkpoint, capture=capture, force=config.forces_routing)
 
         async def start(index: int) -> ReplicaHandle:
             replica = await ReplicaHandle.start(
@@ -212,7 +220,7 @@ class Program:
         self,
         queue: QueueClient,
         trainer: TrainerHandle,
-        replicas: list[ReplicaHandle],
+        fleet: ReplicaFleet,
         publisher: Publisher,
         tools: PauseGate,
         recorder: Recorder,
@@ -224,7 +232,7 @@ class Program:
         config = self._config
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         loop: AgentLoop = self._task.build_loop(
-            engine=ReplicaRouter(replicas),
+            engine=ReplicaRouter(fleet),
             tokenizer=tokenizer,
             sampling=config.rollout.sampling,
             limits=config.rollout.limits,
@@ -233,7 +241,9 @@ class Program:
         validator = None
         if config.validation.prompts:
             held_out = self._task.validation_prompts(config.validation.prompts)
-            validator = Validator(loop=loop, routing=routing, prompts=held_out)
+            validator = Validator(
+                loop=loop, routing=routing, prompts=held_out, resume_routing=config.rollout.resume_routing
+            )
         return Pipeline(
             config=PipelineConfig(
                 total_train_steps=config.total_train_steps,
@@ -241,18 +251,23 @@ class Program:
                 validate_every=config.validation.every,
                 max_failed_groups=config.rollout.max_failed_groups,
                 advantage=config.advantage,
+                kept_kv=config.rollout.on_update == "keep" and config.rollout.kv == "keep",
                 weights_directory=weights_directory,
+                replica_timeout_s=config.sync.timeout_s,
             ),
             prompts=PromptSource(
                 self._order, cursor=self._start.prompt_cursor, unfinished=self._start.unfinished_prompts
             ),
             queue=queue,
             rollouter=Rollouter(
-                loop=loop, routing=routing, trajectories_per_group=config.rollout.trajectories_per_group
+                loop=loop,
+                routing=routing,
+                trajectories_per_group=config.rollout.trajectories_per_group,
+                resume_routing=config.rollout.resume_routing,
             ),
             trainer=trainer,
             publisher=publisher,
-            clock=ReplicaFleet(replicas),
+            replicas=fleet,
             validator=validator,
             checkpoints=Checkpoints(self._directory / "checkpoints", config=config.checkpoint),
             recorder=recorder,

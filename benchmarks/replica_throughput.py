@@ -63,7 +63,7 @@ def ways(replica: VllmReplica, *, info: ModelInfo, tokens: int, max_model_len: i
 
     async def through_replica(name: str, prompt: Any) -> int:
         request = GenerateRequest(request_id=name, token_ids=prompt, max_new_tokens=tokens, cache_salt=name)
-        return len(await replica.generate(request))
+        return sum(map(len, await replica.generate(request)))
 
     async def through_decoder(name: str, prompt: Any) -> int:
         decoder = SegmentDecoder(

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import uvloop
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -229,7 +230,7 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
 
 
 async def _sampled(engine: Engine, request: GenerateRequest) -> int:
-    return len(await engine.generate(request))
+    return sum(map(len, await engine.generate(request)))
 
 
 def rates_table(found: dict[str, Rates]) -> str:
@@ -305,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             size = f"{min(budgets)} to {max(budgets)} tokens each"
             print(f"{args.requests} requests, {args.concurrency} at a time, {size}\n")
             print(
-                asyncio.run(compare(config, checkpoint=checkpoint, load=load, rounds=args.rounds, profile=args.profile))
+                uvloop.run(compare(config, checkpoint=checkpoint, load=load, rounds=args.rounds, profile=args.profile))
             )
         finally:
             ray.shutdown()

@@ -17,7 +17,7 @@ from message_queue.ledger import LedgerError, LedgerRecord, LedgerTotal
 from message_queue.staleness import StalenessError
 from message_queue.tokens import ContractError, RoutingSpec
 from message_queue.trajectory import PromptGroup
-from message_queue.wire import decode_group, encode_group
+from message_queue.wire import check_rank_code, decode_group, encode_group
 
 REFUSALS = (QueueError, ContractError, LedgerError, StalenessError)
 
@@ -39,11 +39,14 @@ class QueueClientConfig:
     timeout_s: bound on one answer, beyond the time that the queue was asked to wait.
     slice_s: a call that waits is asked for again after this long, which is when a dead queue is noticed at the latest
     together with timeout_s. max_wait_s: bound on one wait as a whole; None waits as long as the queue answers.
+    rank_code_rows: send routing rows by the rank of each expert set: fewer bytes for more work; the order within the
+    top-k is lost.
     """
 
     timeout_s: float = 60.0
     slice_s: float = 10.0
     max_wait_s: float | None = None
+    rank_code_rows: bool = False
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "slice_s"):
@@ -64,11 +67,14 @@ class QueueClient:
         name: unique among all clients this queue ever had; it names the calls.
         routing: what a routing row means; None when the run captures none.
 
-    Raises, from every method:
-        QueueUnavailable: the queue is dead, or did not answer in time.
+    Raises:
+        ContractError: rank_code_rows for a model whose expert sets take more than 128 bits.
+        QueueUnavailable: from every method, when the queue is dead or did not answer in time.
     """
 
     def __init__(self, handle: Any, *, name: str, routing: RoutingSpec | None, config: QueueClientConfig) -> None:
+        if config.rank_code_rows and routing is not None:
+            check_rank_code(routing)
         self._handle = handle
         self._name = name
         self._routing = routing
@@ -85,7 +91,7 @@ class QueueClient:
 
     async def put(self, group: PromptGroup) -> PutResult:
         """Hand in a finished group; see `TrajectoryQueue.put`. Cancelled, it leaves the group open or ready."""
-        data = encode_group(group)
+        data = encode_group(group, rank_coded=self._config.rank_code_rows)
         return await self._wait(f"put(group={group.group})", self._handle.put_bytes, data, ticket=self._ticket())
 
     async def take(self) -> Batch[PromptGroup]:

@@ -5,22 +5,50 @@
 Merge rule: a segment contributes rows from the first position that is not yet covered. Rows already held are never
 replaced, whatever aborts, resumes, new turns or weight updates did. A gap is an error, unless the engine states that
 it cannot give the rows; those are -1 and counted.
+
+That is `append`. What a segment brings for positions already covered is, by `resume_routing`:
+
+    append   left out
+    force    left out; the engine is given the held rows, and forwards those positions over them
+    replace  held from its first row on, in place of what was held (what other systems do)
+    split    left out where it is equal; where it differs, the segment begins a training sequence of its own, over the
+             rows as it brought them
+
+A segment without tokens brings no rows in `replace` and `split`: nothing was sampled over them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from message_queue.tokens import ContractError, Float32Array, Int32Array, RoutingSpec, StopReason, TokenOutput
+from message_queue.rows import NOT_ROUTED, NOT_SAMPLED, HeldRows, Int16Array
+from message_queue.sequence import BoolArray, Strand, TrainingSequence, training_sequences
+from message_queue.tokens import (
+    ContractError,
+    Float32Array,
+    Int32Array,
+    RoutedExperts,
+    RoutingSpec,
+    StopReason,
+    TokenOutput,
+)
 
-BoolArray = NDArray[np.bool_]
-Int16Array = NDArray[np.int16]
+__all__ = [
+    "NOT_ROUTED",
+    "NOT_SAMPLED",
+    "BoolArray",
+    "Int16Array",
+    "PromptGroup",
+    "ResumeRouting",
+    "TrainingSequence",
+    "Trajectory",
+    "Turn",
+]
 
-NOT_ROUTED = -1  # a row the trainer routes with its live router
-NOT_SAMPLED = -1  # param_version of a token that no policy sampled
+ResumeRouting = Literal["append", "force", "replace", "split"]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,18 +69,26 @@ class Trajectory:
 
     Args:
         routing: what a row means; None for a model without experts or a run that does not capture routing.
+        resume_routing: what becomes of rows for positions that are covered already.
+
+    Raises:
+        ContractError: no such resume_routing.
     """
 
-    def __init__(self, *, routing: RoutingSpec | None) -> None:
+    def __init__(self, *, routing: RoutingSpec | None, resume_routing: ResumeRouting = "append") -> None:
+        if resume_routing not in get_args(ResumeRouting):
+            raise ContractError(
+                f"Trajectory.resume_routing is {resume_routing!r}; choose one of {', '.join(get_args(ResumeRouting))}"
+            )
         self.routing = routing
+        self.resume_routing: ResumeRouting = resume_routing
         self.turns: list[Turn] = []
         self.reward: float | None = None
         self.stop_reason: StopReason | None = None
         self.info: dict[str, float] = {}
-        self.num_unavailable_rows = 0
         self._length = 0
-        self._rows: list[Int16Array] = []
-        self._num_rows = 0
+        self._num_segments = 0
+        self._strands = [Strand(0, 0, None if routing is None else HeldRows(routing))]
 
     def __len__(self) -> int:
         """T: prompt, observation and sampled tokens."""
@@ -61,7 +97,17 @@ class Trajectory:
     @property
     def num_rows(self) -> int:
         """Routing rows held: positions 0..num_rows-1 are covered."""
-        return self._num_rows
+        return 0 if self._rows is None else len(self._rows)
+
+    @property
+    def num_unavailable_rows(self) -> int:
+        """Rows among those held that no engine could give."""
+        return 0 if self._rows is None else self._rows.num_unavailable
+
+    @property
+    def sequence_starts(self) -> tuple[int, ...]:
+        """Number of the first segment of each training sequence."""
+        return tuple(strand.first_segment for strand in self._strands)
 
     @property
     def closed(self) -> bool:
@@ -91,8 +137,12 @@ class Trajectory:
         self.turns.append(Turn(observation=token_ids))
         self._length += len(token_ids)
 
-    def extend(self, segment: TokenOutput) -> None:
+    def extend(self, segment: TokenOutput, *, rows_replaced: int = 0) -> None:
         """Append a segment that was decoded right after the tokens held so far, and merge its rows.
+
+        Args:
+            rows_replaced: rows at the end of the segment's that are left out, because a later segment of a trajectory
+                that is read back replaces them.
 
         Raises:
             ContractError: no turn is open, rows are missing, overlap the future, or leave a gap. Nothing is changed.
@@ -100,13 +150,14 @@ class Trajectory:
         self._require_open()
         if not self.turns:
             raise ContractError("a segment came before the prompt; call observe first")
-        rows, unavailable = self._new_rows(segment)
+        rows = self._checked_rows(segment, rows_replaced)
+        if rows is not None and self._rows is not None:
+            held = self._held_before(rows, self._rows)
+            held.add(rows, version=segment.weights.version)
+            held.add_unavailable(rows_replaced)
         self.turns[-1].segments.append(segment)
         self._length += len(segment)
-        if rows is not None:
-            self._rows.append(rows)
-            self._num_rows += len(rows)
-            self.num_unavailable_rows += unavailable
+        self._num_segments += 1
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
         """End the trajectory with its reward."""
@@ -141,25 +192,43 @@ class Trajectory:
         return out
 
     def row_versions(self) -> Int32Array:
-        """int32 [T], version of the weights whose forward pass gave row p; -1 where there is no row."""
-        out = np.full(self._length, NOT_SAMPLED, np.int32)
-        covered = 0
-        for start, segment in self._placed():
-            end = max(covered, start + len(segment) - 1) if self.routing is not None and len(segment) else covered
-            out[covered:end] = segment.weights.version
-            covered = end
-        return out
+        """int32 [T], version of the weights whose forward pass gave row p; -1 where there is no row.
+
+        With several training sequences, of the last.
+        """
+        if self._rows is None:
+            return np.full(self._length, NOT_SAMPLED, np.int32)
+        return self._rows.versions(self._length)
 
     def routed_experts(self) -> Int16Array | None:
-        """int16 [T, moe_layers, top_k], -1 where the trainer uses its live router (always the last row)."""
-        if self.routing is None:
-            return None
-        out = np.full((self._length, *self.routing.row_shape), NOT_ROUTED, np.int16)
-        if self._rows:
-            out[: self._num_rows] = np.concatenate(self._rows)
-        return out
+        """int16 [T, moe_layers, top_k], -1 where the trainer uses its live router (always the last row).
+
+        With several training sequences, of the last.
+        """
+        return None if self._rows is None else self._rows.experts(self._length)
+
+    def leading_rows(self) -> RoutedExperts | None:
+        """Rows from position 0 to the first that is -1, as an engine is given them to force; None without any."""
+        return None if self._rows is None else self._rows.leading()
+
+    def sequences(self) -> list[TrainingSequence]:
+        """What the trainer forwards: one sequence, or several with `split`.
+
+        Every sampled token is in the loss of exactly one.
+        """
+        return training_sequences(
+            self._strands,
+            token_ids=self.token_ids(),
+            behaviour_logprobs=self.behaviour_logprobs(),
+            param_versions=self.param_versions(),
+        )
 
     # ---- inside
+
+    @property
+    def _rows(self) -> HeldRows | None:
+        """Rows of the training sequence that goes on; None without routing."""
+        return self._strands[-1].rows
 
     def _require_open(self) -> None:
         if self.closed:
@@ -176,38 +245,66 @@ class Trajectory:
                 at += len(segment)
         return placed
 
-    def _new_rows(self, segment: TokenOutput) -> tuple[Int16Array | None, int]:
-        """Rows of `segment` for positions not yet covered, and how many of them the engine could not give."""
+    def _held_before(self, rows: RoutedExperts, held: HeldRows) -> HeldRows:
+        """What stays of the held rows, of which `rows` adds those that lie after them."""
+        match self.resume_routing:
+            case "append" | "force":
+                return held
+            case "replace":
+                kept = held.first(rows.first_position)
+                self._strands[-1] = Strand(self._strands[-1].first_segment, self._strands[-1].start, kept)
+                return kept
+            case "split":
+                if not held.differ(rows):
+                    return held
+                kept = held.first(rows.first_position - rows.unavailable)
+                self._strands.append(Strand(self._num_segments, self._length, kept))
+                return kept
+
+    def _checked_rows(self, segment: TokenOutput, replaced: int) -> RoutedExperts | None:
+        """The rows that `segment` brings to the merge; None where it brings none."""
+        if replaced and self.resume_routing != "replace":
+            raise ContractError(
+                f"rows_replaced is {replaced} with resume_routing {self.resume_routing!r}; only 'replace' replaces rows"
+            )
         given = segment.routed_experts
-        if self.routing is None or (given is None and not len(segment)):
-            return None, 0
+        if self.routing is None:
+            if given is not None:
+                raise ContractError(
+                    f"segment from replica {segment.replica} has routed_experts with {len(given.experts)} rows, "
+                    "but the trajectory captures no routing; give it the model's RoutingSpec"
+                )
+            return None
         if given is None:
+            if not len(segment):
+                return None
             raise ContractError(
                 f"segment of {len(segment)} tokens from replica {segment.replica} carries no routing rows; "
-                f"expected rows {self._num_rows}..{self._length + len(segment) - 2}"
+                f"expected rows {self.num_rows}..{self._length + len(segment) - 2}"
             )
         given.check(self.routing)
+        self._check_extent(segment, given, end=given.end_position + replaced)
+        return given if len(segment) or self.resume_routing in ("append", "force") else None
+
+    def _check_extent(self, segment: TokenOutput, given: RoutedExperts, *, end: int) -> None:
+        """Refuse rows that start late, or that do not end with the last token that was forwarded."""
         last_forwarded = self._length + len(segment) - 2
-        if len(segment) and given.end_position != last_forwarded + 1:
+        if len(segment) and end != last_forwarded + 1:
             raise ContractError(
-                f"segment from replica {segment.replica} has rows up to position {given.end_position - 1}; "
+                f"segment from replica {segment.replica} has rows up to position {end - 1}; "
                 f"its {len(segment)} tokens after position {self._length - 1} need rows up to {last_forwarded}"
             )
-        if given.end_position > last_forwarded + 1:
+        if end > last_forwarded + 1:
             raise ContractError(
-                f"segment from replica {segment.replica} has a row at position {given.end_position - 1}, "
+                f"segment from replica {segment.replica} has a row at position {end - 1}, "
                 f"but only positions up to {last_forwarded} were forwarded"
             )
         stated = given.first_position - given.unavailable
-        if stated > self._num_rows:
+        if stated > self.num_rows:
             raise ContractError(
                 f"segment from replica {segment.replica} has rows from position {given.first_position}; "
-                f"rows {self._num_rows}..{stated - 1} are missing"
+                f"rows {self.num_rows}..{stated - 1} are missing"
             )
-        absent = max(0, given.first_position - self._num_rows)
-        fresh = given.experts[max(0, self._num_rows - given.first_position) :].astype(np.int16)
-        filler = np.full((absent, *self.routing.row_shape), NOT_ROUTED, np.int16)
-        return np.concatenate([filler, fresh]) if absent else fresh, absent
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -2,7 +2,8 @@
 
 preamble   magic "ARLQ", format, kind, bytes of head and payload, crc32 of all else
 head       msgpack: everything but the arrays, and how long each array is; zeros up to a multiple of 8 bytes
-payload    token ids (int32), logprobs (float32), routing rows (uint8 or uint16), little endian, in that order
+payload    token ids (int32), logprobs (float32), routing rows (uint8 or uint16, or rank-coded), little endian, in
+           that order
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from message_queue.tokens import ContractError, StopReason
+from message_queue.trajectory import ResumeRouting
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = b"ARLQ"
 GROUP, TRAJECTORY, SEGMENT = KINDS = ("group", "trajectory", "segment")
 
@@ -30,11 +32,28 @@ class WireError(ContractError):
 
 
 class RowsHead(msgspec.Struct, frozen=True, array_like=True):
-    """Rows `first_position .. first_position + count - 1`; the engine could not give `unavailable` before them."""
+    """Rows `first_position .. first_position + count - 1`; the engine could not give `unavailable` before them.
+
+    replaced: rows after them that are not sent, because a later segment replaces them.
+    """
 
     first_position: int
     count: int
     unavailable: int
+    replaced: int
+
+
+class RowLayout(msgspec.Struct, frozen=True, array_like=True):
+    """What all rows of a message are.
+
+    width: bytes of an expert id. num_experts: None where the sender does not know. rank_coded: sets by their rank.
+    """
+
+    moe_layers: int
+    top_k: int
+    width: int
+    num_experts: int | None
+    rank_coded: bool
 
 
 class SegmentHead(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +76,7 @@ class TurnHead(msgspec.Struct, frozen=True, array_like=True):
 class TrajectoryHead(msgspec.Struct, frozen=True, array_like=True):
     """stop_reason and reward are None while the trajectory is open."""
 
+    resume_routing: ResumeRouting
     turns: list[TurnHead]
     stop_reason: StopReason | None
     reward: float | None
@@ -66,11 +86,11 @@ class TrajectoryHead(msgspec.Struct, frozen=True, array_like=True):
 class MessageHead(msgspec.Struct, frozen=True, array_like=True):
     """ids: group, prompt, admitted_version, admitted_update; zeros where there is no group.
 
-    row_shape: (moe_layers, top_k, bytes per expert id), None without rows. weights: (version, digest).
+    row_layout: None without rows. weights: (version, digest).
     """
 
     ids: tuple[int, int, int, int]
-    row_shape: tuple[int, int, int] | None
+    row_layout: RowLayout | None
     weights: list[tuple[int, str]]
     replicas: list[str]
     trajectories: list[TrajectoryHead]
@@ -86,6 +106,10 @@ class MessageHead(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         """All tokens."""
         return self.num_sampled() + sum(turn.observation for t in self.trajectories for turn in t.turns)
+
+    def num_rows(self) -> int:
+        """Routing rows in the payload."""
+        return sum(segment.rows.count for segment in self.segments() if segment.rows is not None)
 
 
 def seal(kind: str, head: MessageHead, payload: Sequence[memoryview]) -> bytes:

@@ -51,6 +51,12 @@ def qwen3_dense_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     )
 
 
+def qwen2_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """No experts; bias on query, key and value."""
+    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
+    return transformers.Qwen2Config(**{**fields, "vocab_size": vocab_size, "num_key_value_heads": 2, **changes})
+
+
 def deepseek_v3_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     """Latent attention, grouped sigmoid routing with a correction bias, one shared expert; layer 0 is dense."""
     fields = {
@@ -75,23 +81,65 @@ def deepseek_v3_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     return transformers.DeepseekV3Config(**{**fields, **changes})
 
 
-def spread_model(config: Any, *, seed: int) -> Any:
-    """A float32 model of `config` with wide random weights."""
+def qwen2_moe_config(*, vocab_size: int = 117, dense_layers: tuple[int, ...] = (0,), **changes: Any) -> Any:
+    """8 experts, top-2, one shared expert behind a gate, bias on query, key and value; layer 0 is dense."""
+    fields = {
+        **COMMON,
+        "vocab_size": vocab_size,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 96,
+        "mlp_only_layers": list(dense_layers),
+    }
+    return transformers.Qwen2MoeConfig(**{**fields, **changes})
+
+
+def mixtral_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """8 experts, top-2, in every layer."""
+    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
+    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+    return transformers.MixtralConfig(**{**fields, "intermediate_size": 64, **changes})
+
+
+def glm4_moe_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """Sigmoid routing with a correction bias, half of each head turns, head norms and bias; layer 0 is dense."""
+    fields = {
+        **COMMON,
+        "vocab_size": vocab_size,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    }
+    return transformers.Glm4MoeConfig(**{**fields, **changes})
+
+
+def spread_model(config: Any, *, seed: int, vectors: bool = False) -> Any:
+    """A float32 model of `config` with wide random weights; `vectors`: norms and biases are random too."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, _spread_of(name))
+            elif vectors:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.1)
     return model.eval()
 
 
-def save_checkpoint(config: Any, directory: Path, *, seed: int) -> Path:
+def save_checkpoint(config: Any, directory: Path, *, seed: int, vectors: bool = False) -> Path:
     """Save `spread_model(config)` as a checkpoint folder; the same seed gives the same bytes."""
-    spread_model(config, seed=seed).save_pretrained(directory)
+    spread_model(config, seed=seed, vectors=vectors).save_pretrained(directory)
     if config.model_type.startswith("deepseek"):  # transformers 5 drops two fields that vLLM reads
         path = directory / "config.json"
         fields = json.loads(path.read_text())

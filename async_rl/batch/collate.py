@@ -1,17 +1,29 @@
 """Trajectories -> one right-padded TensorDict batch. Nothing is cut, sorted or re-tokenized.
 
-Keys of an RL batch of S trajectories, the longest of T tokens:
+A trajectory is one sequence of the batch, or several where its resumed segments were decoded over other rows
+(`resume_routing=split`). Every sampled token is under the loss mask of exactly one, so counts of tokens under the mask
+are right as they are; what is counted per trajectory goes by the key `trajectory`.
+
+Keys of an RL batch of S sequences, the longest of T tokens:
     token_ids            int64   [S, T]        0 after the end
-    loss_mask            bool    [S, T]        True where the policy sampled the token
-    behaviour_logprobs   float32 [S, T]        0 where not sampled
-    advantages           float32 [S]
-    informative          bool    [S]           False: left out of the forward pass
-    lag                  int32   [S, T]        staleness in optimizer updates; -1 where not sampled
-    pure_lag0            bool    [S, T]        sampled at lag 0 over rows that were all computed at lag 0
+    loss_mask            bool    [S, T]        True where the policy sampled the token over the rows of this sequence
+    behaviour_logprobs   float32 [S, T]        0 outside the loss mask
+    advantages           float32 [S]           of the trajectory
+    informative          bool    [S]           of the trajectory; False: left out of the forward pass
+    lag                  int32   [S, T]        staleness in optimizer updates; -1 outside the loss mask
+    pure_lag0            bool    [S, T]        sampled by the current weights over nothing but what they compute here
     routed_experts       int16   [S, T, L, K]  -1: live router; absent where the model does not route
     lengths              int64   [S]
+    trajectory           int64   [S]           number of the trajectory in the batch
     group                int64   [S]           id of the prompt group
 A supervised batch has token_ids, loss_mask and lengths.
+
+A token is pure at lag 0 when trainer and engine must agree on it but for rounding: its own weights are the current
+ones, no row before it is -1, and K/V of every position before it came from the current weights over those very rows.
+    append, replace, split   K/V of a position is at least as new as its row: every row before the token is of lag 0.
+    force                    a resumed request computes K/V anew over the rows that are held: their age does not matter.
+    kept K/V                 a request may read any K/V that its group left in the prefix cache. The cache is salted by
+                             group, so only where the group was admitted at lag 0 is all of it of lag 0.
 """
 
 from __future__ import annotations
@@ -25,7 +37,7 @@ from tensordict import TensorDict
 
 from async_rl.batch.advantage import Advantages
 from message_queue.tokens import Int32Array
-from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, BoolArray, PromptGroup, Trajectory
+from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, BoolArray, PromptGroup, TrainingSequence
 
 
 class BatchError(ValueError):
@@ -38,6 +50,7 @@ def collate(
     advantages: Advantages,
     current_update: int,
     version_updates: Mapping[int, int],
+    kept_kv: bool = False,
 ) -> TensorDict:
     """Build the batch that the trainer takes its gradient on.
 
@@ -45,41 +58,46 @@ def collate(
         advantages: of the trajectories of `groups` in order.
         current_update: optimizer updates held by the weights whose gradient is taken.
         version_updates: param_version -> optimizer updates those weights hold.
+        kept_kv: K/V outlives weight updates in the engines (rollout.on_update=keep with rollout.kv=keep).
 
     Raises:
         BatchError: no trajectories, advantages of another count, a version nobody published, or routed and unrouted
             trajectories together.
     """
-    trajectories = [t for g in groups for t in g.trajectories]
+    trajectories = [(g, t) for g in groups for t in g.trajectories]
     if not trajectories:
         raise BatchError("the batch has no trajectories")
     if len(trajectories) != len(advantages.values):
         raise BatchError(f"{len(trajectories)} trajectories, but {len(advantages.values)} advantages")
-    ids = [t.token_ids() for t in trajectories]
-    versions = [t.param_versions() for t in trajectories]
-    lags = [_lags(v, current_update, version_updates) for v in versions]
-    experts = _routed_experts(trajectories)
+    parts: list[TrainingSequence] = []
+    of: list[int] = []  # the trajectory of each part
+    pure: list[BoolArray] = []
+    lags: list[Int32Array] = []
+    for number, (group, trajectory) in enumerate(trajectories):
+        old_kv = kept_kv and group.admitted_update != current_update
+        for part in trajectory.sequences():
+            lag, row_lag = (_lags(v, current_update, version_updates) for v in (part.param_versions, part.row_versions))
+            fresh = _fresh(part, lag, row_lag, recomputed=trajectory.resume_routing == "force" and not kept_kv)
+            pure.append(np.zeros(len(part), np.bool_) if old_kv else _pure_lag0(lag, fresh))
+            lags.append(lag)
+            parts.append(part)
+            of.append(number)
+    experts = _routed_experts(parts)
     columns = {
-        "token_ids": _stack(ids, np.dtype(np.int64), 0),
-        "loss_mask": _stack([v != NOT_SAMPLED for v in versions], np.dtype(np.bool_), False),
-        "behaviour_logprobs": _stack([t.behaviour_logprobs() for t in trajectories], np.dtype(np.float32), 0.0),
-        "advantages": torch.from_numpy(advantages.values.copy()),
-        "informative": torch.from_numpy(advantages.informative.copy()),
+        "token_ids": _stack([p.token_ids for p in parts], np.dtype(np.int64), 0),
+        "loss_mask": _stack([p.loss_mask for p in parts], np.dtype(np.bool_), False),
+        "behaviour_logprobs": _stack([p.behaviour_logprobs for p in parts], np.dtype(np.float32), 0.0),
+        "advantages": torch.from_numpy(advantages.values[of]),
+        "informative": torch.from_numpy(advantages.informative[of]),
         "lag": _stack(lags, np.dtype(np.int32), -1),
-        "pure_lag0": _stack(
-            [
-                _pure_lag0(lag, _lags(t.row_versions(), current_update, version_updates), rows)
-                for t, lag, rows in zip(trajectories, lags, experts or [None] * len(lags), strict=True)
-            ],
-            np.dtype(np.bool_),
-            False,
-        ),
-        "lengths": torch.tensor([len(i) for i in ids], dtype=torch.int64),
-        "group": torch.tensor([g.group for g in groups for _ in g.trajectories], dtype=torch.int64),
+        "pure_lag0": _stack(pure, np.dtype(np.bool_), False),
+        "lengths": torch.tensor([len(p) for p in parts], dtype=torch.int64),
+        "trajectory": torch.tensor(of, dtype=torch.int64),
+        "group": torch.tensor([trajectories[number][0].group for number in of], dtype=torch.int64),
     }
     if experts is not None:
         columns["routed_experts"] = _stack(experts, np.dtype(np.int16), NOT_ROUTED)
-    return TensorDict(columns, batch_size=[len(trajectories)])
+    return TensorDict(columns, batch_size=[len(parts)])
 
 
 def collate_supervised(examples: Sequence[tuple[Int32Array, BoolArray]]) -> TensorDict:
@@ -125,21 +143,29 @@ def _lags(versions: Int32Array, current_update: int, version_updates: Mapping[in
     return out
 
 
-def _pure_lag0(lag: Int32Array, row_lag: Int32Array, rows: NDArray[np.int16] | None) -> BoolArray:
-    """bool [T]: sampled at lag 0, and so was everything its distribution was computed from."""
-    fresh = row_lag == 0 if rows is not None else lag <= 0  # without rows, sampled tokens tell when they were forwarded
-    if rows is not None:
-        fresh &= (rows != NOT_ROUTED).all(axis=(1, 2))
+def _fresh(part: TrainingSequence, lag: Int32Array, row_lag: Int32Array, *, recomputed: bool) -> BoolArray:
+    """bool [t]: K/V of the position is what the current weights give over the row that is replayed.
+
+    Args:
+        recomputed: K/V is computed anew, under the rows that are held, by whichever weights sample next.
+    """
+    if part.routed_experts is None:
+        return lag <= 0  # without rows, sampled tokens tell when they were forwarded
+    known = (part.routed_experts != NOT_ROUTED).all(axis=(1, 2))
+    return known if recomputed else known & (row_lag == 0)
+
+
+def _pure_lag0(lag: Int32Array, fresh: BoolArray) -> BoolArray:
+    """bool [t]: sampled at lag 0 over fresh positions only."""
     before = np.concatenate([np.ones(1, np.bool_), np.logical_and.accumulate(fresh)[:-1]])
     return (lag == 0) & before
 
 
-def _routed_experts(trajectories: Sequence[Trajectory]) -> list[NDArray[np.int16]] | None:
-    rows = [t.routed_experts() for t in trajectories]
-    given = [r for r in rows if r is not None]
+def _routed_experts(parts: Sequence[TrainingSequence]) -> list[NDArray[np.int16]] | None:
+    given = [p.routed_experts for p in parts if p.routed_experts is not None]
     if not given:
         return None
-    if len(given) != len(rows) or len({r.shape[1:] for r in given}) != 1:
+    if len(given) != len(parts) or len({r.shape[1:] for r in given}) != 1:
         raise BatchError("some trajectories carry routing rows and others do not, or rows of another shape")
     return given
 

@@ -8,15 +8,14 @@ CPU backend).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.engines.checkpoint_weights import digest_checkpoint, tensor_names, weight_files
-from async_rl.engines.replica import Flight, ReplicaStats, RequestGate
+from async_rl.engines.replica import KeptKV, ReplicaStats, RequestGate
 from async_rl.engines.vllm_config import (
     ServedModel,
     VllmConfig,
@@ -25,17 +24,16 @@ from async_rl.engines.vllm_config import (
     engine_environment,
     wrong_environment,
 )
-from async_rl.engines.vllm_segment import sampling_params, to_segment
+from async_rl.engines.vllm_decode import Decoder, LoadedWeights
+from async_rl.engines.vllm_process import describe, engine_processes, is_engine_death, start_engine, stop_engine
+from async_rl.engines.vllm_segment import recorded_rows, weight_label
 from async_rl.weights.transport import WeightUpdate
-from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["VllmConfig", "VllmReplica", "check_engine", "engine_environment"]
-
-STOP_TIMEOUT_S = 10.0  # an engine process that takes longer to stop is killed
 
 
 class VllmReplica:
@@ -51,20 +49,20 @@ class VllmReplica:
         config: VllmConfig,
         name: str,
         model: ServedModel,
-        capture_routing: bool,
         weights: WeightVersion,
         names: frozenset[str],
     ) -> None:
         self.name = name
         self._engine = engine
         self._config = config
-        self._info = model.info
-        self._routing = model.info.routing if capture_routing else None
-        self._weights = weights
+        self._model = model
+        self._weights = LoadedWeights(weights)
         self._names = names
         self._gate = RequestGate(name)
+        self._decoder = Decoder(engine, gate=self._gate, name=name, model=model, weights=self._weights)
+        self._halted = False  # whether the engine was told to hold still
         self._closed = False
-        self._processes = _engine_processes(engine)
+        self._processes = engine_processes(engine)
         self._loop = asyncio.get_running_loop()
         for process in self._processes:
             self._loop.add_reader(process.sentinel, self._on_death, process)
@@ -93,9 +91,10 @@ class VllmReplica:
             raise EngineError(f"{name}: {problem}")
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                engine = await _start_engine(engine_args(config, model, capture_routing=capture_routing))
+                engine = await start_engine(engine_args(config, model, capture_routing=capture_routing))
                 if weights is None:
                     weights = WeightVersion(0, await asyncio.to_thread(digest_checkpoint, checkpoint))
+                await engine.update_weight_version(weight_label(weights))
         except TimeoutError as error:
             raise EngineError(
                 f"{name}: the engine did not start within engine.start_timeout_s={config.start_timeout_s}"
@@ -107,7 +106,6 @@ class VllmReplica:
             config=config,
             name=name,
             model=model,
-            capture_routing=capture_routing,
             weights=weights,
             names=tensor_names(files),
         )
@@ -115,50 +113,22 @@ class VllmReplica:
     @property
     def weights(self) -> WeightVersion:
         """What the engine has loaded."""
-        return self._weights
+        return self._weights.current
 
     # ---- generating
 
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Decode one segment; see `agent_loop.engine.Engine.generate`."""
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        """Decode; see `agent_loop.engine.Engine.generate`. A request that no engine can serve is an EngineError."""
         async with self._gate.admit(request.request_id) as flight:
-            weights = self._weights  # a load waits until this flight has landed
             try:
                 async with asyncio.timeout(self._config.generate_timeout_s):
-                    output = await self._decode(request, flight)
-                segment = to_segment(
-                    output, request=request, info=self._info, routing=self._routing, weights=weights, replica=self.name
-                )
+                    segments = await self._decoder.decode(request, flight)
             except TimeoutError as error:
                 raise EngineError(
                     f"{self.name}: request {request.request_id} took longer than "
                     f"engine.generate_timeout_s={self._config.generate_timeout_s}"
                 ) from error
-            except ContractError as error:
-                raise EngineError(f"{self.name}: request {request.request_id}: {error}") from error
-            return self._gate.landed(flight, segment)
-
-    async def _decode(self, request: GenerateRequest, flight: Flight) -> RequestOutput:
-        """vLLM's final output. An abort that came before vLLM knew the request is repeated once it does."""
-        params = sampling_params(request, info=self._info, capture_routing=self._routing is not None)
-        prompt: Any = {"type": "token", "prompt_token_ids": request.token_ids.tolist()}
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt
-        try:
-            collector = await self._engine.add_request(request.request_id, prompt, params)
-            if flight.abort_requested:
-                await self._engine.abort(request.request_id)
-            output: Any = collector.get_nowait() or await collector.get()
-            while not output.finished:
-                output = collector.get_nowait() or await collector.get()
-            return output
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):  # a dead engine holds no request
-                await self._engine.abort(request.request_id)
-            raise
-        except Exception as error:
-            self._gate.check_alive()
-            raise EngineError(f"{self.name}: request {request.request_id} failed: {_describe(error)}") from error
+            return self._gate.landed(flight, segments)
 
     # ---- control
 
@@ -176,33 +146,76 @@ class VllmReplica:
 
     async def drain(self) -> None:
         """Wait for what is in flight now."""
-        self._gate.check_alive()
+        self._gate.require_moving("drain")
         await self._gate.unless_failed(self._gate.wait_landed(self._gate.in_flight()))
 
-    async def load(self, update: WeightUpdate) -> WeightVersion:
-        """Load a published version and prove it by its digest."""
-        self._gate.require_quiet(f"load of version {update.weights.version}")
+    async def freeze(self) -> int:
+        """Hold what is in flight inside the engine."""
+        self._gate.require_paused("freeze")
+        if self._gate.in_flight():
+            self._halted = True
+            await self._bounded("freeze", self._engine.pause_generation(mode="keep", clear_cache=False))
+        return self._gate.freeze()
+
+    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+        """Load a published version and prove it by its digest.
+
+        To recompute, frozen requests leave the engine and are sent again by `resume`, as long as they are by then and
+        with the recorded experts forced. To keep, they stay where they are. Should the engine run out of K/V memory
+        and preempt one of those, it computes its K/V again by the weights of that time; the routing is the recorded
+        one where routers can be forced (see `check_engine`), else the live one.
+        """
+        number = update.weights.version
+        self._gate.require_quiet(f"load of version {number}")
         if absent := sorted(self._names - _names_of(update)):
             raise EngineError(
-                f"{self.name}: version {update.weights.version} in {update.path} lacks {len(absent)} tensors of the "
+                f"{self.name}: version {number} in {update.path} lacks {len(absent)} tensors of the "
                 f"checkpoint ({', '.join(absent[:3])}, ...); export every tensor"
             )
-        self._gate.suspect(f"version {update.weights.version} was not loaded whole")
+        if kv == "recompute":
+            await self._recall()
+        self._gate.suspect(f"version {number} was not loaded whole")
         digests = await self._bounded("load", self._engine.collective_rpc("load_update", args=(str(update.path),)))
         if wrong := next((digest for digest in digests if digest != update.weights.digest), None):
             self._gate.suspect(f"its weights have digest {wrong} instead of {update.weights.digest}")
             raise EngineError(
-                f"{self.name}: version {update.weights.version} was published with digest {update.weights.digest}, "
+                f"{self.name}: version {number} was published with digest {update.weights.digest}, "
                 f"but the engine loaded {wrong} from {update.path}"
             )
-        if not await self._bounded("load", self._engine.reset_prefix_cache()):
-            raise EngineError(f"{self.name}: the K/V of version {self._weights.version} is still in use after a drain")
+        if kv == "recompute" and not await self._bounded("load", self._engine.reset_prefix_cache()):
+            raise EngineError(f"{self.name}: the K/V of version {self.weights.version} is still in use after a drain")
+        await self._bounded("load", self._engine.update_weight_version(weight_label(update.weights)))
+        if kv == "keep":
+            await self._pin_routing()
         self._gate.suspect(None)
-        self._weights = update.weights
-        return self._weights
+        self._weights.replace(update.weights, in_flight=bool(self._gate.in_flight()))
+        return update.weights
+
+    async def _pin_routing(self) -> None:
+        """Have what is frozen routed as recorded, should its K/V be lost and computed again."""
+        if self._model.routing is None or self._model.unforcible is not None:
+            return
+        if rows := recorded_rows(self._engine, self._model.routing):
+            await self._bounded("load", self._engine.collective_rpc("pin_routing", args=(rows,)))
+
+    async def _recall(self) -> None:
+        """Take what is frozen out of the engine, to be sent again."""
+        if self._gate.in_flight() and self._model.routing is not None and self._model.unforcible is not None:
+            raise EngineError(
+                f"{self.name}: K/V in flight cannot be computed again under the experts that were recorded, because "
+                f"{self._model.unforcible}; use rollout.kv=keep, or abort first"
+            )
+        flights = self._gate.recall()
+        if flights:
+            await self._bounded("load", self._engine.abort([flight.request_id for flight in flights]))
+            await self._bounded("load", self._gate.wait_outside(flights))
 
     async def resume(self) -> None:
-        """Let held `generate` calls pass."""
+        """Let held `generate` calls pass and what is frozen go on."""
+        self._gate.require_resumable()
+        if self._halted:
+            await self._bounded("resume", self._engine.resume_generation())
+            self._halted = False
         self._gate.resume()
 
     async def stats(self) -> ReplicaStats:
@@ -216,7 +229,7 @@ class VllmReplica:
         self._closed = True
         self._gate.fail("the replica is closed")
         self._unwatch()
-        await _stop_engine(self._engine)
+        await stop_engine(self._engine)
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -235,7 +248,8 @@ class VllmReplica:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"{self.name}: {action} failed: {_describe(error)}") from error
+            kind = ReplicaLostError if is_engine_death(error) else EngineError
+            raise kind(f"{self.name}: {action} failed: {describe(error)}") from error
 
     def _on_death(self, process: Any) -> None:
         self._unwatch()
@@ -249,44 +263,8 @@ class VllmReplica:
             self._loop.remove_reader(process.sentinel)
 
 
-async def _start_engine(args: dict[str, Any]) -> AsyncLLM:
-    """Start the engine process without holding up the event loop."""
-
-    def start() -> AsyncLLM:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
-
-    engine = await asyncio.to_thread(start)
-    await engine.get_supported_tasks()  # cached by vLLM; the first request need not ask
-    return engine
-
-
-async def _stop_engine(engine: Any) -> None:
-    """Shut down without holding up the event loop; requests in flight end with an error."""
-    handler = engine.output_handler
-    if handler is not None and not handler.done():
-        handler.cancel()  # or vLLM logs the end of the engine as a failure
-        engine.output_processor.propagate_error(EngineError("the replica is closed"))
-    await asyncio.to_thread(engine.shutdown, timeout=STOP_TIMEOUT_S)
-    engine.shutdown = lambda timeout=None: None  # vLLM calls it again at interpreter exit, when it can only fail
-
-
-def _engine_processes(engine: Any) -> list[Any]:
-    """The processes that vLLM's client started."""
-    manager = engine.engine_core.resources.engine_manager
-    return list(manager.processes) if manager is not None else []
-
-
 def _names_of(update: WeightUpdate) -> frozenset[str]:
     try:
         return tensor_names([update.path])
     except (OSError, SafetensorError) as error:
         raise EngineError(f"cannot read version {update.weights.version} from {update.path}: {error}") from error
-
-
-def _describe(error: BaseException) -> str:
-    """Type and text of an error, with its cause; vLLM's own wrappers have no text."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{text} ({_describe(error.__cause__)})" if error.__cause__ is not None else text

@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from async_rl.engines.vllm_plugin import PLUGIN_VARIABLE
 from async_rl.model_info import ModelInfo, read_model_info
+from message_queue.tokens import RoutingSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_MULTIPLE = 32  # what vLLM's CPU attention kernels are written for
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
+FORCED_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3")  # proven against transformers
 RESERVED_ARGS = frozenset(
     {
         *("model", "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
@@ -95,15 +97,25 @@ class VllmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A checkpoint as the engine serves it. latent_attention: K/V compressed as in DeepSeek (MLA)."""
+    """A checkpoint as the engine serves it. latent_attention: K/V compressed as in DeepSeek (MLA).
+
+    routing: of the rows that the engine returns; None where it captures none.
+    unforcible: why the engine cannot be made to use given experts; None where it can.
+    """
 
     checkpoint: Path
     info: ModelInfo
     latent_attention: bool
+    routing: RoutingSpec | None
+    unforcible: str | None
 
 
-def check_engine(config: VllmConfig, *, checkpoint: Path, capture_routing: bool) -> ServedModel:
+def check_engine(
+    config: VllmConfig, *, checkpoint: Path, capture_routing: bool, force_routing: bool = False
+) -> ServedModel:
     """Refuse what vLLM would accept and then do wrong, before any process starts.
+
+    force_routing: whether requests will bring forced experts.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
@@ -137,7 +149,26 @@ def check_engine(config: VllmConfig, *, checkpoint: Path, capture_routing: bool)
                 f"engine.block_size is {config.block_size}; attention on the CPU needs a multiple of "
                 f"{BLOCK_MULTIPLE}, or null for {BLOCK_MULTIPLE}"
             )
-    return ServedModel(checkpoint=checkpoint, info=info, latent_attention=latent)
+    unforcible = _why_unforcible(config, info, capture_routing=capture_routing)
+    if force_routing and unforcible is not None:
+        raise ValueError(f"forced routing is asked for, but {unforcible}; use rollout.resume_routing=append")
+    return ServedModel(
+        checkpoint=checkpoint,
+        info=info,
+        latent_attention=latent,
+        routing=info.routing if capture_routing else None,
+        unforcible=unforcible,
+    )
+
+
+def _why_unforcible(config: VllmConfig, info: ModelInfo, *, capture_routing: bool) -> str | None:
+    if not capture_routing:
+        return "routing capture is off"
+    if device_of(config) != "cpu":
+        return f"engine.device is {device_of(config)}, and routers are forced in vLLM's CPU worker only"
+    if info.family not in FORCED_FAMILIES:
+        return f"the model family is {info.family}, and routers are forced in {', '.join(FORCED_FAMILIES)} only"
+    return None
 
 
 def device_of(config: VllmConfig) -> Literal["cpu", "cuda"]:

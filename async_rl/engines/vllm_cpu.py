@@ -1,4 +1,4 @@
-"""Repairs of vLLM 0.32's CPU backend: routed-experts capture, live updates of experts, seeded sampling.
+"""Repairs of vLLM 0.32's CPU backend: routed-experts capture, live updates of experts, seeded sampling; forced routing.
 
 Upstream drives its routed-experts data plane (`vllm/distributed/aux_output_connector`) from the GPU model runner V2
 only. Here the CPU runner drives the same data plane with the same calls.
@@ -7,6 +7,7 @@ only. Here the CPU runner drives the same data plane with the same calls.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,16 +23,23 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from async_rl.engines.vllm_forced import ForcedRouting
+
 REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load a plugin more than once
 
 
 class RoutingCPUModelRunner(CPUModelRunner):
-    """vLLM's CPU runner plus routed-experts capture; samples that are thrown away leave a request's seed alone."""
+    """vLLM's CPU runner plus capture and forcing of routed experts.
+
+    Samples that are thrown away leave a request's seed alone.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._capture: AuxOutputWorkerConnector | None = None
         self._pending: PendingAuxOutput | None = None
+        self._forced: ForcedRouting | None = None
+        self._counts: dict[str, int] = {}
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Also attach the capture to the model's routers."""
@@ -39,6 +47,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         if not self.vllm_config.aux_output_config.enabled:
             return
         self._capture = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+        self._forced = ForcedRouting(self.model)
         if not self.cache_config.enable_prefix_caching:
             _keep_no_blocks(self._capture)
 
@@ -47,10 +56,28 @@ class RoutingCPUModelRunner(CPUModelRunner):
         if self._capture is None:
             return super().execute_model(scheduler_output, intermediate_tensors)
         self._capture.begin_step(scheduler_output.aux_output_connector_metadata)
+        self._counts = scheduler_output.num_scheduled_tokens
+        if self._forced is not None:
+            self._forced.update(scheduler_output)
         output = super().execute_model(scheduler_output, intermediate_tensors)
         if scheduler_output.total_num_scheduled_tokens:
-            self._pending = self._capture.prepare_output(self._step_layout(scheduler_output))
+            self._pending = self._capture.prepare_output(self._step_layout())
+        self._counts = {}
         return output
+
+    def pin_routing(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `ForcedRouting.pin`."""
+        if self._forced is not None:
+            self._forced.pin(rows)
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, under the forced experts of this step; a warm-up run has no requests."""
+        if self._forced is None or not self._counts:
+            return super()._model_forward(*args, **kwargs)
+        batch = self.input_batch
+        starts = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        with self._forced.step(batch.req_ids, starts, [self._counts[request_id] for request_id in batch.req_ids]):
+            return super()._model_forward(*args, **kwargs)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -87,10 +114,10 @@ class RoutingCPUModelRunner(CPUModelRunner):
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         return {int(i): generators[int(i)] for i in discarded if int(i) in generators}
 
-    def _step_layout(self, scheduler_output: Any) -> Any:
+    def _step_layout(self) -> Any:
         """Which rows of this step belong to which request, in the fields of runner V2's input batch."""
         batch = self.input_batch
-        counts = [scheduler_output.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
+        counts = [self._counts[request_id] for request_id in batch.req_ids]
         return SimpleNamespace(
             req_ids=list(batch.req_ids),
             query_start_loc_np=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),

@@ -1,16 +1,21 @@
-"""From a request to vLLM's sampling parameters, and from vLLM's final output to a checked segment."""
+"""From a request to vLLM's sampling parameters, and from vLLM's final output to checked segments."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
+from async_rl.engines.spans import cut_into_segments
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import (
     ContractError,
     ExpertArray,
+    Float32Array,
+    Int32Array,
     RoutedExperts,
     RoutingSpec,
     StopReason,
@@ -21,7 +26,9 @@ from message_queue.tokens import (
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
+FORCED_EXPERTS = "async_rl_forced_experts"  # key of the forced rows in vLLM's SamplingParams.extra_args
 STOP_REASONS = {
     "stop": StopReason.STOP,
     "length": StopReason.LENGTH,
@@ -30,15 +37,17 @@ STOP_REASONS = {
 }
 
 
-def sampling_params(request: GenerateRequest, *, info: ModelInfo, capture_routing: bool) -> SamplingParams:
-    """vLLM's parameters for one decode.
+def weight_label(weights: WeightVersion) -> str:
+    """What the engine core calls a version; it stamps every token with it."""
+    return f"{weights.version}:{weights.digest}"
+
+
+def check_request(request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None) -> None:
+    """Refuse a request that no engine can serve, before it is sent.
 
     Raises:
-        ContractError: a request that no engine can serve; names the field and the value.
+        ContractError: names the field and the value.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     tokens = len(request.token_ids)
     if not tokens:
         raise ContractError("GenerateRequest.token_ids is empty; a decode starts from at least one token")
@@ -54,6 +63,26 @@ def sampling_params(request: GenerateRequest, *, info: ModelInfo, capture_routin
             f"GenerateRequest.token_ids spans {int(request.token_ids.min())}..{int(request.token_ids.max())}; "
             f"the vocabulary has {info.vocab_size}"
         )
+    forced = request.forced_experts
+    if forced is None:
+        return
+    if routing is None:
+        raise ContractError("GenerateRequest.forced_experts is set, but the replica captures no routing")
+    forced.check(routing)
+    if forced.unavailable or forced.end_position > tokens - 1:
+        raise ContractError(
+            f"GenerateRequest.forced_experts has rows {forced.first_position}..{forced.end_position - 1} "
+            f"({forced.unavailable} unavailable) for {tokens} tokens; need available rows up to {tokens - 2} at most"
+        )
+
+
+def sampling_params(
+    request: GenerateRequest, *, info: ModelInfo, capture_routing: bool, forced: Sequence[RoutedExperts] = ()
+) -> SamplingParams:
+    """vLLM's parameters for one decode of a checked request, with `forced` rows wherever it forwards them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
     return SamplingParams(
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,
@@ -66,20 +95,56 @@ def sampling_params(request: GenerateRequest, *, info: ModelInfo, capture_routin
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         routed_experts_prompt_start=request.rows_held if capture_routing else 0,
+        extra_args=forced_args(forced, info.routing),
         skip_clone=True,
     )
 
 
-def to_segment(
+def forced_args(forced: Sequence[RoutedExperts], routing: RoutingSpec | None) -> dict[str, Any] | None:
+    """vLLM's `extra_args` for rows to force: bytes, in blocks of consecutive positions, that reach every worker."""
+    if not forced or routing is None:
+        return None
+    return {FORCED_EXPERTS: [encode_rows(rows.experts, start=rows.first_position, routing=routing) for rows in forced]}
+
+
+def encode_rows(experts: NDArray[Any], *, start: int, routing: RoutingSpec) -> dict[str, Any]:
+    """Rows [n, moe_layers, top_k] of the positions from `start` on, for a call to the engine."""
+    rows = np.ascontiguousarray(experts, dtype=routing.dtype)
+    return {"start": start, "shape": list(rows.shape), "dtype": rows.dtype.name, "rows": rows.tobytes()}
+
+
+def recorded_rows(engine: AsyncLLM, routing: RoutingSpec) -> dict[str, dict[str, Any]]:
+    """`encode_rows` of all that the engine returned so far for what is in flight, by the request's id in the engine."""
+    rows: dict[str, dict[str, Any]] = {}
+    states: Any = engine.output_processor.request_states
+    for request_id, state in states.items():
+        if state.routed_experts_chunks:
+            experts = np.concatenate(state.routed_experts_chunks)[:, list(routing.layers)]
+            forwarded = state.prompt_len + state.detokenizer.num_output_tokens() - 1
+            rows[request_id] = encode_rows(experts, start=forwarded - len(experts), routing=routing)
+    return rows
+
+
+def cache_salt(request: GenerateRequest, *, forced: Sequence[RoutedExperts]) -> str:
+    """Prefix-cache salt: K/V under forced experts is of use to its own session alone, as that forces them again."""
+    return f"{request.cache_salt}|forced|{request.session or request.request_id}" if forced else request.cache_salt
+
+
+def to_segments(
     output: RequestOutput,
     *,
     request: GenerateRequest,
     info: ModelInfo,
     routing: RoutingSpec | None,
     weights: WeightVersion,
+    loaded: Mapping[str, WeightVersion],
     replica: str,
-) -> TokenOutput:
-    """Check and translate a finished output.
+) -> list[TokenOutput]:
+    """Check and translate a finished output: a segment per weight version that sampled.
+
+    Args:
+        weights: loaded now; what an output without tokens is stamped with.
+        loaded: every version that the replica may have sampled this output with, by `weight_label`.
 
     Raises:
         ContractError: the engine's answer does not fit the request or the model; names the field and the value.
@@ -91,20 +156,37 @@ def to_segment(
         raise ContractError(
             f"the engine's finish_reason is {completion.finish_reason!r}; known are {', '.join(STOP_REASONS)}"
         )
-    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-    segment = TokenOutput(
+    token_ids = _token_ids(completion, request, info)
+    segments = cut_into_segments(
+        request,
         token_ids=token_ids,
         logprobs=_logprobs(completion, token_ids),
         routed_experts=None if routing is None or not len(token_ids) else _rows(completion, request, info, routing),
-        weights=weights,
+        spans=_spans(completion, loaded) if len(token_ids) else [(weights, 0)],
         stop_reason=STOP_REASONS[completion.finish_reason],
         replica=replica,
     )
-    segment.check(vocab_size=info.vocab_size, routing=routing)
-    return segment
+    for segment in segments:
+        segment.check(vocab_size=info.vocab_size, routing=routing)
+    return segments
 
 
-def _logprobs(completion: CompletionOutput, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _token_ids(completion: CompletionOutput, request: GenerateRequest, info: ModelInfo) -> Int32Array:
+    """int32 [n]."""
+    token_ids = _array(completion.token_ids, np.int64, "token_ids")
+    if len(token_ids) > request.max_new_tokens:
+        raise ContractError(
+            f"the engine's token_ids has {len(token_ids)} tokens; the request is for {request.max_new_tokens}"
+        )
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < info.vocab_size:
+        raise ContractError(
+            f"the engine's token_ids spans {int(token_ids.min())}..{int(token_ids.max())}; "
+            f"the vocabulary has {info.vocab_size}"
+        )
+    return token_ids.astype(np.int32)
+
+
+def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Array:
     """float32 [n], of the sampled tokens."""
     flat: Any = completion.logprobs
     if not len(token_ids):
@@ -114,7 +196,7 @@ def _logprobs(completion: CompletionOutput, token_ids: np.ndarray[Any, Any]) -> 
             f"the engine's logprobs are not of its {len(token_ids)} sampled tokens: "
             f"{None if flat is None else len(flat.token_ids)} entries"
         )
-    return np.asarray(flat.logprobs, dtype=np.float32)
+    return _array(flat.logprobs, np.float32, "logprobs")
 
 
 def _rows(
@@ -132,7 +214,58 @@ def _rows(
             f"the engine's routed_experts has shape {None if experts is None else list(experts.shape)}; "
             f"need {list(expected)} (rows from position {request.rows_held}, layers, top_k)"
         )
-    return RoutedExperts(
-        first_position=request.rows_held,
-        experts=cast(ExpertArray, experts[:, list(routing.layers)].astype(routing.dtype)),
+    routed = experts[:, list(routing.layers)]
+    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
+        raise ContractError(
+            f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
+            f"the model has {routing.num_experts}"
+        )
+    rows = RoutedExperts(
+        first_position=request.rows_held, experts=cast(ExpertArray, routed.astype(routing.dtype, order="C"))
     )
+    _check_forced(rows, request.forced_experts)
+    return rows
+
+
+def _check_forced(rows: RoutedExperts, forced: RoutedExperts | None) -> None:
+    """Refuse rows that are not the experts they were forced to."""
+    if forced is None:
+        return
+    start, end = max(rows.first_position, forced.first_position), min(rows.end_position, forced.end_position)
+    if start >= end:
+        return
+    got = rows.experts[start - rows.first_position : end - rows.first_position]
+    asked = forced.experts[start - forced.first_position : end - forced.first_position]
+    wrong = (got != asked).any(axis=(1, 2))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ContractError(
+            f"the engine's routed_experts at position {start + at} are {got[at].tolist()}; "
+            f"forced were {asked[at].tolist()}"
+        )
+
+
+def _spans(completion: CompletionOutput, loaded: Mapping[str, WeightVersion]) -> list[tuple[WeightVersion, int]]:
+    """(weights, tokens sampled by them) in order."""
+    spans: list[tuple[WeightVersion, int]] = []
+    at = 0
+    for span in completion.weight_versions or ():
+        if span.version not in loaded or span.start != at:
+            raise ContractError(
+                f"the engine's weight_versions are {completion.weight_versions}; need spans without gaps of "
+                f"{', '.join(loaded)}"
+            )
+        spans.append((loaded[span.version], span.end - span.start))
+        at = span.end
+    return spans
+
+
+def _array(values: Any, dtype: Any, field: str) -> NDArray[Any]:
+    """One-dimensional array of an answer's list."""
+    try:
+        array = np.asarray(values, dtype=dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ContractError(f"the engine's {field} are no {np.dtype(dtype).name} numbers: {error}") from error
+    if array.ndim != 1:
+        raise ContractError(f"the engine's {field} have shape {list(array.shape)}; need one dimension")
+    return array

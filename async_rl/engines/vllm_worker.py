@@ -1,10 +1,10 @@
-"""What a vLLM worker learns: to load a published version in one call, between two engine steps."""
+"""What a vLLM worker learns: to load a published version in one call, between two engine steps, and to pin routing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,8 +12,16 @@ from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.transport import read_update
 
 
+class ForcesRouting(Protocol):
+    """The part of a model runner that the mixin stands on; see `async_rl.engines.vllm_cpu`."""
+
+    def pin_routing(self, rows: Mapping[str, Mapping[str, Any]]) -> None: ...
+
+
 class ReloadsWeights(Protocol):
     """The part of vLLM's worker that the mixin stands on."""
+
+    model_runner: ForcesRouting
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
@@ -29,6 +37,10 @@ class LoadsUpdates:
         digest = WeightsDigest()
         self.reload_weights(weights_iterator=_hashed(read_update(Path(path)), digest))
         return digest.hexdigest()
+
+    def pin_routing(self: ReloadsWeights, rows: dict[str, dict[str, Any]]) -> None:
+        """Route the positions of running requests as recorded, should their K/V have to be computed again."""
+        self.model_runner.pin_routing(rows)
 
 
 def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: WeightsDigest) -> Iterator[tuple[str, torch.Tensor]]:

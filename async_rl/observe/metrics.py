@@ -23,6 +23,58 @@ class Metric:
     meaning: str
 
 
+LAGS = ("lag0", "lag0_mixed", "lag1", "lag2", "lag3")
+"""Groups of tokens by the staleness of the weights that sampled them.
+
+lag0: the current weights, over a context that they computed too: what differs here is the engine, not the weights.
+lag0_mixed: the current weights, over a context that older ones computed in part. lag1, lag2: one and two updates old.
+lag3: three or more.
+"""
+
+_OF_LAG = {
+    "lag0": "tokens whose context and own decode saw only current weights",
+    "lag0_mixed": "tokens of the current weights over a context that older ones computed in part",
+    "lag1": "tokens one update old",
+    "lag2": "tokens two updates old",
+    "lag3": "tokens three or more updates old",
+}
+_FILTERS = {
+    "clip": "sampled tokens whose ratio is clipped",
+    "truncate": "sampled tokens whose weight is cut to its cap",
+    "mask": "sampled tokens that a mask drops from the policy term",
+}
+_MISMATCH = {
+    "mismatch/k1": Metric("mean", "nat", "mean of behaviour - current logprob"),
+    "mismatch/k3": Metric("mean", "nat", "mean of exp(d) - 1 - d, d = current - behaviour logprob"),
+    "mismatch/abs_mean": Metric("mean", "nat", "mean of |d|"),
+    "mismatch/abs_p99": Metric("max", "nat", "99th percentile of |d|, from above by at most 9 %"),
+    "mismatch/abs_max": Metric("max", "nat", "largest |d|"),
+    "mismatch/f2": Metric("mean", "share", "F(2): tokens with |d| > log 2"),
+    "mismatch/f5": Metric("mean", "share", "F(5): tokens with |d| > log 5"),
+    "mismatch/chi2": Metric("mean", "", "chi-squared of current from behaviour: mean of (exp(d) - 1)^2"),
+    "ess/token": Metric("mean", "share", "effective sample size of the token weights exp(d)"),
+}
+
+
+def _by_lag(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Each metric over the tokens of each lag."""
+    return {
+        f"{key}_{lag}": Metric(metric.reduction, metric.unit, f"{key.partition('/')[2]} of {_OF_LAG[lag]}")
+        for key, metric in metrics.items()
+        for lag in LAGS
+    }
+
+
+def _filter_metrics(name: str, meaning: str) -> dict[str, Metric]:
+    """Share of the tokens of each lag and each sign of the advantage that a filter touched."""
+    total = {f"{name}/fraction": Metric("mean", "share", meaning)}
+    signs = {
+        f"{name}/fraction_{sign}": Metric("mean", "share", f"{meaning}, of those with {sign} advantage")
+        for sign in ("positive", "negative")
+    }
+    return total | signs | _by_lag(total)
+
+
 METRICS: dict[str, Metric] = {
     "train_step": Metric("last", "steps", "optimizer steps done"),
     "param_version": Metric("last", "version", "newest published version"),
@@ -32,16 +84,20 @@ METRICS: dict[str, Metric] = {
     "grad_norm": Metric("mean", "", "global norm before clipping"),
     "lr": Metric("last", "", "learning rate of the step"),
     "entropy": Metric("mean", "nat", "mean over sampled tokens, current policy"),
-    "clip/fraction": Metric("mean", "share", "sampled tokens whose ratio is clipped"),
+    **_filter_metrics("clip", _FILTERS["clip"]),
+    **_filter_metrics("truncate", _FILTERS["truncate"]),
+    **_filter_metrics("mask", _FILTERS["mask"]),
+    "kl/reference": Metric("mean", "nat", "mean k3 estimate of KL(current || reference)"),
     "tokens": Metric("sum", "tokens", "sampled tokens that entered the loss"),
+    "tokens/positive": Metric("sum", "tokens", "of these, with positive advantage"),
+    "tokens/negative": Metric("sum", "tokens", "of these, with negative advantage"),
+    **{f"tokens/{lag}": Metric("sum", "tokens", f"of these, {meaning}") for lag, meaning in _OF_LAG.items()},
     "staleness/mean": Metric("mean", "updates", "over sampled tokens of the batch"),
     "staleness/p99": Metric("max", "updates", "over sampled tokens of the batch"),
     "staleness/max": Metric("max", "updates", "over sampled tokens of the batch"),
-    "mismatch/k1": Metric("mean", "nat", "mean of behaviour - current logprob"),
-    "mismatch/k3": Metric("mean", "nat", "mean of exp(d) - 1 - d, d = current - behaviour logprob"),
-    "mismatch/abs_max": Metric("max", "nat", "largest |d|"),
-    "mismatch/k3_lag0": Metric("mean", "nat", "k3 of tokens whose context and own decode saw only current weights"),
-    "ess/token": Metric("mean", "share", "effective sample size of the token weights exp(d)"),
+    **_MISMATCH,
+    **_by_lag(_MISMATCH),
+    "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
     "routing/overlap": Metric("mean", "share", "replayed experts that the live router would choose too"),
     "routing/fallback_fraction": Metric("mean", "share", "rows of real tokens left to the live router"),
     "routing/missing_fraction": Metric("max", "share", "forwarded positions whose row the engine could not give"),

@@ -9,7 +9,7 @@ from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
 from message_queue.queue import Admission
 from message_queue.tokens import ContractError, RoutingSpec
-from message_queue.trajectory import PromptGroup, Trajectory
+from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,20 @@ class Rollouter:
         loop: complete agent loop; its engine waits, aborts and resumes by itself.
         routing: what a routing row means; None when the run captures none.
         trajectories_per_group: n.
+        resume_routing: what becomes of rows that a resumed generation computes again.
     """
 
-    def __init__(self, *, loop: AgentLoop, routing: RoutingSpec | None, trajectories_per_group: int) -> None:
+    def __init__(
+        self,
+        *,
+        loop: AgentLoop,
+        routing: RoutingSpec | None,
+        trajectories_per_group: int,
+        resume_routing: ResumeRouting = "append",
+    ) -> None:
         self._loop = loop
         self._routing = routing
+        self._resume_routing: ResumeRouting = resume_routing
         self._n = trajectories_per_group
         self._running: dict[int, asyncio.Task[object]] = {}
         self._cancelled: dict[int, str] = {}
@@ -55,7 +64,7 @@ class Rollouter:
         Raises:
             EngineError: the engines cannot serve; that is a failed stage, not a failed rollout.
         """
-        trajectories = [Trajectory(routing=self._routing) for _ in range(self._n)]
+        trajectories = [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in range(self._n)]
         task = asyncio.current_task()
         assert task is not None
         self._running[admission.group] = task

@@ -1,42 +1,72 @@
-"""Which replica serves a request: the one that served its session before, else the least loaded."""
+"""Which replica serves a request: the one that served its session before, unless that has too much to do.
+
+Load is requests in flight, those included that wait at a pause. A session stays where its prefix cache is, and moves to
+the least loaded replica when its own has more than MAX_EXCESS times that load and MAX_AHEAD besides. A simulation with
+four replicas, one at half the speed, and 1,024 rollouts of long-tailed lengths that end together gives
+
+                      until the last has ended    turns without their prefix cache
+    always stay       494 s                       0 %
+    never stay        348 s                       31 %
+    this rule         334 s                       3 %
+
+With replicas of one speed the three differ by less than 2 % in time. Figures are means over three seeds of the
+simulation in tests/unit/test_routing_balance.py.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 
-from agent_loop.engine import Engine, GenerateRequest
+from agent_loop.engine import GenerateRequest, ReplicaLostError
+from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from message_queue.tokens import TokenOutput
 
 MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is routed anew
+MAX_EXCESS, MAX_AHEAD = 1.25, 2
 
 
 class ReplicaRouter:
-    """An Engine over several replicas. Sticky per session, so that a turn finds its prefix cache."""
+    """An Engine over the replicas of a fleet.
 
-    def __init__(self, replicas: Sequence[Engine]) -> None:
-        if not replicas:
-            raise ValueError("engine.replicas is 0; a run needs at least one replica")
-        self._replicas = replicas
-        self._in_flight: Counter[int] = Counter()
-        self._home: OrderedDict[str, int] = OrderedDict()
+    Sticky per session, so that a turn finds its prefix cache. When a replica is lost, what it had goes to another one,
+    as it was asked: nothing had been returned, so tokens, versions and rows held are those of the request.
 
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Decode on the session's replica."""
-        chosen = self._choose(request.session)
-        self._in_flight[chosen] += 1
-        try:
-            return await self._replicas[chosen].generate(request)
-        finally:
-            self._in_flight[chosen] -= 1
+    Args:
+        max_excess: load of a session's replica, as a multiple of the least, up to which the session stays; inf: always.
+    """
 
-    def _choose(self, session: str) -> int:
-        if session and session in self._home:
-            self._home.move_to_end(session)
-            return self._home[session]
-        chosen = min(range(len(self._replicas)), key=lambda i: self._in_flight[i])
+    def __init__(self, replicas: ReplicaFleet | Sequence[FleetReplica], *, max_excess: float = MAX_EXCESS) -> None:
+        self._fleet = ReplicaFleet.of(replicas)
+        self._max_excess = max_excess
+        self._home: OrderedDict[str, Member] = OrderedDict()
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        """Decode on the session's replica, or on another one when that is lost.
+
+        Raises:
+            ReplicaLostError: no replica is left; names all of them with their reasons.
+        """
+        while True:
+            member = self._choose(request.session)
+            member.in_flight += 1
+            try:
+                async with self._fleet.calling(member):
+                    return await member.replica.generate(request)
+            except ReplicaLostError:
+                continue  # the fleet has noted it
+            finally:
+                member.in_flight -= 1
+
+    def _choose(self, session: str) -> Member:
+        live = self._fleet.live
+        least = min(live, key=lambda member: member.in_flight)
+        home = self._home.get(session, least)
+        if home not in live or home.in_flight > self._max_excess * least.in_flight + MAX_AHEAD:
+            home = least
         if session:
-            self._home[session] = chosen
+            self._home[session] = home
+            self._home.move_to_end(session)
             if len(self._home) > MAX_SESSIONS:
                 self._home.popitem(last=False)
-        return chosen
+        return home

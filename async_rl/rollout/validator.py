@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_loop.loop import AgentLoop, Prompt
 from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import ResumeRouting, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,24 @@ class ValidationResult:
 class Validator:
     """Rolls every held-out prompt once. Its trajectories never enter the queue."""
 
-    def __init__(self, *, loop: AgentLoop, routing: RoutingSpec | None, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        *,
+        loop: AgentLoop,
+        routing: RoutingSpec | None,
+        prompts: Sequence[Prompt],
+        resume_routing: ResumeRouting = "append",
+    ) -> None:
         self._loop = loop
         self._routing = routing
+        self._resume_routing: ResumeRouting = resume_routing
         self._prompts = prompts
         self._round = 0
 
     async def run(self) -> ValidationResult:
         """One round over all prompts."""
         self._round += 1
-        trajectories = [Trajectory(routing=self._routing) for _ in self._prompts]
+        trajectories = [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in self._prompts]
         async with asyncio.TaskGroup() as rollouts:
             for i, (prompt, trajectory) in enumerate(zip(self._prompts, trajectories, strict=True)):
                 session = f"validation{self._round}-{i}"

@@ -15,10 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from async_rl.batch.micro_batch import PackedRows
@@ -30,17 +27,14 @@ class Rotary:
     """Rotary angles by position, float32.
 
     Args:
-        dim: of a head; the first half of its channels is rotated against the second.
-        base: theta. length: positions 0..length-1 are known.
+        frequencies: float32 [dim / 2], radians per position; of `dim` channels the first half turns against the second.
+        amplitude: of cosine and sine. length: positions 0..length-1 are known.
     """
 
-    def __init__(self, *, dim: int, base: float, length: int) -> None:
-        inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
-        angles = torch.cat((angles, angles), dim=-1)
-        signs = torch.ones(dim)
-        signs[: dim // 2] = -1.0
-        self._cosine, self._signed_sine = angles.cos(), angles.sin() * signs
+    def __init__(self, frequencies: Tensor, *, length: int, amplitude: float = 1.0) -> None:
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+        cosine, sine = angles.cos() * amplitude, angles.sin() * amplitude
+        self._cosine, self._signed_sine = torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cosine, signed sine), each [t, 1, dim], of positions int64 [t]; the sine of the first half is negated."""
@@ -114,6 +108,14 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grad, cosine, -signed_sine), None, None
 
 
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first `dim` channels of x [t, heads, channels] by Rotary.at of the positions of its rows."""
+    width = rotary[0].shape[-1]
+    if width == x.shape[-1]:
+        return cast(Tensor, _Rotate.apply(x, *rotary))
+    return torch.cat((cast(Tensor, _Rotate.apply(x[..., :width], *rotary)), x[..., width:]), dim=-1)
+
+
 def _rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     turned = torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, dims=-1), signed_sine)
     return turned.to(x.dtype)
@@ -151,6 +153,8 @@ class _ToRows(torch.autograd.Function):
 class RowAttention(MegatronModule):
     """Rotary embedding and causal attention within each sequence of the rows.
 
+    Latent attention turns queries and keys itself, before each head gets a copy of the key.
+
     Without context parallelism sequences of similar length form padded batches (see PackedRows.buckets): with padding
     on the right, causality alone keeps real tokens from seeing it. With context parallelism keys and values of all
     ranks are gathered, and a mask compares sequence and position.
@@ -172,6 +176,7 @@ class RowAttention(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.context_group = context_group()
+        self.rotates = not config.multi_latent_attention
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
 
     def forward(
@@ -184,11 +189,13 @@ class RowAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: RowContext | None = None,
     ) -> Tensor:
-        """[t, 1, heads * dim] from query [t, 1, heads, dim] and key, value [t, 1, kv heads, dim]."""
+        """[t, 1, heads * value dim] from query [t, 1, heads, dim], key and value [t, 1, kv heads, their dim]."""
         if packed_seq_params is None:
             raise ValueError("RowAttention needs packed_seq_params: a RowContext")
         rows = packed_seq_params.rows
-        q, k = (cast(Tensor, _Rotate.apply(x.squeeze(1), *packed_seq_params.rotary)) for x in (query, key))
+        q, k = query.squeeze(1), key.squeeze(1)
+        if self.rotates:
+            q, k = (rotate(x, packed_seq_params.rotary) for x in (q, k))
         attend = self._across_ranks if self.context_group.size() > 1 else self._in_slots
         out = attend(q, k, value.squeeze(1), rows)
         return out.flatten(1).unsqueeze(1)
@@ -218,21 +225,3 @@ class RowAttention(MegatronModule):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
-
-
-_REPLACED: dict[Any, Any] = {WrappedTorchNorm: RMSNorm, DotProductAttention: RowAttention}
-
-
-def replace_modules(spec: Any) -> Any:
-    """The same spec (block, layer or module) with the modules of this file in the place of megatron's."""
-    if isinstance(spec, type):
-        return _REPLACED.get(spec, spec)
-    if isinstance(spec, list):
-        return [replace_modules(part) for part in cast(list[Any], spec)]
-    if isinstance(spec, ModuleSpec):
-        spec.module = _REPLACED.get(spec.module, spec.module)
-        spec.submodules = replace_modules(spec.submodules)
-    elif hasattr(spec, "__dataclass_fields__"):
-        for name in spec.__dataclass_fields__:
-            setattr(spec, name, replace_modules(getattr(spec, name)))
-    return spec

@@ -26,35 +26,42 @@ _HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) -> None:
-    """Fill every parameter of this rank from the safetensors files of a checkpoint folder.
+    """Fill every parameter and correction bias of this rank from the safetensors files of a checkpoint folder.
+
+    Of a tensor that is split over ranks only this rank's part is read.
 
     Raises:
         CheckpointError: a tensor is absent or has another shape.
     """
     reader = _Reader(checkpoint)
-    tensor = _Split.tensor()
-    for name, parameter in named_weights(chunks):
+    for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
-        full = _join_names(names, [reader.read(n) for n in names.names], chunks[0].config)
-        if names.kind == "vocabulary":
-            full = torch.nn.functional.pad(full, (0, 0, 0, parameter.shape[0] * tensor.size - len(full)))
-        part = _cut(names.kind, full, parameter, _split_of(name, parameter))
-        if part.shape != parameter.shape:
+        split = _split_of(name, weight)
+        parts = [reader.read(n, weight=weight, split=split) for n in names.names]
+        try:
+            part = _join_names(names, parts, query_groups=_query_groups(chunks[0].config, split))
+            if names.kind == "vocabulary":
+                part = torch.nn.functional.pad(part, (0, 0, 0, len(weight) - len(part)))
+        except RuntimeError:  # parts that do not fit each other
+            part = parts[0]
+        if part.shape != weight.shape:
+            found = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(names.names, parts, strict=True))
             raise CheckpointError(
-                f"{checkpoint}: {', '.join(names.names)} make {name} of shape {list(part.shape)} on this rank, but the "
-                f"config asks for {list(parameter.shape)}; config.json and weights do not belong together"
+                f"{checkpoint}: {found} (this rank's part) make {name}, for which the config asks the shape "
+                f"{list(weight.shape)}; config.json and weights do not belong together"
             )
         with torch.no_grad():
-            parameter.copy_(part)
+            weight.copy_(part)
 
 
 def export_weights(
-    chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] = torch.detach
+    chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor, a copy) of every weight. Collective over all ranks.
 
     Args:
-        read: what of a parameter is exported, of its shape; by default its value.
+        read: what of a parameter is exported, of its shape; None for its value. Only values have the correction biases
+            of routers among them, which are no parameters.
     """
     config = chunks[0].config
     for name, weight in _whole_weights(chunks, shape, read):
@@ -67,17 +74,18 @@ def export_weights(
             yield hf_name, part.detach().clone(memory_format=torch.contiguous_format)
 
 
-def named_weights(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """(name with global layer and expert numbers, parameter) of this rank, the same order on all of a stage."""
+def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(name with global layer and expert numbers, weight) of this rank, the same order on all of a stage."""
     per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
     first_expert = per_rank * expert_group().rank()
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        biases = [] if parameters_only else [(n, b) for n, b in chunk.named_buffers() if n.endswith(".expert_bias")]
+        for name, weight in (*chunk.named_parameters(), *biases):
             if name.startswith("decoder.layers."):
                 _, _, number, rest = name.split(".", 3)
                 name = f"decoder.layers.{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
             name = _LOCAL_EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first_expert}.", name)
-            yield name, parameter
+            yield name, weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +114,15 @@ def _is_expert(name: str) -> bool:
 # ---- Hugging Face names <-> one megatron tensor
 
 
-def _join_names(names: WeightNames, tensors: list[Tensor], config: Any) -> Tensor:
+def _query_groups(config: Any, split: _Split | None) -> int:
+    """Key-value heads of this rank's part of a tensor."""
+    return config.num_query_groups // (split.size if split else 1)
+
+
+def _join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) -> Tensor:
     match names.kind:
         case "qkv":
-            groups = config.num_query_groups
-            return torch.cat([t.view(groups, -1, *t.shape[1:]) for t in tensors], dim=1).flatten(0, 1)
+            return torch.cat([t.unflatten(0, (query_groups, -1)) for t in tensors], dim=1).flatten(0, 1)
         case "gate_up":
             return torch.cat(tensors)
         case "direct" | "vocabulary":
@@ -130,19 +142,11 @@ def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor
             return [weight]
 
 
-# ---- one whole tensor <-> its parts on the ranks of a group
-
-
-def _cut(kind: Kind, full: Tensor, parameter: Tensor, split: _Split | None) -> Tensor:
-    if split is None:
-        return full
-    if kind == "gate_up":  # each rank holds a part of gate on top of the same part of up
-        return torch.cat([half.chunk(split.size)[split.rank] for half in full.chunk(2)])
-    return full.chunk(split.size, dim=parameter.partition_dim)[split.rank]  # pyright: ignore[reportAttributeAccessIssue]
+# ---- parts on the ranks of a group -> one whole tensor
 
 
 def _glue(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
-    if kind == "gate_up":
+    if kind == "gate_up":  # each rank holds a part of gate on top of the same part of up
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(parts, dim=dim)
@@ -161,11 +165,11 @@ class _Entry:
 
 
 def _whole_weights(
-    chunks: Sequence[Any], shape: ModelShape, read: Callable[[Tensor], Tensor]
+    chunks: Sequence[Any], shape: ModelShape, read: Callable[[Tensor], Tensor] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every megatron tensor, whole, on every rank, stage after stage."""
     pipeline = pipeline_group()
-    local = list(named_weights(chunks))
+    local = list(named_weights(chunks, parameters_only=read is not None))
     stages: list[Any] = [[_entry(name, parameter, chunks) for name, parameter in local]]
     if pipeline.size() > 1:
         mine, stages = stages[0], [None] * pipeline.size()
@@ -173,7 +177,7 @@ def _whole_weights(
     for stage, entries in enumerate(stages):
         for i, entry in enumerate(entries):
             if stage == pipeline.rank():
-                weights = _gather(*local[i], shape, read)
+                weights = _gather(*local[i], shape, read or torch.detach)
             else:
                 device = local[0][1].device
                 weights = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
@@ -233,14 +237,34 @@ class _Reader:
         if not self._files:
             raise CheckpointError(f"{checkpoint} has no *.safetensors file; save the checkpoint in that format")
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, weight: Tensor, split: _Split | None) -> Tensor:
+        """This rank's part of a tensor that is split as `weight` is; the last of a vocabulary may be short.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        saved, where = self._find(name)
+        if split is not None:
+            axis = weight.partition_dim + len(where) - weight.dim()  # pyright: ignore[reportAttributeAccessIssue]
+            start, stop = where[axis].start, where[axis].stop
+            size = -(-(stop - start) // split.size)
+            first = min(start + split.rank * size, stop)
+            where[axis] = slice(first, min(first + size, stop))
+        part = saved[tuple(where)]
+        return part.squeeze(0) if len(where) > weight.dim() else part
+
+    def _find(self, name: str) -> tuple[Any, list[slice]]:
+        """The saved tensor that `name` is or lies in, and where it lies."""
         if name in self._files:
-            return self._files[name].get_tensor(name)
+            saved = self._files[name].get_slice(name)
+            return saved, [slice(0, size) for size in saved.get_shape()]
         expert = _HF_EXPERT.fullmatch(name)
         if expert is not None:
             prefix, number, kind = expert.groups()
             fused = f"{prefix}.down_proj" if kind == "down" else f"{prefix}.gate_up_proj"
             if fused in self._files:
-                whole = self._files[fused].get_slice(fused)[int(number)]
-                return whole if kind == "down" else whole.chunk(2)[0 if kind == "gate" else 1]
+                saved = self._files[fused].get_slice(fused)
+                _, rows, columns = saved.get_shape()
+                half = {"gate": slice(0, rows // 2), "up": slice(rows // 2, rows), "down": slice(0, rows)}[kind]
+                return saved, [slice(int(number), int(number) + 1), half, slice(0, columns)]
         raise CheckpointError(f"{self._checkpoint} has no tensor {name}; config.json asks for it")

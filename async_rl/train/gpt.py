@@ -17,7 +17,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -25,10 +24,11 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from async_rl.train.attention import Rotary, replace_modules
+from async_rl.train.attention import Rotary
 from async_rl.train.families import ModelShape, read_shape
+from async_rl.train.layers import layer_specs
 from async_rl.train.model import TrainerConfig
 from async_rl.train.router_replay import RouterReplay
 
@@ -84,7 +84,8 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
         )
         for i, chunk in enumerate(chunks)
     ]
-    rotary = Rotary(dim=shape.rope_dim, base=shape.rope_theta, length=shape.context_length)
+    _freeze_expert_bias(megatron, chunks)
+    rotary = Rotary(shape.rope.frequencies(), amplitude=shape.rope.amplitude, length=shape.context_length)
     return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay)
 
 
@@ -94,10 +95,9 @@ def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
 
 
 def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: TrainerConfig, stage: int | None) -> GPTModel:
-    spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     chunk = GPTModel(
         megatron,
-        replace_modules(spec),
+        layer_specs(megatron, stage=stage),
         vocab_size=padded_vocab_size(shape, tensor=config.parallel.tensor),
         max_sequence_length=shape.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -124,6 +124,21 @@ def _mark_split_weights(chunk: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
 
 
+def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel]) -> None:
+    """Keep the routers' correction bias as the checkpoint has it, in float32, and count nothing towards moving it.
+
+    Megatron moves it after every update by the number of tokens that each expert got. Under replay these are the
+    choices of older weights, and a bias that moves changes routing in the engines by no gradient at all.
+    """
+    megatron.moe_router_enable_expert_bias = False  # read when gradients are finalized; the scores still use the bias
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None and router.expert_bias is not None:
+                router.enable_expert_bias = False
+                router._maintain_float32_expert_bias()  # pyright: ignore[reportPrivateUsage]
+
+
 def _transformer_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:
     with warnings.catch_warnings():
         # Recomputing core attention is said to be pointless with TE's fused kernels, which are not used here.
@@ -137,7 +152,8 @@ def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.dev
     parallel = config.parallel
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     interleaved = parallel.virtual_pipeline > 1
-    return TransformerConfig(
+    kind = MLATransformerConfig if shape.megatron.get("multi_latent_attention") else TransformerConfig
+    return kind(
         **shape.megatron,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1,
@@ -196,9 +212,11 @@ def _check_divides(shape: ModelShape, config: TrainerConfig) -> None:
     parallel, model = config.parallel, shape.megatron
     experts = model.get("num_moe_experts") or 0
     expert_tensor = parallel.expert_tensor_size if experts else 1
+    shared = model.get("moe_shared_expert_intermediate_size")
     for field, size, what, amount in (
         ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
         ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
+        *((("tensor", parallel.tensor, "columns of shared experts", shared),) if shared else ()),
         (
             "pipeline x virtual_pipeline",
             parallel.pipeline * parallel.virtual_pipeline,

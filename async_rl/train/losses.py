@@ -1,21 +1,61 @@
-"""Policy losses, written as their equations over named logprobs, all tensors of one entry per token.
+"""Policy losses, written as their equations: an advantage times bounded ratios of named logprobs (`train.ratios`).
 
-behaviour  of the engine that sampled            (no gradient)
-proximal   of the trainer before the batch       (no gradient)
-current    of the weights being trained          (gradient)
-reference  of a frozen model, for the KL term    (no gradient)
+All tensors have one entry per token that enters the loss.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-LossName = Literal["decoupled_ppo", "ppo_clip"]
-Aggregation = Literal["token_mean", "sequence_mean"]
+from async_rl.train.ratios import (
+    ANY,
+    BEHAVIOUR,
+    CURRENT,
+    PROXIMAL,
+    FilterName,
+    Interval,
+    Ratio,
+    TokenLogprobs,
+    Trajectories,
+    Weight,
+    clip,
+    keep,
+    mask,
+    pessimistic_clip,
+    truncate,
+    unbounded,
+)
+
+__all__ = [
+    "LossConfig",
+    "Surrogate",
+    "TokenLogprobs",
+    "Trajectories",
+    "kl_estimate",
+    "policy_loss",
+    "surrogate",
+    "token_weights",
+]
+
+LossName = Literal[
+    "decoupled_ppo",
+    "ppo_clip",
+    "tis",
+    "icepop",
+    "dis",
+    "cispo",
+    "gspo",
+    "sequence_tis",
+    "sequence_mis",
+    "sequence_mask",
+    "m2po",
+]
+Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -23,70 +63,182 @@ KLEstimator = Literal["k1", "k2", "k3"]
 class LossConfig:
     """The policy loss.
 
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-    behaviour_weight_cap: bound on proximal / behaviour, the weight of decoupled PPO.
-    aggregation: mean over all tokens of the batch, or over sequences of the mean of each.
+    name: the objective; its equation and source are at `surrogate`.
+    clip_low, clip_high: ratios are clipped (dis: dropped) outside [1 - clip_low, 1 + clip_high].
+    dual_clip: bound on the ratio of tokens with negative advantage where PPO has none; None for none.
+    behaviour_weight_cap: bound on the ratio to the behaviour policy (decoupled_ppo, tis, sequence_tis, sequence_mis).
+    mask_low, mask_high: icepop drops tokens whose proximal / behaviour lies outside.
+    max_sequence_drift: nat per token by which a trajectory with negative advantage may have become less likely before
+        sequence_mask drops it.
+    max_second_moment: of the log ratios that m2po keeps, nat^2.
+    aggregation: mean over all tokens of the batch, over trajectories of the mean of each, or over prompt groups of the
+        mean of each; `fixed_length` sums the tokens and divides by trajectories x fixed_length.
     temperature: that the engine sampled with; logprobs are of the logits divided by it.
     """
 
     name: LossName = "decoupled_ppo"
     clip_low: float = 0.2
     clip_high: float = 0.28
+    dual_clip: float | None = None
     behaviour_weight_cap: float = 2.0
+    mask_low: float = 0.5
+    mask_high: float = 5.0
+    max_sequence_drift: float = 0.5
+    max_second_moment: float = 0.04
     aggregation: Aggregation = "token_mean"
+    fixed_length: int | None = None
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("name", ("decoupled_ppo", "ppo_clip")),
-            ("aggregation", ("token_mean", "sequence_mean")),
-            ("kl_estimator", ("k1", "k2", "k3")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"loss.{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
+        for name, allowed in (("name", LossName), ("aggregation", Aggregation), ("kl_estimator", KLEstimator)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"loss.{name} is {getattr(self, name)!r}; use {' or '.join(get_args(allowed))}")
         if not 0 < self.clip_low <= 1:
             raise ValueError(f"loss.clip_low is {self.clip_low}; must be in (0, 1]")
-        for name in ("clip_high", "behaviour_weight_cap", "temperature"):
+        if not 0 <= self.mask_low < 1 < self.mask_high:
+            raise ValueError(
+                f"loss.mask_low is {self.mask_low} with loss.mask_high={self.mask_high}; a ratio of 1 must lie between"
+            )
+        if self.dual_clip is not None and not self.dual_clip > 1 + self.clip_high:
+            raise ValueError(f"loss.dual_clip is {self.dual_clip}; must be > 1 + clip_high = {1 + self.clip_high}")
+        for name in ("clip_high", "behaviour_weight_cap", "max_sequence_drift", "max_second_moment", "temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"loss.{name} is {getattr(self, name)}; must be > 0")
         for name in ("kl_coefficient", "entropy_coefficient"):
             if getattr(self, name) < 0:
                 raise ValueError(f"loss.{name} is {getattr(self, name)}; must be >= 0")
+        if (self.aggregation == "fixed_length") != (self.fixed_length is not None):
+            raise ValueError(
+                f"loss.aggregation is {self.aggregation} with loss.fixed_length={self.fixed_length}; give the length "
+                "(say, rollout.limits.max_tokens) with aggregation=fixed_length and null with any other"
+            )
+        if self.fixed_length is not None and self.fixed_length < 1:
+            raise ValueError(f"loss.fixed_length is {self.fixed_length}; must be >= 1")
 
     @property
     def needs_every_token(self) -> bool:
         """Whether tokens with zero advantage have a gradient."""
         return self.kl_coefficient > 0 or self.entropy_coefficient > 0
 
+    @property
+    def needs_whole_trajectories(self) -> bool:
+        """Whether all tokens of a trajectory must be in one micro-batch."""
+        return any(w.ratio.level != "token" for w in surrogate(self).weights)
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenLogprobs:
-    """One entry per token, all of one shape. reference: None without a KL term."""
+    @property
+    def needs_proximal_pass(self) -> bool:
+        """Whether the proximal logprobs of all tokens are needed before the loss of the first."""
+        return self.name == "m2po"
 
-    current: Tensor
-    behaviour: Tensor
-    proximal: Tensor
-    reference: Tensor | None = None
+    @property
+    def filters(self) -> tuple[FilterName, ...]:
+        """The filters that report tokens, in the order of `Surrogate.weights`."""
+        return tuple(w.filter for w in surrogate(self).weights if w.filter is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """-A x weights of each token; with `score` also x log current, where no weight has a gradient."""
+
+    weights: tuple[Weight, ...]
+    score: bool = False
+
+    def __call__(
+        self, logprobs: TokenLogprobs, *, advantages: Tensor, trajectories: Trajectories | None
+    ) -> tuple[Tensor, dict[FilterName, Tensor]]:
+        """[n] loss of each token, and for each filter bool [n]: whether it touched the token."""
+        value = advantages * logprobs.current if self.score else advantages
+        touched: dict[FilterName, Tensor] = {}
+        for weight in reversed(self.weights):
+            factor, changed = weight(logprobs, advantages=advantages, trajectories=trajectories)
+            value = factor * value
+            if weight.filter is not None:
+                touched[weight.filter] = changed
+        return -value, touched
+
+
+def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surrogate:
+    """The objective of `config.name`; r = current / behaviour, A the advantage, sg: without gradient.
+
+    ppo_clip       min(r A, clip(r) A). Schulman et al. 2017, arXiv 1707.06347, eq. 7; unequal bounds ("clip-higher"):
+                   DAPO, arXiv 2503.14476; dual_clip: Ye et al. 2020, arXiv 1912.09729.
+    decoupled_ppo  min(proximal / behaviour, cap) min(r' A, clip(r') A), r' = current / proximal. Hilton et al. 2022,
+                   arXiv 2110.00641; cap: AReaL, arXiv 2505.24298.
+    tis            sg(min(r, cap)) A log current. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+                   Off-Policy RL Training". Its form with PPO's clip is decoupled_ppo.
+    icepop         k 1[mask_low <= k <= mask_high] min(r' A, clip(r') A), k = proximal / behaviour (masked importance
+                   sampling). Ling team 2025, "Every Step Evolves" (Ring-1T), arXiv 2510.18855.
+    dis            sg(r 1[1 - clip_low <= r <= 1 + clip_high]) A log current (double-sided importance sampling). GLM-5,
+                   arXiv 2602.15763, section 4.
+    cispo          sg(clip(r)) A log current. MiniMax-M1, arXiv 2506.13585.
+    gspo           min(s A, clip(s) A), s the geometric mean of r over the trajectory. Zheng et al. 2025,
+                   arXiv 2507.18071; with aggregation=sequence_mean.
+    sequence_tis   sg(min(P, cap)) A log current, P the product of r over the trajectory, and
+    sequence_mis   sg(P 1[P <= cap]) A log current. Liu et al. 2025, "When Speed Kills Stability".
+    sequence_mask  M min(r A, clip(r) A), M = 0 where A < 0 and the mean of log(behaviour / current) over the trajectory
+                   exceeds max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556.
+    m2po           M r A, M = 0 for the tokens of largest |log(proximal / behaviour)| of the update, as few as bring the
+                   mean of its square over the others to max_second_moment. Zheng et al. 2025, arXiv 2510.01161.
+
+    Args:
+        log_ratio_bound: for m2po, that |log(proximal / behaviour)| (`ratios.second_moment_bound`).
+    """
+    low, high, cap = 1 - config.clip_low, 1 + config.clip_high, config.behaviour_weight_cap
+    r = CURRENT / BEHAVIOUR
+
+    def trust_region(ratio: Ratio) -> Weight:
+        return pessimistic_clip(ratio, low=low, high=high, ceiling=config.dual_clip)
+
+    match config.name:
+        case "ppo_clip":
+            return Surrogate((trust_region(r),))
+        case "decoupled_ppo":
+            return Surrogate((truncate(PROXIMAL / BEHAVIOUR, cap=cap), trust_region(CURRENT / PROXIMAL)))
+        case "tis":
+            return Surrogate((truncate(r, cap=cap),), score=True)
+        case "icepop":
+            calibration = mask(PROXIMAL / BEHAVIOUR, low=config.mask_low, high=config.mask_high)
+            return Surrogate((calibration, trust_region(CURRENT / PROXIMAL)))
+        case "dis":
+            return Surrogate((mask(r, low=low, high=high),), score=True)
+        case "cispo":
+            return Surrogate((clip(r, low=low, high=high),), score=True)
+        case "gspo":
+            return Surrogate((trust_region(r.geometric),))
+        case "sequence_tis":
+            return Surrogate((truncate(r.product, cap=cap),), score=True)
+        case "sequence_mis":
+            return Surrogate((mask(r.product, high=cap),), score=True)
+        case "sequence_mask":
+            near = Interval(low=math.exp(-config.max_sequence_drift))
+            return Surrogate((keep(r.geometric, positive=ANY, negative=near), trust_region(r)))
+        case "m2po":
+            near = Interval(math.exp(-log_ratio_bound), math.exp(min(log_ratio_bound, 700.0)))
+            return Surrogate((keep(PROXIMAL / BEHAVIOUR, positive=near, negative=near), unbounded(r)))
 
 
 def policy_loss(
-    logprobs: TokenLogprobs, *, advantages: Tensor, entropy: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and whether its ratio is clipped (its policy gradient is zero).
+    logprobs: TokenLogprobs,
+    *,
+    advantages: Tensor,
+    entropy: Tensor,
+    config: LossConfig,
+    trajectories: Trajectories | None = None,
+    log_ratio_bound: float = math.inf,
+) -> tuple[Tensor, dict[FilterName, Tensor]]:
+    """[n] loss of each token, and for each filter of the objective bool [n]: whether it touched the token.
+
+    KL and entropy terms stay with tokens that a filter dropped.
 
     Args:
         advantages, entropy: of the shape of the logprobs.
+        trajectories: for objectives over trajectories. log_ratio_bound: for m2po; see `surrogate`.
     """
-    match config.name:
-        case "ppo_clip":
-            loss, clipped = ppo_clip(logprobs.current - logprobs.behaviour, advantages, config)
-        case "decoupled_ppo":
-            loss, clipped = ppo_clip(logprobs.current - logprobs.proximal, advantages, config)
-            weight = torch.exp(logprobs.proximal - logprobs.behaviour).clamp(max=config.behaviour_weight_cap)
-            loss = weight * loss
+    objective = surrogate(config, log_ratio_bound=log_ratio_bound)
+    loss, touched = objective(logprobs, advantages=advantages, trajectories=trajectories)
     if config.kl_coefficient > 0:
         if logprobs.reference is None:
             raise ValueError(
@@ -96,19 +248,15 @@ def policy_loss(
         loss = loss + config.kl_coefficient * kl_estimate(logprobs.current, logprobs.reference, config.kl_estimator)
     if config.entropy_coefficient > 0:
         loss = loss - config.entropy_coefficient * entropy
-    return loss, clipped
-
-
-def ppo_clip(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A), and where the second is the smaller (Schulman et al. 2017, eq. 7)."""
-    ratio = torch.exp(log_ratio)
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
-    return -torch.minimum(free, bounded), bounded < free
+    return loss, touched
 
 
 def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """KL(current || reference) of each token from its own sample (Schulman 2020, "Approximating KL divergence")."""
+    """KL(current || reference) of each token from its own sample (Schulman 2020, "Approximating KL divergence").
+
+    As a term of the loss on samples of the current policy, the gradient of k2 is that of the KL, the gradient of k3
+    that of the KL the other way round, and the gradient of k1 is zero in expectation.
+    """
     log_ratio = reference - current
     match estimator:
         case "k1":
@@ -119,16 +267,38 @@ def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> T
             return torch.exp(log_ratio) - 1 - log_ratio
 
 
-def token_weights(num_tokens: Tensor, *, aggregation: Aggregation) -> Tensor:
+def token_weights(
+    num_tokens: Tensor,
+    *,
+    aggregation: Aggregation,
+    trajectory: Tensor | None = None,
+    group: Tensor | None = None,
+    fixed_length: int | None = None,
+) -> Tensor:
     """float32 [S]: what each token of a sequence weighs, so that the loss of a batch is sum(weight * token loss).
 
     The weights are fixed for the whole batch before it is split into micro-batches, which makes the sum exact
-    however it is split.
+    however it is split. Trajectories and groups without tokens in the loss do not count.
+
+    token_mean     1 / tokens of the batch (DAPO, arXiv 2503.14476)
+    sequence_mean  1 / (trajectories x tokens of the trajectory) (GRPO, arXiv 2402.03300)
+    group_mean     1 / (groups x tokens of the group) (prompt-level mean; ScaleRL, arXiv 2510.13786)
+    fixed_length   1 / (trajectories x fixed_length) (Dr. GRPO, arXiv 2503.20783)
 
     Args:
         num_tokens: int64 [S], tokens of each sequence that enter the loss.
+        trajectory: int64 [S], the trajectory that a sequence is of; None where every sequence is one of its own.
+        group: int64 [S], the prompt group that a sequence is of; for group_mean.
     """
     if aggregation == "token_mean":
         return torch.full(num_tokens.shape, 1.0 / max(1, int(num_tokens.sum())))
-    trained = max(1, int((num_tokens > 0).sum()))
-    return 1.0 / (num_tokens.clamp(min=1) * trained)
+    unit = group if aggregation == "group_mean" else trajectory
+    if aggregation == "group_mean" and group is None:
+        raise ValueError("loss.aggregation is group_mean, but the batch has no key `group`; add it")
+    of = torch.arange(len(num_tokens)) if unit is None else unit.unique(return_inverse=True)[1]
+    tokens = torch.zeros(len(num_tokens), dtype=num_tokens.dtype).index_add(0, of, num_tokens)
+    trained = max(1, int((tokens > 0).sum()))
+    if aggregation == "fixed_length":
+        assert fixed_length is not None
+        return torch.full(num_tokens.shape, 1.0 / (trained * fixed_length))
+    return 1.0 / (tokens[of].clamp(min=1) * trained)

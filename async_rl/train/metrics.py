@@ -3,66 +3,110 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from async_rl.observe.metrics import LAGS
+from async_rl.train.mismatch import BINS, COLUMNS, SIGNS, mismatch_metrics, share
 from async_rl.train.router_replay import MicroBatchRouting
 
-TOKEN_SUMS: tuple[str, ...] = (
-    *("tokens", "loss", "entropy", "k1", "k3", "k3_lag0", "tokens_lag0"),
-    *("weight", "weight_squared", "clipped"),
-)
 ROUTING_SUMS: tuple[str, ...] = ("agreeing", "replayed", "fallback", "rows")
 
 
-def token_sums(
-    loss: Tensor, current: Tensor, behaviour: Tensor, entropy: Tensor, clipped: Tensor, pure_lag0: Tensor
-) -> dict[str, Tensor]:
-    """Sums over tokens that metrics are made of, and the largest |d|; d = current - behaviour."""
-    with torch.no_grad():
-        d = current - behaviour
-        ratio = torch.exp(d)
-        k3 = ratio - 1 - d
-        return {
-            "tokens": torch.tensor(float(len(d))),
-            "loss": loss.detach(),
-            "entropy": entropy.sum(),
-            "k1": -d.sum(),
-            "k3": k3.sum(),
-            "weight": ratio.sum(),
-            "weight_squared": (ratio * ratio).sum(),
-            "clipped": clipped.sum(),
-            "k3_lag0": (k3 * pure_lag0).sum(),
-            "tokens_lag0": pure_lag0.sum(),
-            "abs_max": d.abs().max() if len(d) else d.new_zeros(()),
+class TokenSums:
+    """float64 sums over the tokens of a train step, first of this rank, after `reduce` of all ranks.
+
+    Args:
+        extra: columns of the table after COLUMNS: the filters of the objective, and `kl` where it has a KL term.
+        trajectories: of the batch, as their numbers in the key `trajectory` count them.
+    """
+
+    def __init__(self, extra: Sequence[str], *, trajectories: int) -> None:
+        self._columns = (*COLUMNS, *extra)
+        self._extra = tuple(extra)
+        self._table = torch.zeros(len(self._columns), len(LAGS), len(SIGNS), dtype=torch.float64)
+        self._histogram = torch.zeros(len(LAGS), BINS, dtype=torch.float64)
+        self._loss = torch.zeros(1, dtype=torch.float64)
+        # Of each trajectory: the sum of d, and tokens.
+        self._trajectory = torch.zeros(2, trajectories, dtype=torch.float64)
+        self._abs_max = torch.zeros(len(LAGS), dtype=torch.float64)
+
+    def add(self, results: dict[str, Tensor], *, trajectories: Tensor) -> None:
+        """Add what the policy objective returned for a micro-batch of the trajectories numbered int64 [count]."""
+        results = {name: value.to("cpu", torch.float64) for name, value in results.items()}
+        self._table += results["table"]
+        self._histogram += results["histogram"]
+        self._loss += results["loss"]
+        self._trajectory.index_add_(1, trajectories, results["trajectory"])
+        self._abs_max = torch.maximum(self._abs_max, results["abs_max"])
+
+    def reduce(self, over_ranks: Callable[[Tensor], Tensor], maximum: Callable[[Tensor], Tensor]) -> None:
+        """Make these the sums of all ranks, with one sum and one maximum of a float64 vector each."""
+        parts = (self._table, self._histogram, self._loss, self._trajectory)
+        whole = over_ranks(torch.cat([part.flatten() for part in parts]))
+        for part, summed in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+            part.copy_(summed.view_as(part))
+        self._abs_max = maximum(self._abs_max)
+
+    def metrics(self, *, updates: int) -> dict[str, float]:
+        """Metrics of a train step of so many updates; NaN where nothing was counted."""
+        tokens = self._tokens()
+        entropy = self._table[COLUMNS.index("entropy")].sum().item()
+        found = {
+            "loss": self._loss.item() / updates,
+            "tokens": tokens,
+            "entropy": share(entropy, tokens),
+            "ess/sequence": self._sequence_ess(),
         }
+        found |= mismatch_metrics(
+            self._table.sum((1, 2)), self._histogram.sum(0), abs_max=float(self._abs_max.max()) if tokens else 0.0
+        )
+        for i, lag in enumerate(LAGS):
+            of_lag = mismatch_metrics(self._table[:, i].sum(1), self._histogram[i], abs_max=float(self._abs_max[i]))
+            found |= {f"{key}_{lag}": value for key, value in of_lag.items()}
+            found[f"tokens/{lag}"] = self._tokens(lag=i)
+        for sign in ("positive", "negative"):
+            found[f"tokens/{sign}"] = self._tokens(sign=SIGNS.index(sign))
+        for name in self._extra:
+            found |= self._kl(tokens) if name == "kl" else self._filter(name)
+        return found
 
+    def _tokens(self, *, lag: int | None = None, sign: int | None = None) -> float:
+        counts = self._table[0] if lag is None else self._table[0, lag : lag + 1]
+        return float((counts if sign is None else counts[:, sign]).sum())
 
-def metrics_from_sums(sums: dict[str, float], *, abs_max: float) -> dict[str, float]:
-    """Metrics of a train step; NaN where nothing was counted."""
-    tokens = sums["tokens"]
-    return {
-        "loss": sums["loss"],
-        "entropy": _share(sums["entropy"], tokens),
-        "mismatch/k1": _share(sums["k1"], tokens),
-        "mismatch/k3": _share(sums["k3"], tokens),
-        "mismatch/abs_max": abs_max,
-        "mismatch/k3_lag0": _share(sums["k3_lag0"], sums["tokens_lag0"]),
-        "ess/token": _share(sums["weight"] ** 2, tokens * sums["weight_squared"]),
-        "clip/fraction": _share(sums["clipped"], tokens),
-        "routing/overlap": _share(sums["agreeing"], sums["replayed"]),
-        "routing/fallback_fraction": _share(sums["fallback"], sums["rows"]),
-        "tokens": tokens,
-    }
+    def _filter(self, name: str) -> dict[str, float]:
+        """Share of tokens that a filter touched: of all, by sign of the advantage, and by lag."""
+        touched = self._table[self._columns.index(name)]
+        found = {f"{name}/fraction": share(touched.sum().item(), self._tokens())}
+        for sign in ("positive", "negative"):
+            at = SIGNS.index(sign)
+            found[f"{name}/fraction_{sign}"] = share(touched[:, at].sum().item(), self._tokens(sign=at))
+        for i, lag in enumerate(LAGS):
+            found[f"{name}/fraction_{lag}"] = share(touched[i].sum().item(), self._tokens(lag=i))
+        return found
 
+    def _kl(self, tokens: float) -> dict[str, float]:
+        return {"kl/reference": share(self._table[self._columns.index("kl")].sum().item(), tokens)}
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+    def _sequence_ess(self) -> float:
+        """Effective sample size, as a share, of the product of exp(d) over each trajectory."""
+        log_weights = self._trajectory[0, self._trajectory[1] > 0]
+        if not len(log_weights):
+            return math.nan
+        weights = torch.exp(log_weights - log_weights.max())  # the scale cancels
+        return float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
 
 
 def routing_sums(routings: Sequence[MicroBatchRouting | None]) -> list[float]:
     """ROUTING_SUMS over the layers and micro-batches of this rank."""
     agreement = [a for routing in routings if routing is not None for a in routing.agreement.values()]
     return [float(sum(float(getattr(a, name)) for a in agreement)) for name in ROUTING_SUMS]
+
+
+def routing_metrics(sums: Sequence[float]) -> dict[str, float]:
+    """Metrics of the replay from ROUTING_SUMS of all ranks; NaN where nothing was routed."""
+    agreeing, replayed, fallback, rows = sums
+    return {"routing/overlap": share(agreeing, replayed), "routing/fallback_fraction": share(fallback, rows)}

@@ -61,6 +61,7 @@ class TrainerConfig:
     """Settings of the trainer ranks.
 
     ranks: processes. threads: CPU threads of each. dtype: of weights and activations; optimizer state is float32.
+    fp32_lm_head: logits are computed in float32 where dtype is bfloat16; an engine that samples should do the same.
     recompute: activations that the backward pass computes again: none, core attention, or whole layers.
     packing: tokens of a micro-batch lie end to end; off, each sequence is padded to the longest of its micro-batch.
     router_replay: R3 forces the experts the engine chose, R2 those a forward pass of the trainer chose before the
@@ -74,6 +75,7 @@ class TrainerConfig:
 
     ranks: int = 1
     dtype: Dtype = "float32"
+    fp32_lm_head: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: Recompute = "none"
     packing: bool = True

@@ -4,7 +4,10 @@ A micro-batch carries its own routing. Each transformer layer binds it to its ro
 forward pass as in a recomputation, so that whatever order a pipeline schedule runs micro-batches in, a router sees the
 rows of the micro-batch whose tokens it gets. Nothing is global: two models in a process do not know of each other.
 
-The router stays differentiable: its gate weights are computed from its own logits at the replayed experts.
+The router stays differentiable: its gate weights are computed from its own logits at the replayed experts. What else
+is made of its scores is not replayed, because it says how the router of now routes: the load-balance loss takes the
+router's own top-k of the scores (without correction bias and expert groups), the z loss the logits. Correction biases
+are no parameters and stay as the checkpoint has them (see gpt.py): no tokens are counted towards moving them.
 """
 
 from __future__ import annotations
@@ -58,10 +61,9 @@ class LayerReplay:
         layer: global number, from 0.
     """
 
-    def __init__(self, layer: int, *, num_experts: int) -> None:
+    def __init__(self, layer: int) -> None:
         self.layer = layer
         self.routing: MicroBatchRouting | None = None
-        self._num_experts = num_experts
 
     def get_replay_topk(
         self,
@@ -122,7 +124,7 @@ class RouterReplay:
                 router = getattr(layer.mlp, "router", None)
                 if router is None:
                     continue
-                replay = LayerReplay(layer.layer_number - 1, num_experts=chunk.config.num_moe_experts)
+                replay = LayerReplay(layer.layer_number - 1)
                 router.router_replay = replay
                 layer.register_forward_pre_hook(_bind(replay), with_kwargs=True)
                 self.layers.append(replay.layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,11 +15,13 @@ from async_rl.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_
 from async_rl.batch.routed_experts import local_tables
 from async_rl.train.attention import Rotary, RowContext
 from async_rl.train.logprobs import logprobs_and_entropy
-from async_rl.train.losses import LossConfig, TokenLogprobs, policy_loss
-from async_rl.train.metrics import token_sums
+from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, kl_estimate, policy_loss
+from async_rl.train.mismatch import lag_buckets, token_sums
 from async_rl.train.model import RouterReplayMode
 from async_rl.train.router_replay import MicroBatchRouting
 from message_queue.tokens import RoutingSpec
+
+ObjectiveKind = Literal["policy", "supervised", "logprobs"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,6 +31,9 @@ class MicroBatch:
     token_ids: int64 [1, t]. loss_rows: int64 [n], the rows that predict a token that enters the loss.
     targets: int64 [n], those tokens. columns: what the loss needs per token, [n] each.
     flat: int64 [n], where the tokens lie in the flattened [S * T] batch.
+    trajectories: int64 [count], numbers of the trajectories that the micro-batch holds, the same on all ranks that
+        share it; the column `trajectory` says by their place here which one a token is of. sums: what the objective
+        returned.
     """
 
     token_ids: Tensor
@@ -35,9 +41,10 @@ class MicroBatch:
     targets: Tensor
     flat: Tensor
     columns: dict[str, Tensor]
+    trajectories: Tensor
     context: RowContext
     has_padding: bool
-    sums: dict[str, float] = field(default_factory=dict[str, float])
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def forward(self, model: Any, *, at: Coordinates) -> Tensor:
         """Logits [1, t, V / tensor] on the last pipeline stage, hidden states before it."""
@@ -107,11 +114,16 @@ class MicroBatchBuilder:
         loss_rows = mask.nonzero().squeeze(-1)
         flat = rows.next_index[loss_rows]
         columns = {
-            name: batch[name].flatten()[flat]
-            for name in ("behaviour_logprobs", "reference_logprobs", "pure_lag0")
-            if name in keys
+            name: batch[name].flatten()[flat] for name in ("behaviour_logprobs", "reference_logprobs") if name in keys
         }
+        if "pure_lag0" in keys:
+            lag = batch["lag"] if "lag" in keys else torch.zeros_like(batch["token_ids"])
+            columns["lag_bucket"] = lag_buckets(lag.flatten()[flat], batch["pure_lag0"].flatten()[flat])
         sequence = torch.div(flat, self._row_length, rounding_mode="floor")
+        of_sequence = batch["trajectory"] if "trajectory" in keys else torch.arange(len(batch))
+        # Of all sequences, not of the tokens here: with context parallelism other ranks hold others.
+        trajectories = of_sequence[torch.tensor(indices, dtype=torch.int64)].unique(sorted=True)
+        columns["trajectory"] = torch.searchsorted(trajectories, of_sequence[sequence])
         if "advantages" in keys:
             columns["advantages"] = batch["advantages"][sequence]
         if self._token_weights is not None:
@@ -123,6 +135,7 @@ class MicroBatchBuilder:
             targets=batch["token_ids"].flatten()[flat].to(to),
             flat=flat,
             columns={name: column.to(to) for name, column in columns.items()},
+            trajectories=trajectories,
             context=RowContext(
                 rows=rows.to(to),
                 rotary=self._rotary_at(rows.positions),
@@ -156,12 +169,16 @@ class Objective:
     """What is done with the logits of a micro-batch.
 
     vocab_columns: columns of this rank's logits without vocabulary padding.
+    context_group: ranks that hold other tokens of the same trajectories; None for none.
+    log_ratio_bound: of the update; see `losses.surrogate`.
     """
 
-    kind: Literal["policy", "supervised", "logprobs"]
+    kind: ObjectiveKind
     loss: LossConfig
     tensor_group: Any
     vocab_columns: int
+    context_group: Any = None
+    log_ratio_bound: float = math.inf
 
     def token_logprobs(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """float32 [n] logprob of each token that enters the loss, and the entropy of its distribution."""
@@ -183,19 +200,54 @@ class Objective:
                 return logprobs.new_zeros(()), {"logprobs": logprobs.detach()}
             case "supervised":
                 loss = -(columns["token_weights"] * logprobs).sum()
-                return loss, {"loss": loss.detach(), "tokens": torch.tensor(float(len(logprobs)))}
+                return loss, {"loss": loss.detach(), "tokens": loss.new_tensor(float(len(logprobs)))}
             case "policy":
-                return self._policy(logprobs, entropy, columns)
+                return self._policy(logprobs, entropy, micro_batch)
 
-    def _policy(self, current: Tensor, entropy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        behaviour = columns["behaviour_logprobs"]
-        logprobs = TokenLogprobs(
-            current=current,
-            behaviour=behaviour,
-            # One update per batch: the weights are still those of the batch's start.
-            proximal=columns.get("proximal_logprobs", current.detach()),
-            reference=columns.get("reference_logprobs"),
+    def _policy(self, current: Tensor, entropy: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        columns, index, count = micro_batch.columns, micro_batch.columns["trajectory"], len(micro_batch.trajectories)
+        behaviour, advantages, reference = (
+            columns["behaviour_logprobs"],
+            columns["advantages"],
+            columns.get("reference_logprobs"),
         )
-        token_loss, clipped = policy_loss(logprobs, advantages=columns["advantages"], entropy=entropy, config=self.loss)
+        token_loss, touched = policy_loss(
+            TokenLogprobs(
+                current=current,
+                behaviour=behaviour,
+                # One update per batch: the weights are still those of the batch's start.
+                proximal=columns.get("proximal_logprobs", current.detach()),
+                reference=reference,
+            ),
+            advantages=advantages,
+            entropy=entropy,
+            config=self.loss,
+            trajectories=Trajectories(index=index, count=count, group=self.context_group),
+            log_ratio_bound=self.log_ratio_bound,
+        )
         loss = (columns["token_weights"] * token_loss).sum()
-        return loss, token_sums(loss, current, behaviour, entropy, clipped, columns["pure_lag0"])
+        with torch.no_grad():
+            extra: dict[str, Tensor] = {name: touched[name] for name in self.loss.filters}
+            if self.loss.kl_coefficient > 0 and reference is not None:
+                extra["kl"] = kl_estimate(current, reference, "k3")
+            sums = token_sums(
+                current=current,
+                behaviour=behaviour,
+                entropy=entropy,
+                advantages=advantages,
+                lag_bucket=columns["lag_bucket"],
+                extra=extra,
+            )
+            drift = Trajectories(index=index, count=count).sums(current - behaviour)
+        return loss, {**sums, "loss": loss.detach(), "trajectory": drift}
+
+
+def scheduled_loss(
+    logits: Tensor, *, micro_batch: MicroBatch, objective: Objective
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The objective in the form megatron's schedules take: (loss, token count, results).
+
+    With a token count the schedules leave the loss as it is; the count itself is not used.
+    """
+    loss, results = objective(logits, micro_batch)
+    return loss, torch.zeros((), dtype=torch.int, device=logits.device), results

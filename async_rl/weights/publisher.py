@@ -1,7 +1,13 @@
 """Brings a new version of the weights into every replica. Owns nothing of the trainer and nothing of the rollouts.
 
 resume: pause -> abort (partials return to their agent loops) -> load -> resume (the loops go on, on new weights)
+keep:   pause -> freeze (held inside the engine)              -> load -> resume (they go on there, in a new segment)
 drain:  pause -> what is in flight finishes                   -> load -> resume
+
+Replicas load side by side, so for a moment some serve the new version and others the one before. A rollout that loses
+its replica in that moment may go on under the older version: its tokens then go back by one version. The contract
+allows it, as every token names its own version. The staleness bound holds too: groups are admitted by a version only
+when all replicas serve it, so no replica is older than the admission of any group that it can be given.
 """
 
 from __future__ import annotations
@@ -10,91 +16,112 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, assert_never
+from typing import Literal, assert_never
 
-from agent_loop.engine import EngineError
+from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools import PauseGate
+from async_rl.engines.replica import KeptKV
+from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from async_rl.weights.transport import WeightUpdate
-from message_queue.tokens import WeightVersion
 
-OnUpdate = Literal["resume", "drain"]
-
-
-class ReplicaControl(Protocol):
-    """The control side of a replica; see `async_rl.engines.replica` for the contract of each call."""
-
-    name: str
-
-    async def pause(self) -> None: ...
-    async def abort(self) -> int: ...
-    async def drain(self) -> None: ...
-    async def load(self, update: WeightUpdate) -> WeightVersion: ...
-    async def resume(self) -> None: ...
+OnUpdate = Literal["resume", "keep", "drain"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """seconds: first pause to last resume. pause_seconds: longest pause of one replica. aborted: partial segments."""
+    """seconds: first pause to last resume. pause_seconds: longest pause of one replica.
+
+    aborted: partial segments. frozen: requests that were held inside an engine.
+    """
 
     seconds: float
     pause_seconds: float
     aborted: int
+    frozen: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """One replica's part of a publish."""
+
+    pause_seconds: float
+    aborted: int
+    frozen: int
 
 
 class Publisher:
     """Loads a version on all replicas side by side.
 
+    A replica that is lost meanwhile, or does not take the version in time, leaves the fleet; the others go on.
+
     Args:
+        kv: K/V of the requests that are frozen with `keep`; see `async_rl.engines.replica.Replica.load`.
         tools: gate that every rollout passes before it starts a tool; shut while the replicas are paused.
-        timeout_s: bound on one replica's pause, abort or drain, load and resume together.
+        timeout_s: bound on one replica's pause, abort, freeze or drain, load and resume together.
     """
 
     def __init__(
-        self, replicas: Sequence[ReplicaControl], *, on_update: OnUpdate, tools: PauseGate, timeout_s: float
+        self,
+        replicas: ReplicaFleet | Sequence[FleetReplica],
+        *,
+        on_update: OnUpdate,
+        kv: KeptKV = "recompute",
+        tools: PauseGate,
+        timeout_s: float,
     ) -> None:
-        self._replicas = replicas
+        self._fleet = ReplicaFleet.of(replicas)
         self._tools = tools
         self._on_update: OnUpdate = on_update
+        self._kv: KeptKV = kv
         self._timeout_s = timeout_s
 
     async def publish(self, update: WeightUpdate) -> PublishReport:
-        """Return when every replica serves `update`.
+        """Return when every replica that is left serves `update`.
 
         Raises:
-            EngineError: a replica did not take the version in time, or loaded something else.
+            EngineError: a replica refused the version, or loaded something else.
+            ReplicaLostError: no replica is left.
         """
         begun = time.monotonic()
         self._tools.pause()
         try:
             async with asyncio.TaskGroup() as loads:
-                tasks = [loads.create_task(self._load(replica, update)) for replica in self._replicas]
+                tasks = [loads.create_task(self._load_or_lose(member, update)) for member in self._fleet.live]
         finally:
             self._tools.resume()
-        done = [task.result() for task in tasks]
+        done = [load for task in tasks if (load := task.result()) is not None]
+        self._fleet.require_any()
         return PublishReport(
             seconds=time.monotonic() - begun,
-            pause_seconds=max(seconds for seconds, _ in done),
-            aborted=sum(aborted for _, aborted in done),
+            pause_seconds=max((load.pause_seconds for load in done), default=0.0),
+            aborted=sum(load.aborted for load in done),
+            frozen=sum(load.frozen for load in done),
         )
 
-    async def _load(self, replica: ReplicaControl, update: WeightUpdate) -> tuple[float, int]:
-        begun, aborted = time.monotonic(), 0
+    async def _load_or_lose(self, member: Member, update: WeightUpdate) -> _Load | None:
+        """None where the replica was lost."""
+        late = f"did not load version {update.weights.version} (sync.timeout_s)"
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await replica.pause()
-                match self._on_update:
-                    case "resume":
-                        aborted = await replica.abort()
-                    case "drain":
-                        await replica.drain()
-                    case _:
-                        assert_never(self._on_update)
-                loaded = await replica.load(update)
-                await replica.resume()
-        except TimeoutError as error:
-            raise EngineError(
-                f"{replica.name} did not load version {update.weights.version} within sync.timeout_s={self._timeout_s}"
-            ) from error
+            async with self._fleet.calling(member, timeout_s=self._timeout_s, late=late):
+                return await self._load(member.replica, update)
+        except ReplicaLostError:
+            return None
+
+    async def _load(self, replica: FleetReplica, update: WeightUpdate) -> _Load:
+        begun, aborted, frozen = time.monotonic(), 0, 0
+        kv: KeptKV = "recompute"
+        await replica.pause()
+        match self._on_update:
+            case "resume":
+                aborted = await replica.abort()
+            case "keep":
+                frozen, kv = await replica.freeze(), self._kv
+            case "drain":
+                await replica.drain()
+            case _:
+                assert_never(self._on_update)
+        loaded = await replica.load(update, kv=kv)
         if loaded != update.weights:
             raise EngineError(f"{replica.name} loaded {loaded}, but {update.weights} was published")
-        return time.monotonic() - begun, aborted
+        await replica.resume()
+        return _Load(pause_seconds=time.monotonic() - begun, aborted=aborted, frozen=frozen)

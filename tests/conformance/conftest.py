@@ -1,9 +1,14 @@
-"""One real engine for the whole package, two sets of weights, and requests to it."""
+"""One server of every real engine for the whole package, two sets of weights, and requests to them.
+
+`tested` is what the scenarios (test_scenarios_*.py) run on: the fake, vLLM and SGLang, one after the other. vLLM serves
+a model whose first layer is dense; SGLang ignores that in this family, so its replica refuses such a model, and serves
+one of experts alone. Latent attention is in tests/e2e/test_vllm_families.py; SGLang has none on a CPU.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +18,24 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.engine import GenerateRequest
+from async_rl.engines.sglang import SglangReplica
 from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
+from async_rl.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
+from message_queue.tokens import TokenOutput, WeightVersion
+from tests.conformance import sglang_support
+from tests.conformance.engines import EngineUnderTest, Exchange
+from tests.conformance.probes import CountingScript, FakeProbe, FakeTruth, SglangProbe, TransformersTruth, VllmProbe
+from tests.fakes import SPEC, FakeEngine
 
 VOCAB = 117
+VLLM_KV_TOKENS = 3072
 CONFIG = VllmConfig(
     device="cpu",
     max_model_len=512,
     max_num_seqs=32,
     max_num_batched_tokens=96,  # prompts longer than this are prefilled in chunks
-    kv_cache_bytes=6 << 20,  # 3072 tokens: many long requests do not fit at once
+    kv_cache_bytes=6 << 20,  # VLLM_KV_TOKENS: many long requests do not fit at once
     load_timeout_s=60,
     generate_timeout_s=100,
     start_timeout_s=110,
@@ -73,6 +86,131 @@ async def replica(engine: VllmReplica, models: Models) -> VllmReplica:
     return engine
 
 
+@pytest.fixture(scope="package")
+def sglang_models(tmp_path_factory: pytest.TempPathFactory) -> sglang_support.Models:
+    """Two checkpoints of an architecture that SGLang serves too: no dense layer."""
+    sglang_support.require_sglang()
+    return sglang_support.make_models(tmp_path_factory.mktemp("sglang"), sglang_support.qwen3_moe())
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def sglang_server(sglang_models: sglang_support.Models) -> AsyncIterator[SglangReplica]:
+    replica = await SglangReplica.start(sglang_support.config(), name="replica-0", checkpoint=sglang_models.paths[0])
+    yield replica
+    await replica.close()
+
+
+Report = Callable[[str], None]
+_REPORTS = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Report:
+    """Say a figure in the summary of the run and in its XML."""
+
+    def say(figure: str) -> None:
+        record_property("figure", figure)
+        request.config.stash.setdefault(_REPORTS, []).append(figure)
+
+    return say
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The figures that the scenarios report."""
+    if figures := config.stash.get(_REPORTS, []):
+        terminalreporter.section("figures of the conformance suite")
+        for figure in figures:
+            terminalreporter.write_line(figure)
+
+
+@pytest.fixture(params=["fake", "vllm", "sglang"])
+def server(request: pytest.FixtureRequest) -> Any:
+    """A replica of each engine, started at most once; None for the fake."""
+    fixtures = {"vllm": "engine", "sglang": "sglang_server"}
+    return request.getfixturevalue(fixtures[request.param]) if request.param in fixtures else None
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def tested(
+    server: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[EngineUnderTest]:
+    """An engine that serves version 0 with an empty prefix cache."""
+    if server is None:
+        made = fake_under_test()
+    elif isinstance(server, VllmReplica):
+        made = vllm_under_test(server, request.getfixturevalue("models"), patch=monkeypatch)
+    else:
+        made = sglang_under_test(server, request.getfixturevalue("sglang_models"), patch=monkeypatch)
+    await made.publish(version=0)
+    yield made
+    await made.end()
+
+
+def fake_under_test(name: str = "fake-0", *, exchanges: list[Exchange] | None = None) -> EngineUnderTest:
+    """A new fake engine."""
+    script = CountingScript(vocab_size=VOCAB)
+    engine = FakeEngine(script, name=name)
+    updates = (
+        WeightUpdate(Path("none"), WeightVersion(0, "fake")),
+        WeightUpdate(Path("none"), WeightVersion(1, "fake")),
+    )
+    return EngineUnderTest(
+        engine,
+        routing=SPEC,
+        updates=updates,
+        truth=FakeTruth(SPEC, vocab_size=VOCAB),
+        probe=FakeProbe(engine, script=script),
+        exchanges=exchanges,
+    )
+
+
+def vllm_under_test(
+    replica: VllmReplica,
+    models: Models | sglang_support.Models,
+    *,
+    patch: pytest.MonkeyPatch,
+    exchanges: list[Exchange] | None = None,
+) -> EngineUnderTest:
+    """A vLLM replica that serves `models`."""
+    if isinstance(models, Models):
+        path, updates = models.first, (models.update_first, models.update_second)
+        truth = TransformersTruth((models.reference_first, models.reference_second))
+    else:
+        path, updates, truth = models.paths[0], models.updates, TransformersTruth(models.models)
+    return EngineUnderTest(
+        replica,
+        routing=read_model_info(path).routing,
+        updates=updates,
+        truth=truth,
+        probe=VllmProbe(replica, kv_tokens=VLLM_KV_TOKENS, patch=patch),
+        exchanges=exchanges,
+    )
+
+
+def sglang_under_test(
+    replica: SglangReplica,
+    models: sglang_support.Models,
+    *,
+    patch: pytest.MonkeyPatch,
+    exchanges: list[Exchange] | None = None,
+) -> EngineUnderTest:
+    """An SGLang replica that serves `models`."""
+    return EngineUnderTest(
+        replica,
+        routing=read_model_info(models.paths[0]).routing,
+        updates=models.updates,
+        truth=TransformersTruth(models.models),
+        probe=SglangProbe(replica, kv_tokens=sglang_support.SMALL_POOL, patch=patch),
+        exchanges=exchanges,
+    )
+
+
+async def generate(replica: VllmReplica, ask: GenerateRequest) -> TokenOutput:
+    """The one segment of a decode that no update reaches in flight."""
+    [segment] = await replica.generate(ask)
+    return segment
+
+
 async def publish(replica: VllmReplica, update: WeightUpdate) -> int:
     """Pause, abort, load, resume; returns how many segments were cut."""
     await replica.pause()
@@ -84,7 +222,7 @@ async def publish(replica: VllmReplica, update: WeightUpdate) -> int:
 
 async def until_sampled(replica: VllmReplica, tokens: int) -> None:
     """Return when the requests in flight have sampled `tokens` together; vLLM has no event for it."""
-    states: Any = replica._engine.output_processor.request_states
+    states: Any = replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
     while sum(state.detokenizer.num_output_tokens() for state in states.values()) < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +27,37 @@ class Reference:
     margins: np.ndarray[Any, Any]
 
 
-def reference(model: Any, token_ids: np.ndarray[Any, Any]) -> Reference:
-    """Forward `token_ids` int32 [T] through a transformers model whose routers return (logits, weights, indices)."""
-    chosen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
-    hooks = [
-        router.register_forward_hook(lambda _module, _inputs, out: chosen.append((out[0], out[2])))
-        for router in routers
-    ]
-    with torch.no_grad():
-        logits = model(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0, :-1]
-    for hook in hooks:
-        hook.remove()
+def reference(model: Any, token_ids: np.ndarray[Any, Any], *, forced: Any = None) -> Reference:
+    """Forward `token_ids` int32 [T] through a transformers model whose routers return (logits, weights, indices).
+
+    forced: int [T', moe_layers, top_k] or None, the experts of positions 0..T'-1; -1 and what is behind route freely.
+    """
+    return reference_of_parts([(model, len(token_ids))], token_ids, forced=forced)
+
+
+def reference_of_parts(
+    parts: Sequence[tuple[Any, int]], token_ids: np.ndarray[Any, Any], *, forced: Any = None
+) -> Reference:
+    """As `reference`, of a trajectory whose weights changed on the way while its K/V stayed.
+
+    parts: (model, end) in order; each model forwards the positions up to `end` on the K/V that the ones before it left.
+    """
+    logits: list[torch.Tensor] = []
+    seen: list[list[RoutedLayer]] = []
+    cache, start = None, 0
+    for model, end in parts:
+        if end == start:
+            continue
+        ids = torch.from_numpy(token_ids[start:end].astype(np.int64))[None]
+        with torch.no_grad(), _watched(model, None if forced is None else forced[start:end]) as layers:
+            output = model(ids, past_key_values=cache, use_cache=True)
+        cache, start = output.past_key_values, end
+        logits.append(output.logits[0])
+        seen.append(layers)
     return Reference(
-        logprobs=torch.log_softmax(logits.double(), -1).numpy(),
-        experts=np.stack([np.sort(indices.numpy(), -1) for _, indices in chosen], axis=1),
-        margins=np.stack([_margins(scores, indices) for scores, indices in chosen], axis=1),
+        logprobs=torch.log_softmax(torch.cat(logits)[:-1].double(), -1).numpy(),
+        experts=_table([[layer.experts for layer in layers] for layers in seen], shape=(len(token_ids), 0, 0)),
+        margins=_table([[layer.margins for layer in layers] for layers in seen], shape=(len(token_ids), 0)),
     )
 
 
@@ -60,7 +77,62 @@ def routing_mismatches(expected: Reference, experts: Any, *, start: int) -> int:
     return int((differs & (expected.margins[at] > TIE_MARGIN)).sum())
 
 
-def _margins(scores: torch.Tensor, indices: torch.Tensor) -> np.ndarray[Any, Any]:
+def has_tie(expected: Reference, *, end: int) -> bool:
+    """Whether a router that was free had a numerical tie at a position before `end`."""
+    return bool((expected.margins[:end] <= TIE_MARGIN).any())
+
+
+def _table(parts: list[list[np.ndarray[Any, Any]]], *, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Layers [T, ...] of every part as [T, moe_layers, ...]; of `shape` for a model without experts."""
+    return np.concatenate([np.stack(layers, axis=1) for layers in parts]) if parts[0] else np.zeros(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedLayer:
+    """One router in one forward pass: experts int [T, top_k] ascending, margins float [T]."""
+
+    experts: np.ndarray[Any, Any]
+    margins: np.ndarray[Any, Any]
+
+
+@contextmanager
+def _watched(model: Any, forced: Any) -> Generator[list[RoutedLayer]]:
+    """What every router of `model` does inside the block, in the order of the layers, and `forced` put in its place."""
+    seen: list[RoutedLayer] = []
+
+    def watch(router: Any, _inputs: Any, output: Any) -> Any:
+        logits, weights, experts = output
+        margins = _margins(logits, experts)
+        if forced is not None:
+            rows = torch.from_numpy(np.asarray(forced)[:, len(seen)].astype(np.int64))
+            rows = torch.cat([rows, rows.new_full((len(experts) - len(rows), rows.shape[1]), -1)])
+            free = (rows < 0).any(-1, keepdim=True)
+            experts = torch.where(free, experts, rows)
+            weights = torch.where(free, weights, _gate_weights(router, logits, experts).to(weights.dtype))
+            margins = torch.where(free[:, 0], margins, torch.inf)
+        seen.append(RoutedLayer(np.sort(experts.numpy(), -1), margins.numpy()))
+        return logits, weights, experts
+
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    hooks = [router.register_forward_hook(watch) for router in routers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _gate_weights(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Weights [T, top_k] of given experts, by the equations of the papers."""
+    sigmoid = hasattr(router, "e_score_correction_bias")  # DeepSeek-V3: the bias steers the choice alone
+    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+    weights = scores.gather(1, experts)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * getattr(router, "routed_scaling_factor", 1.0)
+
+
+def _margins(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     taken = torch.gather(scores, 1, indices)
     rest = scores.scatter(1, indices, float("-inf"))
-    return (taken.min(-1).values - rest.max(-1).values).abs().numpy()
+    return (taken.min(-1).values - rest.max(-1).values).abs()

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from agent_loop.engine import EngineError
+from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.engines.replica import Flight, RequestGate
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
@@ -26,7 +26,7 @@ def segment(tokens: int, stop_reason: StopReason) -> TokenOutput:
 async def fly(gate: RequestGate, name: str, until: asyncio.Event) -> Flight:
     async with gate.admit(name) as flight:
         await until.wait()
-        gate.landed(flight, segment(3, StopReason.ABORT if flight.abort_requested else StopReason.LENGTH))
+        gate.landed(flight, [segment(3, StopReason.ABORT if flight.abort_requested else StopReason.LENGTH)])
         return flight
 
 
@@ -109,3 +109,118 @@ async def test_a_load_needs_a_pause_and_nothing_in_flight():
     go.set()
     await task
     gate.require_quiet("load")
+
+
+async def held_flight(gate: RequestGate, name: str) -> Flight:
+    """A flight that leaves the engine whenever it is recalled, until it is let through or aborted."""
+    async with gate.admit(name) as flight:
+        await asyncio.sleep(0)
+        while flight.recalled:
+            await gate.hold(flight)
+        gate.landed(flight, [segment(1, StopReason.ABORT if flight.abort_requested else StopReason.LENGTH)])
+        return flight
+
+
+async def frozen_flights(gate: RequestGate, count: int) -> list[asyncio.Task[Flight]]:
+    """`count` flights that are recalled and held."""
+    tasks = [asyncio.create_task(held_flight(gate, str(i))) for i in range(count)]
+    await asyncio.sleep(0)  # each is past the gate, none has run on
+    gate.pause()
+    assert gate.freeze() == count
+    flights = gate.recall()
+    assert len(flights) == count
+    await gate.wait_outside(flights)
+    return tasks
+
+
+async def test_a_freeze_needs_a_pause_and_allows_a_load():
+    gate, go = RequestGate("r"), asyncio.Event()
+    with pytest.raises(EngineError, match="r: freeze while serving; call pause"):
+        gate.freeze()
+    task = asyncio.create_task(fly(gate, "a", go))
+    await asyncio.sleep(0)
+    gate.pause()
+    with pytest.raises(EngineError, match=r"load with 1 requests in flight \(a, ...\); call abort, drain or freeze"):
+        gate.require_quiet("load")
+    gate.require_moving("drain")
+    assert gate.freeze() == 1
+    gate.require_quiet("load")
+    with pytest.raises(EngineError, match="drain with 1 frozen requests; call resume or abort first"):
+        gate.require_moving("drain")
+    gate.resume()
+    with pytest.raises(EngineError, match="load while serving"):
+        gate.require_quiet("load")
+    gate.pause()
+    with pytest.raises(EngineError, match="load with 1 requests in flight"):
+        gate.require_quiet("load")
+    go.set()
+    await task
+
+
+async def test_recalled_flights_are_held_until_the_gate_opens_and_are_not_recalled_twice():
+    gate = RequestGate("r")
+    tasks = await frozen_flights(gate, 3)
+    assert gate.recall() == []
+    assert gate.stats().in_flight == 3
+    gate.resume()
+    gate.pause()  # before a held task runs again
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    gate.resume()
+    assert {(await task).stop_reason for task in tasks} == {StopReason.LENGTH}
+
+
+async def test_an_abort_lands_what_is_held():
+    gate = RequestGate("r")
+    tasks = await frozen_flights(gate, 2)
+    flights = gate.request_abort()
+    await gate.wait_landed(flights)
+    assert {(await task).stop_reason for task in tasks} == {StopReason.ABORT}
+    gate.require_quiet("load")
+
+
+async def test_a_cancelled_flight_is_outside_too():
+    gate = RequestGate("r")
+    first, second = await frozen_flights(gate, 2)
+    first.cancel()
+    await asyncio.wait([first])
+    assert gate.stats().in_flight == 1
+    gate.resume()
+    await second
+
+    async def never_held() -> None:
+        async with gate.admit("c"):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(never_held())
+    await asyncio.sleep(0)
+    gate.pause()
+    gate.freeze()
+    waiter = asyncio.create_task(gate.wait_outside(gate.recall()))
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    task.cancel()
+    await waiter
+
+
+async def test_a_failure_wakes_what_is_held():
+    gate = RequestGate("r")
+    tasks = await frozen_flights(gate, 2)
+    gate.fail("engine process 7 died")
+    for task in tasks:
+        with pytest.raises(ReplicaLostError, match="r: engine process 7 died"):
+            await task
+
+
+async def test_suspect_weights_keep_what_is_held():
+    gate = RequestGate("r")
+    (task,) = await frozen_flights(gate, 1)
+    gate.suspect("version 3 was not loaded whole")
+    for call in (gate.require_resumable, gate.resume):
+        with pytest.raises(EngineError, match="cannot resume, version 3 was not loaded whole"):
+            call()
+    assert not task.done()
+    gate.suspect(None)
+    gate.resume()
+    await task

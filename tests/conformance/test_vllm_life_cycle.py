@@ -13,7 +13,7 @@ from agent_loop.engine import EngineError
 from async_rl.engines.vllm import VllmReplica
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import StopReason, WeightVersion
-from tests.conformance.conftest import CONFIG, Models, prompt, publish, request, until_sampled
+from tests.conformance.conftest import CONFIG, Models, generate, prompt, publish, request, until_sampled
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarni
 def submit(replica: VllmReplica, count: int, *, name: str, max_new_tokens: int = 400) -> list[asyncio.Task[Any]]:
     """Start `count` long requests."""
     ask = [request(f"{name}-{i}", prompt(20, seed=i), max_new_tokens=max_new_tokens) for i in range(count)]
-    return [asyncio.create_task(replica.generate(r)) for r in ask]
+    return [asyncio.create_task(generate(replica, r)) for r in ask]
 
 
 async def test_a_paused_replica_holds_new_requests_and_lets_running_ones_end(replica: VllmReplica):
@@ -36,21 +36,6 @@ async def test_a_paused_replica_holds_new_requests_and_lets_running_ones_end(rep
     assert (await replica.stats()).in_flight == 0
     await replica.resume()
     assert [len(await task) for task in held] == [5, 5, 5]
-
-
-async def test_an_abort_returns_every_partial_segment_and_counts_them(replica: VllmReplica):
-    tasks = submit(replica, 40, name="abort")  # more than the 32 that run at once
-    await until_sampled(replica, 64)
-    assert await replica.abort() == 40
-    segments = await asyncio.gather(*tasks)
-    assert {s.stop_reason for s in segments} == {StopReason.ABORT}
-    started = [s for s in segments if len(s)]
-    waiting = [s for s in segments if not len(s)]
-    assert started
-    assert waiting, "some were still waiting for a place in the batch"
-    assert all(s.routed_experts is None for s in waiting)
-    assert all(s.routed_experts.end_position == 20 + len(s) - 1 for s in started)
-    assert await replica.abort() == 0
 
 
 async def test_an_abort_before_the_engine_knows_a_request_still_ends_it(
@@ -71,11 +56,6 @@ async def test_an_abort_before_the_engine_knows_a_request_still_ends_it(
     admitted.set()
     assert await aborted == 4
     assert all(s.stop_reason is StopReason.ABORT for s in await asyncio.gather(*tasks))
-
-
-async def test_an_abort_after_the_end_counts_nothing(replica: VllmReplica):
-    await asyncio.gather(*submit(replica, 2, name="ended", max_new_tokens=2))
-    assert await replica.abort() == 0
 
 
 async def test_a_load_is_refused_while_serving_or_with_requests_in_flight(replica: VllmReplica, models: Models):
@@ -120,7 +100,7 @@ async def test_an_update_without_some_tensor_is_refused_and_changes_nothing(
     with pytest.raises(EngineError, match="cannot read version 3"):
         await replica.load(WeightUpdate(tmp_path / "absent.safetensors", WeightVersion(3, "")))
     await replica.resume()
-    assert len(await replica.generate(request("still", prompt(10), max_new_tokens=3))) == 3
+    assert len(await generate(replica, request("still", prompt(10), max_new_tokens=3))) == 3
 
 
 async def test_a_cancelled_caller_frees_its_place_and_disturbs_nobody(replica: VllmReplica):
@@ -154,7 +134,7 @@ async def test_a_request_that_takes_too_long_is_an_error_and_is_aborted(
         with pytest.raises(EngineError, match=r"request slow-0 took longer than engine.generate_timeout_s=0.05"):
             await submit(replica, 1, name="slow")[0]
     assert replica._engine.output_processor.get_num_unfinished_requests() == 0
-    assert len(await replica.generate(request("next", prompt(10), max_new_tokens=3))) == 3
+    assert len(await generate(replica, request("next", prompt(10), max_new_tokens=3))) == 3
 
 
 async def test_a_request_that_cannot_be_served_names_what_is_wrong(replica: VllmReplica):
@@ -167,7 +147,7 @@ async def test_a_request_that_cannot_be_served_names_what_is_wrong(replica: Vllm
     }
     for message, ask in bad.items():
         with pytest.raises(EngineError, match=f"replica-0: request {ask.request_id}.*{message}"):
-            await replica.generate(ask)
+            await generate(replica, ask)
     running = submit(replica, 1, name="same")
     await until_sampled(replica, 1)
     with pytest.raises(EngineError, match="request same-0 is already in flight"):

@@ -119,3 +119,29 @@ def test_killing_a_process_ends_the_run_with_the_cause_in_its_last_lines(tmp_pat
     assert process.returncode == 1, output
     assert any(line.startswith("error: stage") and named in line for line in output.splitlines()[-4:]), output
     assert time.monotonic() - begun < 90
+
+
+def test_a_run_outlives_one_of_its_replicas(tmp_path, warm_starts):
+    process = start(
+        tmp_path,
+        warm_starts,
+        "total_train_steps=6",
+        "engine.replicas=2",
+        "rollout.on_update=keep",
+        "rollout.resume_routing=force",
+        "queue.rank_code_rows=true",
+    )
+    wait_for_step(tmp_path, 1, process)
+    os.kill(json.loads((tmp_path / "processes.json").read_text())["replica-1"], signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "replica replica-1 is lost, 1 left" in output
+    steps = lines(tmp_path, "metrics.jsonl")
+    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    for s in steps:
+        assert s["ledger/error"] == 0
+        assert s["staleness/max"] <= 1
+        assert s["routing/missing_fraction"] == 0
+        assert s["mismatch/k3_lag0"] is None or s["mismatch/k3_lag0"] <= 1e-6
+    total = lines(tmp_path, "ledger.jsonl")[-1]
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 24, 0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from async_rl.observe.metrics import LAGS
 from async_rl.train.checkpoint import TrainerCheckpointError
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import ParallelConfig
@@ -23,9 +24,16 @@ from tests.parallel.support import (
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 ADAM = OptimizerConfig(lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup_steps=2)
+BY_LAG = {
+    *("clip/fraction", "truncate/fraction", "ess/token"),
+    *(f"mismatch/{name}" for name in ("k1", "k3", "abs_mean", "abs_p99", "abs_max", "f2", "f5", "chi2")),
+}
 METRICS = {
-    *("loss", "grad_norm", "entropy", "lr", "tokens", "clip/fraction", "ess/token"),
-    *("mismatch/k1", "mismatch/k3", "mismatch/abs_max", "mismatch/k3_lag0"),
+    *("loss", "grad_norm", "entropy", "lr", "tokens", "ess/sequence"),
+    *BY_LAG,
+    *(f"{key}_{lag}" for key in BY_LAG for lag in LAGS),
+    *(f"tokens/{kind}" for kind in (*LAGS, "positive", "negative")),
+    *(f"{name}/fraction_{sign}" for name in ("clip", "truncate") for sign in ("positive", "negative")),
     *("routing/overlap", "routing/fallback_fraction"),
 }
 
@@ -52,7 +60,8 @@ def test_train_reports_every_metric_and_moves_the_weights(checkpoint, tmp_path):
     before = weights(trainer, tmp_path)
     metrics = trainer.train(make_batch())
     assert metrics.keys() == METRICS
-    assert all(math.isfinite(value) for value in metrics.values())
+    absent = {f"{key}_{lag}" for key in BY_LAG for lag in LAGS if lag != "lag0"}  # every token is of lag 0
+    assert {key for key, value in metrics.items() if not math.isfinite(value)} == absent
     assert metrics["lr"] == pytest.approx(1.5e-3)
     after = weights(trainer, tmp_path)
     assert all(not torch.equal(before[name], after[name]) for name in before)

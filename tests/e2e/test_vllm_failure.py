@@ -61,7 +61,7 @@ def test_a_killed_engine_fails_every_call_and_lets_its_owner_exit(dense_checkpoi
     told = json.loads(heard(done.stdout.splitlines()))
     assert told["dense"] == "20 tokens without rows"
     for call in ("running", "held", "later", "pause", "resume", "load"):
-        assert told[call].startswith("EngineError: replica-0: "), told
+        assert told[call].startswith("ReplicaLostError: replica-0: "), told
     assert re.search(r"engine process \d+ died, exit code (-9|unknown)", told["held"]), told
     assert told["seconds"] < PATIENCE_S
 
@@ -85,7 +85,7 @@ async def scenario(checkpoint: Path, ending: str) -> None:
     if ending == "wait":
         tell(engine.pid)
         await asyncio.Event().wait()
-    segment = await replica.generate(request("dense", 20))
+    [segment] = await replica.generate(request("dense", 20))
     told: dict[str, Any] = {
         "dense": f"{len(segment)} tokens with{'out' if segment.routed_experts is None else ''} rows"
     }
@@ -113,7 +113,7 @@ async def outcome(call: Any) -> str:
     try:
         return f"no error but {await call!r}"
     except EngineError as error:
-        return f"EngineError: {error}"
+        return f"{type(error).__name__}: {error}"
 
 
 def tell(message: object) -> None:

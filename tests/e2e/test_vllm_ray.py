@@ -11,13 +11,13 @@ import psutil
 import pytest
 import ray
 
-from agent_loop.engine import EngineError
+from agent_loop.engine import ReplicaLostError
 from async_rl.actors import ClusterConfig, start_ray
 from async_rl.engines.vllm import VllmConfig
 from async_rl.handles import ReplicaHandle
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import StopReason
-from tests.conformance.conftest import prompt, request
+from tests.conformance.conftest import generate, prompt, request
 from tests.conformance.reference import LOGPROB_TOLERANCE, logprob_gap, reference, routing_mismatches
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -43,13 +43,13 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
         CONFIG, name="replica-0", checkpoint=paths[0], capture_routing=True, options={"num_cpus": 1}
     )
     tokens = prompt(30)
-    tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens, max_new_tokens=400))) for i in range(24)]
+    tasks = [asyncio.create_task(generate(replica, request(f"r{i}", tokens, max_new_tokens=400))) for i in range(24)]
     while (await replica.stats()).in_flight < 24:  # noqa: ASYNC110 - an actor has no event to wait on
         await asyncio.sleep(0.01)
     await replica.pause()
     assert await replica.abort() == 24
     assert {(await task).stop_reason for task in tasks} == {StopReason.ABORT}
-    held = asyncio.create_task(replica.generate(request("held", tokens)))
+    held = asyncio.create_task(generate(replica, request("held", tokens)))
     assert await replica.load(update) == update.weights
     await replica.resume()
     segment = await held
@@ -63,9 +63,9 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
     actor = psutil.Process(await replica.pid())
     processes = [actor, *actor.children(recursive=True)]
     assert len(processes) >= 2, "the engine has a process of its own"
-    lost = asyncio.create_task(replica.generate(request("lost", tokens, max_new_tokens=400)))
+    lost = asyncio.create_task(generate(replica, request("lost", tokens, max_new_tokens=400)))
     await replica.stats()
     actor.kill()
-    with pytest.raises(EngineError, match="replica-0: process died during generate lost"):
+    with pytest.raises(ReplicaLostError, match="replica-0: process died during"):
         await lost
     assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=30))[1] == []

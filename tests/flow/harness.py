@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from async_rl.data.prompts import PromptSource
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
@@ -51,29 +55,47 @@ class LocalQueue:
         return self.plain.drain_records()
 
 
-class FakeReplica:
-    """FakeEngine with the control calls of the publisher."""
+class FakeReplica(FakeEngine):
+    """A FakeEngine whose control calls take their time, fail or hang."""
 
     def __init__(
-        self, engine: FakeEngine, *, fail_load: Exception | None = None, hang_load: bool = False, load_s: float = 0.0
+        self,
+        script,
+        *,
+        fail_load: Exception | None = None,
+        hang_load: bool = False,
+        load_s: float = 0.0,
+        die_at_load: int | None = None,
+        die_after_resume: int | None = None,
+        pause_s: float = 0.0,
+        **options,
     ) -> None:
-        self.name = "fake-0"
-        self.load_s = load_s
-        self.engine = engine
+        super().__init__(script, **options)
         self.fail_load = fail_load
         self.hang_load = hang_load
-        self.pause, self.abort, self.resume = engine.pause, engine.abort, engine.resume
+        self.load_s = load_s
+        self.die_at_load = die_at_load
+        self.die_after_resume = die_after_resume
+        self.pause_s = pause_s
 
-    async def drain(self):
-        await self.engine.drain()
+    async def pause(self):
+        await asyncio.sleep(self.pause_s)
+        await super().pause()
 
-    async def load(self, update):
+    async def resume(self):
+        await super().resume()
+        if self.weights.version == self.die_after_resume:
+            asyncio.get_running_loop().call_later(0.02, self.die, "killed after a resume")
+
+    async def load(self, update, *, kv="recompute"):
         if self.fail_load is not None:
             raise self.fail_load
         if self.hang_load:
             await asyncio.Event().wait()
         await asyncio.sleep(self.load_s)
-        return await self.engine.load(update.weights)
+        if update.weights.version == self.die_at_load:
+            self.die("killed in a load")
+        return await super().load(update, kv=kv)
 
 
 @dataclass
@@ -104,10 +126,10 @@ class FakeTrainer:
 
 
 class Loop:
-    """A single-turn agent loop over bare token ids. Reward: parity of the length, so that groups have variance."""
+    """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance."""
 
-    def __init__(self, engine, *, fail=lambda prompt: None) -> None:
-        self._engine, self._fail = engine, fail
+    def __init__(self, engine, *, fail=lambda prompt: None, limits=LIMITS, turns=1) -> None:
+        self._engine, self._fail, self._limits, self._turns = engine, fail, limits, turns
 
     async def run(self, prompt, *, trajectory, session, cache_salt):
         decoder = SegmentDecoder(
@@ -117,13 +139,18 @@ class Loop:
             session=session,
             cache_salt=cache_salt,
             timeout_s=30,
+            max_refused_answers=self._limits.max_refused_answers,
         )
-        head = np.array([2 + prompt.index % 30, 2 + hash(session) % 30], np.int32)
+        head = np.array([2 + prompt.index % 30, 2 + zlib.crc32(session.encode()) % 30], np.int32)
         observe_prompt(trajectory, head, index=prompt.index, limits=LIMITS)
         if (error := self._fail(prompt)) is not None:
             raise error
         reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
-        trajectory.close(stop_reason=reason, reward=float(len(trajectory) % 2), info={})
+        while len(trajectory.turns) < self._turns and LIMITS.turn_budget(len(trajectory)) > 1:
+            trajectory.observe(np.array([3], np.int32))
+            reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
+        info = {"refused_answers": float(decoder.num_refused)}
+        trajectory.close(stop_reason=reason, reward=float(len(trajectory) % 2), info=info)
 
 
 class Prompts:
@@ -164,12 +191,16 @@ class Harness:
         token_s: float = 0.0,
         mean_length: int = 12,
         on_update: str = "resume",
+        kv: str = "recompute",
         max_failed_groups: int = 4,
         validate_every: int = 0,
         trainer: FakeTrainer | None = None,
         engine_fail=lambda request: None,
         loop_fail=lambda prompt: None,
-        replica_options: dict | None = None,
+        replica_options: dict | Sequence[dict] = (),
+        resume_routing: str = "append",
+        limits: TurnLimits = LIMITS,
+        turns: int = 1,
         publish_timeout_s: float = 5.0,
         start: RunState | None = None,
         seed: int = 0,
@@ -177,10 +208,24 @@ class Harness:
         start = start or RunState()
         self.directory = directory
         script = SeededScript(seed, vocab_size=VOCAB, stop_token=STOP, mean_length=mean_length)
-        self.engine = FakeEngine(
-            script, token_s=token_s, fail=engine_fail, context_length=LIMITS.max_tokens, version=start.param_version
-        )
-        self.replica = FakeReplica(self.engine, **(replica_options or {}))
+        each = [replica_options] if isinstance(replica_options, dict) else list(replica_options) or [{}]
+        self.replicas = [
+            FakeReplica(
+                script,
+                **{
+                    "token_s": token_s,
+                    "fail": engine_fail,
+                    "context_length": LIMITS.max_tokens,
+                    "version": start.param_version,
+                    "name": f"fake-{i}",
+                    **options,
+                },
+            )
+            for i, options in enumerate(each)
+        ]
+        self.spy = Spy()
+        self.fleet = ReplicaFleet(self.replicas, on_lost=self.spy.note)
+        engine = ReplicaRouter(self.fleet)
         self.trainer = trainer or FakeTrainer()
         self.queue = LocalQueue(
             TrajectoryQueue(
@@ -189,11 +234,10 @@ class Harness:
                 restored=start.queue,
             )
         )
-        self.spy = Spy()
         self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=2))
-        loop = Loop(self.engine, fail=loop_fail)
-        self.rollouter = Rollouter(loop=loop, routing=SPEC, trajectories_per_group=3)
+        loop = Loop(engine, fail=loop_fail, limits=limits, turns=turns)
+        self.rollouter = Rollouter(loop=loop, routing=SPEC, trajectories_per_group=3, resume_routing=resume_routing)
         self.pipeline = Pipeline(
             config=PipelineConfig(
                 total_train_steps=steps,
@@ -202,16 +246,15 @@ class Harness:
                 max_failed_groups=max_failed_groups,
                 advantage=AdvantageConfig(),
                 weights_directory=directory / "weights",
+                replica_timeout_s=publish_timeout_s,
             ),
             prompts=PromptSource(Prompts(), cursor=start.prompt_cursor, unfinished=start.unfinished_prompts),
             queue=self.queue,
             rollouter=self.rollouter,
             trainer=self.trainer,
-            publisher=Publisher([self.replica], on_update=on_update, tools=PauseGate(), timeout_s=publish_timeout_s),
-            clock=self,
-            validator=Validator(
-                loop=Loop(self.engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)]
-            )
+            publisher=Publisher(self.fleet, on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=publish_timeout_s),
+            replicas=self.fleet,
+            validator=Validator(loop=Loop(engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)])
             if validate_every
             else None,
             checkpoints=self.checkpoints,
@@ -219,9 +262,6 @@ class Harness:
             trace=Trace(None),
             start=start,
         )
-
-    async def busy_seconds(self) -> float:
-        return 0.0
 
     async def run(self, *, timeout_s: float = 20.0) -> bool:
         try:

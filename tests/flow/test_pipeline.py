@@ -108,7 +108,11 @@ async def test_too_many_failed_rollouts_in_a_row_stop_the_run_and_say_why(tmp_pa
     [
         ({"trainer": FakeTrainer(fail_at=3)}, "train", "rank 0 ran out of memory"),
         ({"replica_options": {"fail_load": EngineError("fake-0: no room")}}, "publish", "fake-0: no room"),
-        ({"replica_options": {"hang_load": True}, "publish_timeout_s": 0.1}, "publish", "sync.timeout_s=0.1"),
+        (
+            {"replica_options": {"hang_load": True}, "publish_timeout_s": 0.1},
+            "publish",
+            "(sync.timeout_s) within 0.1 s",
+        ),
         ({"engine_fail": lambda request: EngineError("fake-0 is dead")}, "rollout", "fake-0 is dead"),
     ],
     ids=["train", "publish", "publish-hangs", "rollout"],

@@ -1,13 +1,16 @@
 """Runs trainer cases on several ranks, each a process of its own; a process runs all cases one after the other."""
 
+import contextlib
 import multiprocessing
 import os
 import sys
 import traceback
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.train.optimizer import OptimizerConfig
 from tests.parallel.support import free_address, gradients, make_batch, make_supervised_batch, start_trainer
@@ -43,8 +46,74 @@ def run_balance_case(trainer, batch):
     return {"metrics": metrics, "gradients": gradients(trainer)}
 
 
-def run_on_ranks(checkpoint: Path, cases: dict[str, dict], folder: Path, *, ranks: int):
-    """Case name -> result of rank 0, or the traceback of the first rank that failed."""
+@contextlib.contextmanager
+def counted_reads():
+    """Sizes of what is read of checkpoints inside the block, in elements."""
+    from async_rl.train.convert import _Reader
+
+    sizes, read = [], _Reader.read
+
+    def counted(*args, **kwargs):
+        part = read(*args, **kwargs)
+        sizes.append(part.numel())
+        return part
+
+    _Reader.read = counted
+    try:
+        yield sizes
+    finally:
+        _Reader.read = read
+
+
+def look_at_export(trainer):
+    """Sizes in elements: what this rank holds, and of an export the largest tensor, all, and most at one time."""
+    from async_rl.train.convert import export_weights, named_weights
+
+    model = trainer.model
+    weights = [weight for _, weight in named_weights(model.chunks)]
+    held = sum(weight.numel() for weight in weights)
+    with LiveTensors(known=weights) as live:
+        sizes = [tensor.numel() for _, tensor in export_weights(model.chunks, shape=model.shape)]
+    return {"held": held, "largest": max(sizes), "whole": sum(sizes), "most_at_once": live.most}
+
+
+class LiveTensors(TorchDispatchMode):
+    """Elements of the tensors made inside the block that live at one time; `most` is the highest number.
+
+    known: tensors made before, of which there are views inside.
+    """
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.most = 0
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._meet(tensor)
+        return result
+
+    def _meet(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes() // tensor.element_size()
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._leave, size)
+
+    def _leave(self, size):
+        self.now -= size
+
+
+def run_on_ranks(checkpoint: Path | None, cases: dict[str, dict], folder: Path, *, ranks: int):
+    """Case name -> result of rank 0, or the traceback of the first rank that failed.
+
+    A case is settings of the trainer, and where they differ `checkpoint` and `batch` (arguments of make_batch).
+    """
     context = multiprocessing.get_context("spawn")
     addresses = [free_address() for _ in cases]
     processes = [
@@ -72,11 +141,15 @@ def _rank(rank, ranks, checkpoint, cases, addresses, folder):
     os.environ["OMP_NUM_THREADS"] = "1"
     for (name, changes), address in zip(cases.items(), addresses, strict=True):
         try:
-            trainer = start_trainer(checkpoint, optimizer=ADAM, rank=rank, rendezvous=address, ranks=ranks, **changes)
+            changes = dict(changes)
+            source, rows = changes.pop("checkpoint", checkpoint), changes.pop("batch", {})
+            with counted_reads() as sizes:
+                trainer = start_trainer(source, optimizer=ADAM, rank=rank, rendezvous=address, ranks=ranks, **changes)
             if changes.items() >= BALANCE.items():
                 result = run_balance_case(trainer, make_supervised_batch())
             else:
-                result = run_case(trainer, make_batch(), folder=folder / f"{name}-state")
+                result = run_case(trainer, make_batch(**rows), folder=folder / f"{name}-state")
+                result |= {"read": sum(sizes), **look_at_export(trainer)}
             trainer.close()
             if rank == 0:
                 torch.save(result, folder / f"{name}.pt")

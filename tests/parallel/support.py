@@ -1,6 +1,7 @@
 """Batches, a transformers reference with forced routing, and trainer ranks for the tests of the trainer."""
 
 import contextlib
+import functools
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ def save_tiny_moe(directory: Path) -> Path:
     return save_checkpoint(qwen3_moe_config(rope_theta=1000.0), directory, seed=3)
 
 
-def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None):
+def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3):
     """An RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt."""
     g = torch.Generator().manual_seed(seed)
     count, longest = len(lengths), max(lengths)
@@ -47,7 +48,7 @@ def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None):
     if behaviour is not None:
         batch["behaviour_logprobs"] = behaviour
     if routed:
-        rows = torch.rand(count, longest, len(LAYERS), EXPERTS, generator=g).topk(TOP_K).indices.to(torch.int16)
+        rows = torch.rand(count, longest, layers, EXPERTS, generator=g).topk(TOP_K).indices.to(torch.int16)
         rows[~held] = -1
         rows[torch.arange(count), size - 1] = -1  # the last token was never forwarded
         batch["routed_experts"] = rows
@@ -102,28 +103,50 @@ def load_reference(checkpoint):
     )
 
 
+def routers_of(model):
+    """The routers of a transformers model, layer after layer."""
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
 @contextlib.contextmanager
 def forced_routing(model, rows):
     """Make every router of a transformers model choose `rows` [T, L, K]; rows of -1 are left to it."""
-    originals = []
-    for place, layer in enumerate(LAYERS):
-        gate = model.model.layers[layer].mlp.gate
-        originals.append((gate, gate.forward))
 
-        def forward(hidden, gate=gate, place=place):
-            logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
-            probs = logits.softmax(-1)
-            given = rows[:, place].long()
-            chosen = torch.where(given < 0, probs.topk(TOP_K, -1).indices, given)
-            weights = probs.gather(1, chosen)
-            return logits, weights / weights.sum(-1, keepdim=True), chosen
+    def forcing(given):
+        def force(router, _inputs, output):
+            logits, _, live = output
+            chosen = torch.where(given < 0, live, given)
+            return logits, gate_weights(router, logits, chosen), chosen
 
-        gate.forward = forward
+        return force
+
+    hooks = [r.register_forward_hook(forcing(rows[:, i].long())) for i, r in enumerate(routers_of(model))]
     try:
         yield
     finally:
-        for gate, forward in originals:
-            gate.forward = forward
+        for hook in hooks:
+            hook.remove()
+
+
+def gate_weights(router, logits, experts):
+    """[T, K] weights of given experts, by the equations of the papers."""
+    # DeepSeek-V3 and GLM-4.5: sigmoid scores; their bias steers the choice alone.
+    sigmoid = hasattr(router, "e_score_correction_bias")
+    weights = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
+    if getattr(router, "norm_topk_prob", True):  # Mixtral always norms
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * getattr(router, "routed_scaling_factor", 1.0)
+
+
+def live_routing(model, token_ids):
+    """int64 [T, L, K]: the experts that a transformers model chooses for tokens int64 [T], ascending."""
+    seen = []
+    hooks = [r.register_forward_hook(lambda _r, _i, output: seen.append(output[2])) for r in routers_of(model)]
+    with torch.no_grad():
+        model(token_ids[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([experts.sort(-1).values for experts in seen], dim=1)
 
 
 def reference_logprobs(model, batch, *, routed=True):
@@ -158,7 +181,17 @@ def reference_step(model, batch, loss: LossConfig, *, routed=True):
     )
     total = (weights[rows] * token_loss).sum()
     total.backward()
-    return total.item(), per_expert({n: p.grad for n, p in model.named_parameters()})
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return total.item(), checkpoint_names(model.config.model_type, grads)
+
+
+def checkpoint_names(family, tensors):
+    """Tensors of a transformers model by the names in its checkpoints, one for each expert."""
+    tensors = per_expert(tensors)
+    if family != "mixtral":
+        return tensors
+    old = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    return {functools.reduce(lambda n, pair: n.replace(*pair), old.items(), name): t for name, t in tensors.items()}
 
 
 def per_expert(tensors):
@@ -180,3 +213,11 @@ def largest_difference(ours, theirs):
     """Largest difference of any tensor, relative to the largest entry of that tensor in `theirs`."""
     assert ours.keys() == theirs.keys()
     return max(((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp(min=1e-12)).item() for n in theirs)
+
+
+def distance(ours, theirs):
+    """|ours - theirs| / |theirs|, all tensors taken as one vector."""
+    assert ours.keys() == theirs.keys()
+    squares = torch.tensor([[((ours[n] - t).double() ** 2).sum(), (t.double() ** 2).sum()] for n, t in theirs.items()])
+    difference, norm = squares.sum(0).sqrt().tolist()
+    return difference / norm

@@ -1,11 +1,19 @@
-"""Group-relative advantages."""
+"""Advantages: of the prompt group, and of the batch."""
+
+import statistics
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.advantage import AdvantageConfig, Advantages, compute_advantages, group_advantages
+from async_rl.batch.advantage import (
+    AdvantageConfig,
+    AdvantageName,
+    Advantages,
+    compute_advantages,
+    group_advantages,
+)
 from message_queue.trajectory import PromptGroup
 from tests.unit.groups import trajectory
 
@@ -51,6 +59,61 @@ def test_a_group_without_spread_has_nothing_to_teach(rewards):
     values, spread = group_advantages(np.array(rewards), "grpo")
     assert not values.any()
     assert not spread
+
+
+def by_formula(name, groups):
+    """Advantages of lists of rewards, one trajectory after the other."""
+    everyone = [r for rewards in groups for r in rewards]
+    centred = [r - sum(rewards) / len(rewards) for rewards in groups for r in rewards]
+    out = []
+    for rewards in groups:
+        mean = sum(rewards) / len(rewards)
+        for i, r in enumerate(rewards):
+            others = rewards[:i] + rewards[i + 1 :]
+            out.append(
+                {
+                    "grpo": lambda: (r - mean) / (statistics.stdev(rewards) + 1e-4),  # noqa: B023
+                    "dr_grpo": lambda: r - mean,  # noqa: B023
+                    "rloo": lambda: r - sum(others) / len(others),  # noqa: B023
+                    "reinforce_plus_plus": lambda: (
+                        (r - statistics.mean(everyone)) / (statistics.stdev(everyone) + 1e-4)  # noqa: B023
+                    ),
+                    "reinforce_plus_plus_baseline": lambda: (r - mean) / (statistics.stdev(centred) + 1e-4),  # noqa: B023
+                }[name]()
+            )
+    return out
+
+
+@pytest.mark.parametrize("name", AdvantageName.__args__)
+def test_every_advantage_is_its_formula_over_groups_of_unequal_size(name):
+    rewards = [[1.0, 0.0, 0.25], [0.0, 2.0], [0.5, 0.0, 0.0, 0.0, 1.0]]
+    found = compute_advantages([group(*r, number=i) for i, r in enumerate(rewards)], AdvantageConfig(name=name))
+    np.testing.assert_allclose(found.values, by_formula(name, rewards), rtol=1e-6)
+    assert found.informative.all()
+
+
+def test_over_the_batch_a_group_without_spread_teaches_too_unless_it_is_its_own_baseline():
+    groups = [group(1.0, 1.0), group(0.0, 1.0, number=1)]
+    found = compute_advantages(groups, AdvantageConfig(name="reinforce_plus_plus"))
+    assert found.informative.all() and found.values[0] > 0
+    found = compute_advantages(groups, AdvantageConfig(name="reinforce_plus_plus_baseline"))
+    assert found.informative.tolist() == [False, False, True, True]
+    assert not found.values[:2].any()
+
+
+def test_over_the_batch_groups_of_one_trajectory_suffice():
+    groups = [group(reward, number=i) for i, reward in enumerate([0.0, 1.0, 1.0])]
+    found = compute_advantages(groups, AdvantageConfig(name="reinforce_plus_plus"))
+    assert found.informative.all()
+    assert abs(found.values.sum()) < 1e-6
+
+
+@pytest.mark.parametrize("name", AdvantageName.__args__)
+@pytest.mark.parametrize("rewards", [[], [[1.0]], [[0.5, 0.5], [0.5]]])
+def test_without_any_spread_there_is_nothing_to_teach(name, rewards):
+    found = compute_advantages([group(*r, number=i) for i, r in enumerate(rewards)], AdvantageConfig(name=name))
+    assert len(found.values) == sum(map(len, rewards))
+    assert not found.values.any() and not found.informative.any()
 
 
 def test_groups_are_normalised_apart_and_kept_in_order():

@@ -130,6 +130,53 @@ def test_a_stop_token_of_several_tokens_is_refused():
         make_chat(stop_tokens=("stop!",))
 
 
+# ---- stop strings
+
+
+@pytest.mark.parametrize(
+    ("turn", "stop", "kept", "shown"),
+    [
+        ("12+3=15 so", "15", "12+3=15", "12+3=15"),
+        ('x"}}\ny', '"}', 'x"}}', 'x"}'),  # ends inside a token that goes on
+        ('a{"name": "b', 'ame": ', 'a{"name": "', 'a{"name": '),  # begins inside one token and ends inside another
+        ("1 1 1", "1", "1", "1"),
+    ],
+)
+def test_a_stop_string_ends_the_turn_with_the_token_it_ends_in_and_hides_what_that_token_says_beyond(
+    turn, stop, kept, shown
+):
+    chat = make_chat(stop_strings=(stop,))
+    sampled = ids(turn)
+    count = chat.find_stop(sampled)
+    assert TOKENIZER.decode(sampled[:count].tolist()) == kept
+    assert chat.text(sampled[:count]) == shown
+    assert chat.finished(sampled[:count]) and not chat.ends_turn(sampled[:count])
+    assert chat.find_stop(sampled[: count - 1]) is None
+
+
+def test_of_several_stop_strings_the_one_that_ends_first_counts():
+    chat = make_chat(stop_strings=("cde", "b"))
+    assert chat.text(ids("abcdef")) == "ab"
+
+
+def test_a_turn_that_a_stop_string_ended_is_continued_with_the_end_of_turn_first():
+    chat, message = make_chat(stop_strings=("15",)), [Message(role="tool", content="1")]
+    assert chat.reply(message, after=ids("12+3=15"))[0] == ids(END_OF_TURN)[0]
+
+
+def test_without_stop_strings_nothing_is_looked_for():
+    assert make_chat().find_stop is None
+    assert not make_chat().finished(ids("15"))
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ChatTemplateError, match="stop string is empty"):
+        make_chat(stop_strings=("",))
+
+
+# ---- templates
+
+
 @pytest.mark.parametrize(
     ("template", "cause"),
     [

@@ -86,6 +86,7 @@ def test_a_batch_has_the_keys_types_and_shapes_it_documents():
         "pure_lag0": (torch.bool, (2, 11)),
         "routed_experts": (torch.int16, (2, 11, 2, 2)),
         "lengths": (torch.int64, (2,)),
+        "trajectory": (torch.int64, (2,)),
         "group": (torch.int64, (2,)),
     }
     assert batch["lengths"].tolist() == [11, 3]
@@ -109,6 +110,102 @@ def test_a_token_over_older_rows_is_not_pure_at_lag_zero():
 
 def test_a_token_over_a_row_the_engine_could_not_give_is_not_pure():
     assert not collated(resumed_trajectory(4, 4, unavailable=1))["pure_lag0"].any()
+
+
+# ---- several sequences of one trajectory, and what is pure in each mode
+
+
+def routed_by(version, first, end, *, unavailable=0):
+    """Rows that tell who made them."""
+    experts = (np.arange(first, end)[:, None, None] + 3 * version + np.arange(2) + 2 * np.arange(2)[:, None]) % 8
+    return RoutedExperts(first_position=first, experts=experts.astype(np.uint8), unavailable=unavailable)
+
+
+def updated_trajectory(mode, *, versions=(3, 4), unavailable=0):
+    """Prompt of 3, two tokens, an update, two tokens, a tool reply of 2, two tokens: 11 tokens, rows 0..9.
+
+    A request brings the rows that its mode asks for.
+    """
+    old, new = versions
+    keeps_held = mode in ("append", "force")
+    made = Trajectory(routing=SPEC, resume_routing=mode)
+    made.observe(np.arange(3, dtype=np.int32))
+    made.extend(sampled(2, old, routed_by(old, unavailable, 4, unavailable=unavailable)))
+    made.extend(sampled(2, new, routed_by(new, 4 if keeps_held else 0, 6)))
+    made.observe(np.arange(2, dtype=np.int32))
+    made.extend(sampled(2, new, routed_by(new, 6 if keeps_held else 0, 10)))
+    made.close(stop_reason=StopReason.STOP, reward=1.0)
+    return made
+
+
+def test_a_split_trajectory_is_several_sequences_with_what_its_trajectory_has():
+    batch = collate(
+        as_groups(*(updated_trajectory(mode) for mode in ("split", "append", "split"))),
+        advantages=advantages(0.0, 1.0, 2.0),
+        current_update=6,
+        version_updates={3: 4, 4: 6},
+    )
+    assert batch.batch_size == torch.Size([5])
+    assert batch["trajectory"].tolist() == [0, 0, 1, 2, 2]
+    assert batch["group"].tolist() == [10, 10, 11, 12, 12]
+    assert batch["lengths"].tolist() == [5, 11, 11, 5, 11]
+    assert batch["advantages"].tolist() == [0, 0, 1, 2, 2]
+    assert batch["informative"].tolist() == [False, False, True, True, True]
+    assert torch.equal(batch["lag"] >= 0, batch["loss_mask"])
+
+
+def test_every_sampled_token_is_in_one_loss_whatever_the_mode():
+    whole = collated(updated_trajectory("append"))
+    for mode in ("force", "replace", "split"):
+        batch = collated(updated_trajectory(mode))
+        assert torch.equal(batch["loss_mask"].sum(0), whole["loss_mask"].sum(0))
+        for name in ("behaviour_logprobs", "pure_lag0"):
+            assert not batch[name][~batch["loss_mask"]].any()
+        assert torch.equal(batch["behaviour_logprobs"].sum(0), whole["behaviour_logprobs"].sum(0))
+        assert torch.equal(batch["lag"].max(0).values, whole["lag"].max(0).values)
+
+
+NEWEST = [*[False] * 5, True, True, False, False, True, True]  # the tokens that version 4 sampled
+
+
+@pytest.mark.parametrize(
+    ("mode", "pure"),
+    [
+        ("append", [False] * 11),  # over rows of version 3, and K/V of other experts
+        ("force", NEWEST),  # K/V is of version 4 over the rows of version 3
+        ("replace", NEWEST),  # rows and K/V are of version 4
+        ("split", NEWEST),
+    ],
+)
+def test_which_tokens_after_an_update_are_pure_depends_on_the_mode(mode, pure):
+    assert collated(updated_trajectory(mode))["pure_lag0"].any(0).tolist() == pure
+
+
+@pytest.mark.parametrize("mode", ["append", "force", "replace", "split"])
+def test_without_an_update_every_token_is_pure_in_every_mode(mode):
+    batch = collated(updated_trajectory(mode, versions=(4, 4)))
+    assert torch.equal(batch["pure_lag0"], batch["loss_mask"])
+
+
+@pytest.mark.parametrize("mode", ["append", "force"])
+def test_no_token_behind_a_row_that_no_engine_could_give_is_pure(mode):
+    assert not collated(updated_trajectory(mode, versions=(4, 4), unavailable=1))["pure_lag0"].any()
+
+
+@pytest.mark.parametrize("mode", ["append", "force", "replace", "split"])
+def test_where_kv_outlives_updates_only_groups_admitted_at_lag_zero_have_pure_tokens(mode):
+    groups = as_groups(updated_trajectory(mode, versions=(4, 4)))
+    for admitted_update, pure in ((3, False), (4, True)):
+        groups[0].admitted_update = admitted_update
+        batch = collate(groups, advantages=advantages(1.0), current_update=4, version_updates={4: 4}, kept_kv=True)
+        assert torch.equal(batch["pure_lag0"], batch["loss_mask"] & pure)
+
+
+def test_over_kept_kv_a_forced_token_is_pure_only_over_rows_of_lag_zero():
+    groups = as_groups(updated_trajectory("force"))
+    groups[0].admitted_update = 4
+    batch = collate(groups, advantages=advantages(1.0), current_update=4, version_updates={3: 2, 4: 4}, kept_kv=True)
+    assert not batch["pure_lag0"].any()
 
 
 def test_without_routing_a_token_is_pure_as_long_as_everything_before_was_sampled_at_lag_zero():

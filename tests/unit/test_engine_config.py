@@ -78,6 +78,32 @@ def test_capture_of_a_dense_model_is_refused(tmp_path: Path):
     check_engine(VllmConfig(), checkpoint=tmp_path, capture_routing=False)
 
 
+@pytest.mark.parametrize(
+    ("fields", "device", "capture", "why"),
+    [
+        ({"model_type": "granitemoe"}, "cpu", True, "family is granitemoe, and routers are forced in qwen3_moe"),
+        ({}, "cuda", True, "engine.device is cuda, and routers are forced in vLLM's CPU worker only"),
+        ({}, "cpu", False, "routing capture is off"),
+    ],
+)
+def test_forced_routing_is_refused_where_no_router_can_be_forced(
+    tmp_path: Path, fields: dict[str, Any], device: Any, capture: bool, why: str
+):
+    config, path = VllmConfig(device=device), checkpoint(tmp_path, {**QWEN, **fields})
+    with pytest.raises(ValueError, match=rf"forced routing is asked for, but .*{why}.*; use rollout.resume_routing="):
+        check_engine(config, checkpoint=path, capture_routing=capture, force_routing=True)
+    model = check_engine(config, checkpoint=path, capture_routing=capture)
+    assert model.unforcible is not None
+    assert (model.routing is None) is not capture
+
+
+@pytest.mark.parametrize("fields", [QWEN, DEEPSEEK, {**QWEN, "model_type": "mixtral"}, {**QWEN, "model_type": "olmoe"}])
+def test_forced_routing_is_built_for_the_families_that_are_proven(tmp_path: Path, fields: dict[str, Any]):
+    path = checkpoint(tmp_path, fields)
+    model = check_engine(VllmConfig(device="cpu"), checkpoint=path, capture_routing=True, force_routing=True)
+    assert model.unforcible is None
+
+
 def test_a_context_beyond_the_model_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"engine.max_model_len is 4096, more than the 2048 positions"):
         check_engine(VllmConfig(max_model_len=4096), checkpoint=checkpoint(tmp_path, QWEN), capture_routing=True)

@@ -24,6 +24,9 @@ ANSWER = "<answer>42</answer>"
 LIMITS = TurnLimits(max_turns=6, max_tokens=224, tool_timeout_s=1.0, generate_timeout_s=5.0)
 
 
+UNDISTURBED = {"aborts": 0, "refused_answers": 0}
+
+
 def ids(text):
     return TOKENIZER.encode(text, add_special_tokens=False)
 
@@ -72,7 +75,7 @@ async def test_a_call_is_executed_and_its_reply_shown_then_the_answer_ends_the_t
     sampled = trajectory.token_ids()[trajectory.loss_mask()].tolist()
     assert sampled == ids(turn(CALL)) + ids(turn(ANSWER))
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.STOP, 0.5)
-    assert trajectory.info == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "aborts": 0}
+    assert trajectory.info == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "truncated_replies": 0} | UNDISTURBED
     assert reward.seen[0].turns == (CALL, ANSWER)
     assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
 
@@ -84,7 +87,7 @@ async def test_malformed_calls_and_failing_tools_come_back_to_the_model_and_are_
     engine = make_engine(turn("<tool_call>{</tool_call>"), turn(CALL + CALL), turn(ANSWER))
     limits = TurnLimits(max_turns=6, max_tokens=400)
     trajectory = await roll(engine, tool=FakeTool(behave=fail), limits=limits)
-    assert trajectory.info == {"turns": 3, "tool_calls": 3, "tool_errors": 3, "aborts": 0}
+    assert trajectory.info == {"turns": 3, "tool_calls": 3, "tool_errors": 3, "truncated_replies": 0} | UNDISTURBED
     assert text_of(trajectory).count("<tool_response>\nerror: ") == 3
     assert trajectory.stop_reason is StopReason.STOP
 
@@ -315,5 +318,5 @@ async def test_a_single_turn_ends_with_its_answer_and_reads_no_calls():
     )
     await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
     assert reward.seen[0].turns == (CALL,)
-    assert trajectory.info == {"turns": 1, "aborts": 1}
+    assert trajectory.info == {"turns": 1, "aborts": 1, "refused_answers": 0}
     assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()

@@ -1,4 +1,4 @@
-"""Losses against their equations."""
+"""The terms around the objective: KL, entropy, aggregation; and what a configuration refuses."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_ppo_clip_is_the_smaller_of_free_and_clipped_ratio():
     given = logprobs(ratio.log().tolist(), [0.0] * 5)
     loss, clipped = loss_of(given, [1.0, 1.0, 1.0, -1.0, -1.0], name="ppo_clip", clip_low=0.2, clip_high=0.28)
     assert loss.tolist() == pytest.approx([-0.5, -1.0, -1.28, 0.8, 1.5])
-    assert clipped.tolist() == [False, False, True, True, False]
+    assert clipped["clip"].tolist() == [False, False, True, True, False]
 
 
 def test_a_clipped_token_has_no_gradient():
@@ -41,9 +41,10 @@ def test_a_clipped_token_has_no_gradient():
 
 def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_the_behaviour_policy():
     given = logprobs([-1.0, -1.0], [-1.5, -3.0], proximal=[-1.0, -1.0])
-    loss, clipped = loss_of(given, [1.0, -1.0], behaviour_weight_cap=2.0)
+    loss, touched = loss_of(given, [1.0, -1.0], behaviour_weight_cap=2.0)
     assert loss.tolist() == pytest.approx([-torch.tensor(0.5).exp().item(), 2.0])  # exp(2) is capped
-    assert not clipped.any()
+    assert not touched["clip"].any()
+    assert touched["truncate"].tolist() == [False, True]
 
 
 def test_decoupled_ppo_equals_ppo_clip_where_behaviour_is_the_proximal_policy():
@@ -81,11 +82,41 @@ def test_a_kl_term_without_reference_logprobs_is_refused():
         loss_of(logprobs([-1.0], [-1.0]), [1.0], kl_coefficient=0.1)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.sampled_from(["token_mean", "sequence_mean"]))
-def test_token_weights_of_a_batch_sum_to_one(num_tokens, aggregation):
-    counts = torch.tensor(num_tokens)
-    total = (token_weights(counts, aggregation=aggregation) * counts).sum().item()
-    assert total == pytest.approx(1.0 if any(num_tokens) else 0.0, abs=1e-5)
+def test_the_kl_of_tokens_that_a_mask_drops_stays_in_the_loss():
+    given = logprobs([-1.0], [-9.0], reference=[-1.5])
+    loss, touched = loss_of(given, [1.0], name="dis", kl_coefficient=0.1, kl_estimator="k2")
+    assert touched["mask"].all()
+    assert loss.item() == pytest.approx(0.1 * 0.5 * 0.25)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4)), min_size=1, max_size=20),
+    st.sampled_from(["token_mean", "sequence_mean", "group_mean"]),
+)
+def test_token_weights_of_a_batch_sum_to_one(sequences, aggregation):
+    counts, group = torch.tensor(sequences).T
+    total = (token_weights(counts, aggregation=aggregation, group=group) * counts).sum().item()
+    assert total == pytest.approx(1.0 if counts.any() else 0.0, abs=1e-5)
+
+
+def test_group_mean_weighs_prompt_groups_the_same_and_the_tokens_of_a_group_the_same():
+    weights = token_weights(torch.tensor([2, 6, 4]), aggregation="group_mean", group=torch.tensor([7, 7, 9]))
+    assert weights.tolist() == pytest.approx([1 / 16, 1 / 16, 1 / 8])
+
+
+def test_group_mean_without_groups_is_refused():
+    with pytest.raises(ValueError, match="no key `group`"):
+        token_weights(torch.tensor([2]), aggregation="group_mean")
+
+
+def test_fixed_length_weighs_tokens_by_a_length_that_is_not_their_own():
+    weights = token_weights(
+        torch.tensor([2, 6, 4, 0]),
+        aggregation="fixed_length",
+        trajectory=torch.tensor([0, 0, 1, 2]),
+        fixed_length=10,
+    )
+    assert weights.tolist() == pytest.approx([1 / 20] * 4)
 
 
 def test_sequence_mean_weighs_short_and_long_sequences_the_same():
@@ -105,8 +136,21 @@ def test_sequence_mean_weighs_short_and_long_sequences_the_same():
         ("kl_coefficient", -0.1),
         ("entropy_coefficient", -0.1),
         ("temperature", 0.0),
+        ("dual_clip", 1.1),
+        ("mask_low", 1.0),
+        ("mask_high", 1.0),
+        ("max_sequence_drift", 0.0),
+        ("max_second_moment", 0.0),
+        ("fixed_length", 8),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=rf"loss\.{field} is "):
+    with pytest.raises(ValueError, match=rf"loss\.{field}( is |={value})"):
         LossConfig(**{field: value})
+
+
+def test_fixed_length_needs_its_length():
+    with pytest.raises(ValueError, match=r"loss\.aggregation is fixed_length with loss\.fixed_length=None"):
+        LossConfig(aggregation="fixed_length")
+    with pytest.raises(ValueError, match=r"loss\.fixed_length is 0"):
+        LossConfig(aggregation="fixed_length", fixed_length=0)

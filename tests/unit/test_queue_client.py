@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from message_queue.client import QueueClient, QueueClientConfig, QueueUnavailabl
 from message_queue.queue import Admission, DuplicateGroup, QueueClosed, QueueError, UnknownGroup
 from message_queue.service import QueueService
 from message_queue.staleness import StalenessConfig
-from message_queue.tokens import ContractError
-from message_queue.wire import EncodedGroup, WireError, encode_group
+from message_queue.tokens import ContractError, RoutingSpec
+from message_queue.wire import EncodedGroup, WireError, decode_group, encode_group, encoded_size
 from tests.unit.groups import SPEC, group_for, routed, segment, trajectory
 from tests.unit.test_queue import waits
 
@@ -241,6 +242,30 @@ async def test_groups_to_cancel_are_waited_for():
     await client.close()
     with pytest.raises(QueueClosed):
         await again
+
+
+async def test_rows_cross_by_their_rank_where_the_config_says_so():
+    sizes = {}
+    for ranked in (False, True):
+        client, handle = make(
+            b=1, routing=SPEC, config=QueueClientConfig(timeout_s=10, slice_s=0.01, rank_code_rows=ranked)
+        )
+        sent = group_for(await client.admit(7))
+        sent.trajectories[:] = [trajectory(segment(200, rows=(0, 201)), routing=SPEC)]
+        assert (await client.put(sent)).accepted
+        (data,) = (await handle.service.take_bytes(ticket="peek", settled=[], wait_s=1)).groups
+        sizes[ranked] = encoded_size(data)
+        (got,) = decode_group(data, routing=SPEC).trajectories
+        assert np.array_equal(np.sort(got.routed_experts()), np.sort(sent.trajectories[0].routed_experts()))
+    assert (sizes[True].rank_coded, sizes[False].rank_coded) == (True, False)
+    assert sizes[True].rows < 0.4 * sizes[False].rows
+
+
+def test_rank_coding_of_a_model_that_it_cannot_code_is_refused_at_the_start():
+    spec = RoutingSpec(layers=(0,), num_experts=512, top_k=24)
+    with pytest.raises(ContractError, match=r"more than 128; set queue\.rank_code_rows=false"):
+        make(routing=spec, config=QueueClientConfig(rank_code_rows=True))
+    make(routing=spec)
 
 
 @pytest.mark.parametrize(

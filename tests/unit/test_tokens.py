@@ -104,6 +104,45 @@ def test_malformed_rows_are_refused(fields, message):
         RoutedExperts(**{"first_position": 4, "experts": np.array([[[0, 1]]], np.uint8)} | fields)
 
 
+@given(st.data())
+def test_a_duplicate_is_found_wherever_it_is(data):
+    rows, layers, top_k = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(2, 6)))
+    experts = np.tile(np.arange(top_k, dtype=np.uint16), (rows, layers, 1))
+    row, layer, (i, j) = data.draw(
+        st.tuples(
+            st.integers(0, rows - 1),
+            st.integers(0, layers - 1),
+            st.lists(st.integers(0, top_k - 1), min_size=2, max_size=2, unique=True),
+        )
+    )
+    RoutedExperts(first_position=7, experts=experts)
+    experts[row, layer, i] = experts[row, layer, j]
+    with pytest.raises(ContractError, match=f"duplicate expert at position {7 + row}, MoE layer index {layer}: "):
+        RoutedExperts(first_position=7, experts=experts)
+
+
+def test_a_duplicate_behind_many_rows_is_found():
+    experts = np.tile(np.arange(2, dtype=np.uint8), (40_000, 1, 1))
+    experts[39_999, 0, 1] = 0
+    with pytest.raises(ContractError, match="duplicate expert at position 39999"):
+        RoutedExperts(first_position=0, experts=experts)
+
+
+def test_parts_of_rows_keep_their_positions():
+    rows = routed(3, 7, unavailable=2)
+    assert rows.since(3) is rows
+    assert (rows.since(5).first_position, rows.since(5).end_position, rows.since(5).unavailable) == (5, 7, 0)
+    assert np.array_equal(rows.since(5).experts, rows.experts[2:])
+    assert (rows.before(5).first_position, rows.before(5).end_position, rows.before(5).unavailable) == (3, 5, 2)
+    assert (len(rows.before(2).experts), len(rows.since(7).experts)) == (0, 0)
+
+
+def test_rows_wider_than_the_model_needs_are_refused():
+    wide = RoutedExperts(first_position=0, experts=np.array([[[0, 7], [1, 2]]], np.uint16))
+    with pytest.raises(ContractError, match=r"RoutedExperts\.experts is uint16; ids of 8 experts are uint8"):
+        wide.check(SPEC)
+
+
 def test_rows_outside_the_model_are_refused():
     rows = RoutedExperts(first_position=0, experts=np.array([[[0, 8], [1, 2]]], np.uint8))
     with pytest.raises(ContractError, match="expert id 8; the model has 8"):

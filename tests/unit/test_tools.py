@@ -14,6 +14,7 @@ from agent_loop.tools import (
     ToolRunner,
     describe_tool,
     parse_tool_calls,
+    truncate,
 )
 from tests.fakes import FakeTool
 
@@ -146,3 +147,10 @@ def test_two_tools_of_one_name_are_refused():
 
 def test_a_tool_is_described_in_the_format_of_chat_templates():
     assert describe_tool(FakeTool())["function"]["name"] == "tool"
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown"), [(None, "abcdef"), (6, "abcdef"), (4, "abcd... (2 more characters left out)")]
+)
+def test_a_long_reply_is_cut_and_says_so(limit, shown):
+    assert truncate("abcdef", max_chars=limit) == shown

@@ -16,8 +16,8 @@ def prompt(count=2):
     return np.arange(count, dtype=np.int32)
 
 
-def opened(count=2, *, routing=SPEC):
-    made = Trajectory(routing=routing)
+def opened(count=2, *, routing=SPEC, mode="append"):
+    made = Trajectory(routing=routing, resume_routing=mode)
     made.observe(prompt(count))
     return made
 
@@ -106,15 +106,21 @@ def test_tool_tokens_take_the_rows_of_the_next_turn():
         (routed(4, 5), r"rows from position 4; rows 3\.\.3 are missing"),
         (routed(3, 6), "rows up to position 5; its 2 tokens after position 3 need rows up to 4"),
         (routed(3, 4), "rows up to position 3; its 2 tokens"),
+        (routed(0, 4), "rows up to position 3; its 2 tokens"),
         (routed(3, 5, spec=RoutingSpec(layers=(1,), num_experts=8, top_k=2)), "the model routes"),
+        (routed(3, 5, spec=RoutingSpec(layers=(1, 3), num_experts=8, top_k=3)), r"shape \[2, 3\]; the model routes"),
+        (routed(3, 5, spec=RoutingSpec(layers=(1, 3), num_experts=400, top_k=2)), "experts is uint16"),
+        (routed(3, 5, spec=RoutingSpec(layers=(1, 3), num_experts=200, top_k=2), version=3), "expert id 15"),
     ],
 )
-def test_a_segment_with_wrong_rows_is_refused_and_changes_nothing(rows, message):
-    made = opened(2)
+@pytest.mark.parametrize("mode", ["append", "force", "replace", "split"])
+def test_a_segment_with_wrong_rows_is_refused_and_changes_nothing(rows, message, mode):
+    made = opened(2, mode=mode)
     made.extend(segment(2, rows=(0, 3)))
     with pytest.raises(ContractError, match=message):
         made.extend(owned_segment(1, 2, rows))
-    assert (len(made), made.num_rows, len(made.segments)) == (4, 3, 1)
+    assert (len(made), made.num_rows, len(made.segments), len(made.sequences())) == (4, 3, 1, 1)
+    assert np.array_equal(made.routed_experts()[:3], routed(0, 3).experts)
     made.extend(segment(2, version=1, rows=(3, 5)))
     assert made.num_rows == 5
 
@@ -132,6 +138,137 @@ def test_what_an_engine_cannot_give_is_counted():
     assert experts is not None
     assert np.all(experts[:2] == NOT_ROUTED)
     assert (made.num_rows, made.num_unavailable_rows) == (4, 2)
+    assert made.row_versions().tolist() == [-1, -1, 0, 0, -1]
+
+
+def test_rows_of_a_segment_without_tokens_are_of_its_version():
+    made = opened(3)
+    made.extend(owned_segment(1, 0, routed(0, 2)))
+    made.extend(segment(2, version=2, rows=(2, 4)))
+    assert made.row_versions().tolist() == [1, 1, 2, 2, -1]
+
+
+# ---- the other modes of resume_routing
+
+
+def resumed(mode, *, first=0, overlap=1):
+    """Prompt of 2, two tokens under version 0, an update, three tokens under `overlap`, a tool reply, one token.
+
+    The resumed segment brings rows from `first` on.
+    """
+    made = opened(2, mode=mode)
+    made.extend(segment(2, version=0, rows=(0, 3), stop_reason=StopReason.ABORT))
+    made.extend(owned_segment(1, 3, routed(first, 6, version=overlap)))
+    made.observe(prompt(2))
+    made.extend(owned_segment(1, 1, routed(6, 9, version=overlap)))
+    return made
+
+
+def test_forced_rows_are_kept_like_appended_ones():
+    appended, forced = resumed("append"), resumed("force")
+    assert np.array_equal(appended.routed_experts(), forced.routed_experts())
+    assert appended.row_versions().tolist() == forced.row_versions().tolist() == [0, 0, 0, *[1] * 6, -1]
+    assert len(forced.sequences()) == 1
+
+
+def test_replaced_rows_are_those_of_the_last_forward():
+    made = resumed("replace")
+    assert np.array_equal(made.routed_experts()[:9], routed(0, 9, version=1).experts)
+    assert made.row_versions().tolist() == [*[1] * 9, -1]
+    assert made.sequence_starts == (0,)
+    assert made.loss_mask().tolist() == resumed("append").loss_mask().tolist()
+
+
+def test_replacing_begins_at_the_first_row_given():
+    made = resumed("replace", first=2)
+    assert np.array_equal(made.routed_experts()[:2], routed(0, 2, version=0).experts)
+    assert made.row_versions().tolist() == [0, 0, *[1] * 7, -1]
+
+
+def test_split_begins_a_sequence_where_the_overlap_differs():
+    made = resumed("split")
+    before, after = made.sequences()
+    assert made.sequence_starts == (0, 1)
+    assert (len(before), len(after)) == (4, len(made))
+    assert before.loss_mask.tolist() == [False, False, True, True]
+    assert after.loss_mask.tolist() == [*[False] * 4, *[True] * 3, False, False, True]
+    assert np.array_equal(before.routed_experts[:3], routed(0, 3, version=0).experts)
+    assert np.array_equal(after.routed_experts[:9], routed(0, 9, version=1).experts)
+    assert before.row_versions.tolist() == [0, 0, 0, -1]
+    assert after.row_versions.tolist() == [*[1] * 9, -1]
+    assert after.behaviour_logprobs[:4].tolist() == [0] * 4
+    assert after.param_versions.tolist() == [*[-1] * 4, *[1] * 3, -1, -1, 1]
+    assert np.array_equal(made.routed_experts(), after.routed_experts)
+
+
+@pytest.mark.parametrize("first", [0, 2, 3])
+def test_split_goes_on_where_the_overlap_is_equal(first):
+    made = opened(2, mode="split")
+    made.extend(segment(2, version=0, rows=(0, 3)))
+    again = routed(first, 6)
+    reordered = RoutedExperts(first_position=first, experts=again.experts[..., ::-1].copy())
+    made.extend(owned_segment(5, 3, reordered))
+    (only,) = made.sequences()
+    assert only.row_versions.tolist() == [0, 0, 0, 5, 5, 5, -1]
+    assert only.loss_mask.tolist() == made.loss_mask().tolist()
+
+
+def test_split_keeps_what_is_before_the_rows_given():
+    before, after = resumed("split", first=2).sequences()
+    assert np.array_equal(after.routed_experts[:2], before.routed_experts[:2])
+    assert after.row_versions.tolist() == [0, 0, *[1] * 7, -1]
+
+
+def test_split_routes_live_what_the_engine_cannot_give_of_other_rows():
+    made = opened(3, mode="split")
+    made.extend(segment(1, version=0, rows=(0, 3)))
+    made.extend(owned_segment(1, 1, routed(2, 4, version=1, unavailable=1)))
+    after = made.sequences()[1]
+    assert after.row_versions.tolist() == [0, -1, 1, 1, -1]
+    assert np.all(after.routed_experts[1] == NOT_ROUTED)
+    assert made.num_unavailable_rows == 1
+
+
+@pytest.mark.parametrize("mode", ["replace", "split"])
+def test_nothing_was_sampled_over_the_rows_of_a_segment_without_tokens(mode):
+    made = opened(3, mode=mode)
+    made.extend(segment(1, version=0, rows=(0, 3)))
+    made.extend(owned_segment(1, 0, routed(0, 3, version=1)))
+    assert made.row_versions().tolist() == [0, 0, 0, -1]
+    assert len(made.sequences()) == 1
+
+
+@pytest.mark.parametrize("mode", ["append", "force", "replace", "split"])
+def test_without_routing_every_mode_gives_one_sequence(mode):
+    made = opened(2, routing=None, mode=mode)
+    made.extend(segment(2))
+    made.extend(segment(2, version=1))
+    (only,) = made.sequences()
+    assert only.routed_experts is None
+    assert only.param_versions.tolist() == made.param_versions().tolist()
+    assert only.row_versions.tolist() == [-1] * 6
+
+
+def test_rows_to_force_end_before_the_first_that_is_unavailable():
+    made = opened(2)
+    assert made.leading_rows() is None
+    made.extend(segment(2, rows=(0, 3)))
+    made.extend(segment(1, version=1, rows=(3, 4)))
+    leading = made.leading_rows()
+    assert (leading.first_position, leading.experts.dtype) == (0, np.uint8)
+    assert np.array_equal(leading.experts, made.routed_experts()[:4])
+    made.extend(owned_segment(2, 3, routed(5, 7, version=2, unavailable=1)))
+    assert made.leading_rows().end_position == 4
+    assert opened(2, routing=None).leading_rows() is None
+
+
+def test_what_no_mode_allows_is_refused():
+    with pytest.raises(ContractError, match="resume_routing is 'newest'; choose one of append, force, replace, split"):
+        Trajectory(routing=SPEC, resume_routing="newest")
+    with pytest.raises(ContractError, match="rows_replaced is 1 with resume_routing 'append'"):
+        opened(2).extend(segment(2, rows=(0, 2)), rows_replaced=1)
+    with pytest.raises(ContractError, match="routed_experts with 3 rows, but the trajectory captures no routing"):
+        opened(2, routing=None).extend(segment(2, rows=(0, 3)))
 
 
 def test_without_routing_there_are_no_rows():

@@ -48,8 +48,8 @@ def segments(draw, *, held=0, length=1, spec=SPEC, version=None):
 
 
 @st.composite
-def trajectories(draw, *, spec=SPEC):
-    made = Trajectory(routing=spec)
+def trajectories(draw, *, spec=SPEC, modes=("append", "force", "replace", "split")):
+    made = Trajectory(routing=spec, resume_routing=draw(st.sampled_from(modes)))
     for turn in range(draw(st.integers(1, 3))):
         made.observe(np.arange(draw(st.integers(0 if turn else 1, 3)), dtype=np.int32))
         for _ in range(draw(st.integers(0, 3))):
@@ -91,6 +91,11 @@ def same_trajectory(a: Trajectory, b: Trajectory):
             assert one.tobytes() == other.tobytes()
     for name in ("reward", "stop_reason", "info", "num_rows", "num_unavailable_rows", "routing", "closed"):
         assert getattr(a, name) == getattr(b, name)
+    assert (a.resume_routing, a.sequence_starts) == (b.resume_routing, b.sequence_starts)
+    for one, other in zip(a.sequences(), b.sequences(), strict=True):
+        assert one.loss_mask.tolist() == other.loss_mask.tolist()
+        assert one.row_versions.tolist() == other.row_versions.tolist()
+        assert np.array_equal(one.routed_experts, other.routed_experts)
 
 
 @given(st.data(), st.sampled_from([SPEC, WIDE]))
@@ -126,10 +131,11 @@ def test_groups_come_back_exactly_and_the_queue_reads_them_undecoded(data, spec)
 
 @given(st.data(), st.sampled_from([SPEC, WIDE]))
 def test_each_row_crosses_once_and_is_never_widened(data, spec):
-    sent = data.draw(trajectories(spec=spec))
+    sent = data.draw(trajectories(spec=spec, modes=("append", "force", "replace")))
     size = encoded_size(encode_trajectory(sent))
     layers, top_k = spec.row_shape
     available = sent.num_rows - sent.num_unavailable_rows
+    assert size.num_rows == available
     assert size.rows == available * layers * top_k * spec.dtype.itemsize
     assert (size.tokens, size.logprobs) == (4 * len(sent), 4 * sent.num_sampled)
     assert size.total == len(encode_trajectory(sent))
@@ -181,7 +187,7 @@ def test_errors_say_what_is_wrong():
     data = message()
     with pytest.raises(WireError, match="message is a trajectory; a group is read here"):
         decode_group(data, routing=SPEC)
-    with pytest.raises(WireError, match="message has format 9, this program reads 1"):
+    with pytest.raises(WireError, match="message has format 9, this program reads 2"):
         decode_trajectory(data[:4] + struct.pack("<H", 9) + data[6:], routing=SPEC)
     with pytest.raises(WireError, match="it is no message of the queue"):
         decode_trajectory(b"\x80\x04" + data[2:], routing=SPEC)
@@ -190,7 +196,9 @@ def test_errors_say_what_is_wrong():
 
 
 def test_rows_of_another_model_are_refused():
-    with pytest.raises(WireError, match=r"routing rows of \(moe_layers, top_k\) \(2, 2\); .* RoutingSpec has \(1, 3\)"):
+    with pytest.raises(
+        WireError, match=r"rows of \(moe_layers, top_k, num_experts\) \(2, 2, 8\); .* RoutingSpec has \(1, 3, 384\)"
+    ):
         decode_trajectory(message(), routing=WIDE)
     with pytest.raises(WireError, match="RoutingSpec has None"):
         decode_trajectory(message(), routing=None)
@@ -199,21 +207,111 @@ def test_rows_of_another_model_are_refused():
         decode_segment(encode_segment(segment(3, rows=(0, 4))), routing=fewer)
 
 
-def test_rows_of_two_widths_do_not_share_a_message():
-    wide = RoutedExperts(first_position=4, experts=routed(4, 7).experts.astype(np.uint16))
-    mixed = Trajectory(routing=SPEC)
-    mixed.observe(np.arange(2, dtype=np.int32))
-    mixed.extend(segment(3, rows=(0, 4)))
-    after = segment(3)
-    mixed.extend(
-        TokenOutput(
-            token_ids=after.token_ids,
-            logprobs=after.logprobs,
-            routed_experts=wide,
-            weights=after.weights,
-            stop_reason=after.stop_reason,
-            replica=after.replica,
-        )
+def test_rows_of_two_models_do_not_share_a_message():
+    other = trajectory(TokenOutput(**fields_of(segment(3)), routed_experts=routed(0, 4, spec=WIDE)), routing=WIDE)
+    group = PromptGroup(
+        group=0,
+        prompt=0,
+        admitted_version=0,
+        admitted_update=0,
+        trajectories=[trajectory(segment(3, rows=(0, 4)), routing=SPEC), other],
     )
-    with pytest.raises(WireError, match="need one shape"):
-        encode_trajectory(mixed)
+    with pytest.raises(WireError, match="holds rows of one model"):
+        encode_group(group)
+
+
+def fields_of(made: TokenOutput):
+    """All but the rows."""
+    return {name: getattr(made, name) for name in ("token_ids", "logprobs", "weights", "stop_reason", "replica")}
+
+
+# ---- delta rows
+
+LARGE = RoutingSpec(layers=tuple(range(48)), num_experts=128, top_k=8)
+
+
+def ten_turns_and_five_resumes(mode, *, spec=LARGE):
+    """Each turn has 20 tokens given and 30 sampled; every second turn is cut by an update and resumed."""
+    rng = np.random.default_rng(0)
+    made = Trajectory(routing=spec, resume_routing=mode)
+    version = 0
+    for turn in range(10):
+        made.observe(np.arange(20, dtype=np.int32))
+        for part in (13, 17) if turn % 2 else (30,):
+            version += part == 17
+            first = made.num_rows if mode in ("append", "force") else 0
+            count = len(made) + part - 1 - first
+            experts = rng.random((count, *spec.row_shape[:1], spec.num_experts)).argsort(-1)[..., : spec.top_k]
+            rows = RoutedExperts(first_position=first, experts=experts.astype(spec.dtype))
+            made.extend(TokenOutput(**fields_of(segment(part, version=version)), routed_experts=rows))
+    made.close(stop_reason=StopReason.STOP, reward=1.0)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["append", "force", "replace"])
+def test_ten_turns_and_five_resumes_carry_one_row_less_than_tokens(mode):
+    sent = ten_turns_and_five_resumes(mode)
+    assert (len(sent.turns), len(sent.segments), len(sent)) == (10, 15, 500)
+    size = encoded_size(encode_trajectory(sent))
+    assert size.num_rows == len(sent) - 1
+    assert size.rows == 499 * 48 * 8
+
+
+def test_split_sends_the_rows_of_every_training_sequence():
+    spec = RoutingSpec(layers=(0, 1), num_experts=128, top_k=8)
+    sent = ten_turns_and_five_resumes("split", spec=spec)  # every request brings other rows
+    starts = np.cumsum([0, *(len(s) for s in sent.segments)])
+    assert sent.sequence_starts == tuple(range(15))
+    ends = [len(sequence) for sequence in sent.sequences()]
+    assert encoded_size(encode_trajectory(sent)).num_rows == sum(ends) - len(ends)
+    assert sum(int(s.loss_mask.sum()) for s in sent.sequences()) == starts[-1] == sent.num_sampled
+
+
+def test_the_size_report_names_rows_and_floor():
+    sent = ten_turns_and_five_resumes("append")
+    plain, coded = (encoded_size(encode_trajectory(sent, rank_coded=ranked)) for ranked in (False, True))
+    assert plain.rows_floor == coded.rows_floor == pytest.approx(499 * 48 * 40.377 / 8, rel=1e-4)
+    assert (plain.rank_coded, coded.rank_coded) == (False, True)
+    assert 1 <= coded.rows / coded.rows_floor <= 1.05
+    assert "499 rows of 500 tokens, rank-coded: 246." in coded.report()
+    assert "499 rows of 500 tokens, as they are: 384.00 bytes a row, floor 242.2" in plain.report()
+    assert [line.split()[0] for line in plain.report().splitlines()[1:6]] == [
+        "structure",
+        "tokens",
+        "logprobs",
+        "rows",
+        "total",
+    ]
+    assert math.isnan(encoded_size(encode_segment(sent.segments[0])).rows_floor)
+
+
+# ---- rank coding
+
+
+@given(st.data(), st.sampled_from([SPEC, WIDE, None]))
+def test_rank_coded_trajectories_come_back_but_for_the_order_within_the_top_k(data, spec):
+    sent = data.draw(trajectories(spec=spec))
+    got = decode_trajectory(encode_trajectory(sent, rank_coded=True), routing=spec)
+    assert got.sequence_starts == sent.sequence_starts
+    for one, other in zip(sent.sequences(), got.sequences(), strict=True):
+        assert np.array_equal(one.row_versions, other.row_versions)
+        if spec is not None:
+            assert np.array_equal(np.sort(one.routed_experts, axis=-1), other.routed_experts)
+    assert (got.num_rows, got.num_unavailable_rows) == (sent.num_rows, sent.num_unavailable_rows)
+    same_trajectory(got, decode_trajectory(encode_trajectory(got), routing=spec))
+
+
+def test_a_rank_coded_segment_needs_the_model():
+    sent = segment(3, rows=(0, 4))
+    with pytest.raises(WireError, match="needs the RoutingSpec; give `routing`"):
+        encode_segment(sent, rank_coded=True)
+    got = decode_segment(encode_segment(sent, routing=SPEC, rank_coded=True), routing=SPEC)
+    assert np.array_equal(got.routed_experts.experts, np.sort(sent.routed_experts.experts, axis=-1))
+
+
+def test_rows_of_a_model_with_more_experts_are_refused():
+    more = RoutingSpec(layers=SPEC.layers, num_experts=16, top_k=2)
+    for ranked in (False, True):
+        data = encode_trajectory(trajectory(segment(3, rows=(0, 4)), routing=SPEC), rank_coded=ranked)
+        with pytest.raises(WireError, match=r"\(2, 2, 8\); the receiver's RoutingSpec has \(2, 2, 16\)"):
+            decode_trajectory(data, routing=more)

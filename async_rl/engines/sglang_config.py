@@ -1,0 +1,254 @@
+"""What an SGLang replica is asked to be, which models that suits, and the command and environment of its server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from async_rl.model_info import ModelInfo, read_model_info
+
+SGLANG_VERSION = "0.5.23"  # hooks and answers are of this version
+VENV_PYTHON = Path(".venv-sglang/bin/python")
+PLUGIN_PATH = Path(__file__).parent / "sglang_side" / "plugin"
+CPU_PATH = Path(__file__).parent / "sglang_side" / "cpu"
+DTYPES = ("float32", "bfloat16", "float16")
+CONTEXT_SLACK = 8  # SGLang keeps a few positions of the context for itself
+CPU_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3", "qwen2", "llama")
+CPU_BROKEN = {
+    "qwen2_moe": "its shared expert's gate is a Triton kernel",
+    "deepseek_v2": "latent attention has no CPU version",
+    "deepseek_v3": "latent attention has no CPU version",
+}
+FORCED_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")  # proven against transformers
+RESERVED_ARGS = frozenset(
+    {
+        *("model_path", "host", "port", "dtype", "device", "context_length", "max_running_requests", "random_seed"),
+        *("chunked_prefill_size", "max_prefill_tokens", "max_total_tokens", "mem_fraction_static", "tp_size"),
+        *("dp_size", "pp_size", "enable_dp_attention", "enable_mixed_chunk", "speculative_algorithm"),
+        *("skip_tokenizer_init", "enable_return_routed_experts", "disable_overlap_schedule", "weight_version"),
+        *("skip_server_warmup", "disable_cuda_graph", "attention_backend", "sampling_backend", "watchdog_timeout"),
+        *("served_model_name", "sampling_defaults", "api_key", "admin_api_key", "tokenizer_worker_num"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangConfig:
+    """One SGLang replica; `replicas` of them serve a run.
+
+    python: interpreter of the virtualenv that holds SGLang; None is `.venv-sglang`, which `make setup-sglang` makes.
+    device: where the engine runs; `auto` is the GPU when torch sees one.
+    max_model_len: most tokens of prompt and reply together.
+    max_num_seqs: most requests of one engine step. max_num_batched_tokens: most tokens of one prefill step.
+    kv_cache_tokens: K/V slots; None is 8 times max_model_len on the CPU, and what fits on a GPU.
+    gpu_memory_utilization: share of a GPU's memory for weights and K/V.
+    enforce_eager: no CUDA graphs.
+    threads: OpenMP threads of one engine process.
+    load_timeout_s, generate_timeout_s, start_timeout_s: bounds on one weight load, one decode, one start.
+    extra_args: further server arguments of SGLang, by their Python names.
+    """
+
+    name: Literal["sglang"] = "sglang"
+    replicas: int = 1
+    python: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str = "float32"
+    max_model_len: int = 1024
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float = 0.85
+    tensor_parallel: int = 1
+    enforce_eager: bool = True
+    threads: int = 1
+    seed: int = 0
+    load_timeout_s: float = 120.0
+    generate_timeout_s: float = 600.0
+    start_timeout_s: float = 180.0
+    extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.name != "sglang":
+            raise ValueError(f"engine.name is {self.name!r}; this configuration is of engine 'sglang'")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
+        if self.max_model_len < 2:
+            raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
+        least = self.max_model_len + CONTEXT_SLACK
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < least:
+            raise ValueError(
+                f"engine.kv_cache_tokens is {self.kv_cache_tokens}; one request of engine.max_model_len="
+                f"{self.max_model_len} needs {least}, and SGLang would cut it short without a word; raise it"
+            )
+        for name in ("load_timeout_s", "generate_timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, in (0, 1]"
+            )
+        if taken := sorted(RESERVED_ARGS & set(self.extra_args)):
+            raise ValueError(
+                f"engine.extra_args sets {', '.join(taken)}, which the replica sets itself; use the fields of engine"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A checkpoint as the engine serves it. max_model_len: of the replica, at most that of the checkpoint."""
+
+    checkpoint: Path
+    info: ModelInfo
+    max_model_len: int
+
+
+def check_engine(
+    config: SglangConfig, *, checkpoint: Path, capture_routing: bool, force_routing: bool = False
+) -> ServedModel:
+    """Refuse what SGLang would accept and then do wrong, before any process starts.
+
+    force_routing: whether requests bring experts to be used.
+
+    Raises:
+        ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    info = read_model_info(checkpoint)
+    fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    if capture_routing and info.routing is None:
+        raise ValueError(
+            f"routing capture is on, but {checkpoint} ({info.family}) is dense and routes nothing; "
+            "use trainer.router_replay=none"
+        )
+    if force_routing and not capture_routing:
+        raise ValueError(
+            "rollout.resume_routing is 'force' without routing capture, so there is nothing to force; "
+            "use trainer.router_replay=R3, or rollout.resume_routing=append"
+        )
+    if force_routing and info.family not in FORCED_FAMILIES:
+        raise ValueError(
+            f"rollout.resume_routing is 'force', but forcing on SGLang is proven for {', '.join(FORCED_FAMILIES)} "
+            f"only, not for {info.family} ({checkpoint}); use append"
+        )
+    if config.max_model_len > info.context_length:
+        raise ValueError(
+            f"engine.max_model_len is {config.max_model_len}, more than the {info.context_length} positions of "
+            f"{checkpoint}; lower it"
+        )
+    if info.family == "qwen3_moe" and (dense := fields.get("mlp_only_layers")):
+        raise ValueError(
+            f"engine.name is 'sglang', but {checkpoint} has mlp_only_layers={dense}, which SGLang ignores in "
+            "qwen3_moe: it would serve experts there; use engine=vllm"
+        )
+    if device_of(config) == "cpu" and info.family not in CPU_FAMILIES:
+        why = CPU_BROKEN.get(info.family, f"known to run there are {', '.join(CPU_FAMILIES)}")
+        raise ValueError(
+            f"engine.name is 'sglang', which does not run {info.family} ({checkpoint}) on the CPU: {why}; "
+            "use engine=vllm, or engine.device=cuda"
+        )
+    return ServedModel(checkpoint=checkpoint, info=info, max_model_len=config.max_model_len)
+
+
+def device_of(config: SglangConfig) -> Literal["cpu", "cuda"]:
+    """The device that `config` means in this process."""
+    if config.device != "auto":
+        return config.device
+    import torch  # not needed to read or check a configuration
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dict[str, str]:
+    """Environment of the server: this process's, less what belongs to this process's virtualenv.
+
+    owner: process the server ends with. folder: for its temporary files; removed then.
+    """
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    on_cpu = device_of(config) == "cpu"
+    own = {
+        "PYTHONPATH": os.pathsep.join(map(str, (PLUGIN_PATH, *((CPU_PATH,) if on_cpu else ())))),
+        "ASYNC_RL_OWNER_PID": str(owner),
+        "ASYNC_RL_DEVICE": device_of(config),
+        "ASYNC_RL_FOLDER": str(folder),
+        "TMPDIR": str(folder),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack may exceed the model's positions, no request does
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # a connection that the server closes while it is used loses a request
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not on_cpu:
+        return {**kept, **own}
+    own |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(config.threads),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    if config.tensor_parallel > 1:
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(config.tensor_parallel))
+    return {**kept, **own}
+
+
+def server_arguments(
+    config: SglangConfig, model: ServedModel, *, port: int, served_name: str, label: str, capture_routing: bool
+) -> list[str]:
+    """Command line of `sglang.launch_server`. label: what the first weights are called in answers."""
+    args: dict[str, Any] = {
+        "model_path": str(model.checkpoint.absolute()),
+        "served_model_name": served_name,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": config.dtype,
+        "context_length": model.max_model_len + CONTEXT_SLACK,
+        "max_running_requests": config.max_num_seqs,
+        "chunked_prefill_size": config.max_num_batched_tokens,
+        "max_prefill_tokens": config.max_num_batched_tokens,
+        "tp_size": config.tensor_parallel,
+        "random_seed": config.seed,
+        "weight_version": label,
+        "enable_return_routed_experts": capture_routing,
+        "disable_overlap_schedule": True,  # with it a version begins one token early
+        "disable_cuda_graph": config.enforce_eager or device_of(config) == "cpu",
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "sampling_defaults": "openai",  # sampling comes from the request alone
+        "skip_server_warmup": True,
+        "sleep_on_idle": True,  # an idle scheduler would take a core
+        "grammar_backend": "none",
+        "watchdog_timeout": config.generate_timeout_s + config.load_timeout_s,  # a freeze is no hang
+        "log_level": "warning",
+    }
+    if device_of(config) == "cuda":
+        args |= {
+            "mem_fraction_static": config.gpu_memory_utilization,
+            "disable_prefill_cuda_graph": capture_routing,  # a graph goes around the hook that forces experts
+        }
+        if config.kv_cache_tokens is not None:
+            args["max_total_tokens"] = config.kv_cache_tokens
+    else:
+        args |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "max_total_tokens": config.kv_cache_tokens or 8 * (model.max_model_len + CONTEXT_SLACK),
+        }
+    return _flags({**args, **config.extra_args})
+
+
+def _flags(args: Mapping[str, Any]) -> list[str]:
+    """`--name value` of each; a true flag has no value and a false one is left out."""
+    flags: list[str] = []
+    for name, value in args.items():
+        if value is False or value is None:
+            continue
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags += [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+    return flags

@@ -1,0 +1,299 @@
+"""From a request to the body of SGLang's /generate, and from its answer to checked segments."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from agent_loop.engine import GenerateRequest
+from async_rl.engines.spans import cut_into_segments
+from async_rl.model_info import ModelInfo
+from message_queue.tokens import (
+    ContractError,
+    Float32Array,
+    Int32Array,
+    RoutedExperts,
+    RoutingSpec,
+    StopReason,
+    TokenOutput,
+    WeightVersion,
+)
+
+MAX_CUT = 4096  # most tokens that SGLang renormalizes over; --sampling-mask-max-tokens
+STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+FORCED = "async_rl_forced"  # key of the forced rows in SGLang's custom_params; the plugin reads it
+
+
+def weight_label(weights: WeightVersion) -> str:
+    """What the server calls a version."""
+    return f"{weights.version}:{weights.digest}"
+
+
+def check_request(
+    request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None, max_model_len: int
+) -> None:
+    """Refuse a request that the server would refuse, cut short or misread, before it is sent.
+
+    Raises:
+        ContractError: names the field and the value.
+    """
+    tokens = len(request.token_ids)
+    if not request.request_id:
+        raise ContractError("GenerateRequest.request_id is empty; an id names the request in the engine")
+    if not tokens:
+        raise ContractError("GenerateRequest.token_ids is empty; a decode starts from at least one token")
+    if request.max_new_tokens < 1:
+        raise ContractError(f"GenerateRequest.max_new_tokens is {request.max_new_tokens}; must be >= 1")
+    if tokens + request.max_new_tokens > max_model_len:
+        raise ContractError(
+            f"GenerateRequest has {tokens} tokens and max_new_tokens={request.max_new_tokens}; together more than "
+            f"engine.max_model_len={max_model_len}"
+        )
+    if not 0 <= request.rows_held < tokens:
+        raise ContractError(
+            f"GenerateRequest.rows_held is {request.rows_held} for {tokens} tokens; the last token was never "
+            f"forwarded, so at most {tokens - 1} rows exist"
+        )
+    if not 0 <= int(request.token_ids.min()) <= int(request.token_ids.max()) < info.vocab_size:
+        raise ContractError(
+            f"GenerateRequest.token_ids spans {int(request.token_ids.min())}..{int(request.token_ids.max())}; "
+            f"the vocabulary has {info.vocab_size}"
+        )
+    if _is_cut(request) and _top_k(request, info) > MAX_CUT:
+        raise ContractError(
+            f"GenerateRequest.sampling has top_p={request.sampling.top_p} and top_k={request.sampling.top_k}; SGLang "
+            f"gives logprobs of a cut distribution for a top_k of at most {MAX_CUT}; set one, or neither of the two"
+        )
+    forced = request.forced_experts
+    if forced is None:
+        return
+    if routing is None:
+        raise ContractError("GenerateRequest.forced_experts is set, but the replica captures no routing")
+    forced.check(routing)
+    if forced.unavailable or forced.end_position > tokens - 1:
+        raise ContractError(
+            f"GenerateRequest.forced_experts has rows {forced.first_position}..{forced.end_position - 1} "
+            f"({forced.unavailable} unavailable) for {tokens} tokens; need available rows up to {tokens - 2} at most"
+        )
+
+
+def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None) -> dict[str, Any]:
+    """Body of /generate for a checked request."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": _top_k(request, info) if _is_cut(request) else -1,
+        "stop_token_ids": list(request.stop_token_ids),
+    }
+    salt = request.cache_salt
+    if request.forced_experts is not None and routing is not None:
+        params["custom_params"] = {FORCED: _forced(request.forced_experts, info, routing)}
+        salt = f"{salt}|forced|{request.session or request.request_id}"  # its own session forces the same again
+    body: dict[str, Any] = {
+        "rid": request.request_id,
+        "input_ids": request.token_ids.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "extra_key": salt or None,
+    }
+    if _is_cut(request):  # or the logprobs are of the whole distribution
+        body["return_sampling_mask"] = True
+    if routing is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.rows_held}
+    return body
+
+
+def to_segments(
+    answer: Any,
+    *,
+    request: GenerateRequest,
+    info: ModelInfo,
+    routing: RoutingSpec | None,
+    weights: WeightVersion,
+    loaded: Mapping[str, WeightVersion],
+    replica: str,
+) -> list[TokenOutput]:
+    """Check and translate an answer of /generate: a segment per weight version that sampled.
+
+    Args:
+        weights: loaded now; what an answer without tokens is stamped with.
+        loaded: every version that may have sampled this answer, by `weight_label`.
+
+    Raises:
+        ContractError: the answer does not fit the request or the model; names the field and the value.
+    """
+    meta: Any = _field(answer, "meta_info", dict)
+    stop_reason = _stop_reason(meta)
+    token_ids = _token_ids(answer, request, info)
+    if stop_reason is StopReason.LENGTH and len(token_ids) != request.max_new_tokens:
+        raise ContractError(
+            f"the engine's finish_reason is 'length' after {len(token_ids)} tokens; "
+            f"the request is for {request.max_new_tokens}"
+        )
+    if not len(token_ids) and stop_reason is not StopReason.ABORT:
+        raise ContractError(f"the engine's output_ids is empty with finish_reason {stop_reason.value!r}")
+    segments = cut_into_segments(
+        request,
+        token_ids=token_ids,
+        logprobs=_logprobs(meta, request, token_ids),
+        routed_experts=None
+        if routing is None or not len(token_ids)
+        else _rows(meta, request, info, routing, token_ids),
+        spans=_spans(meta, loaded, len(token_ids)) if len(token_ids) else [(weights, 0)],
+        stop_reason=stop_reason,
+        replica=replica,
+    )
+    for segment in segments:
+        segment.check(vocab_size=info.vocab_size, routing=routing)
+    return segments
+
+
+def _is_cut(request: GenerateRequest) -> bool:
+    """Whether tokens are sampled from less than the whole vocabulary; greedy ones count as whole, as on vLLM."""
+    return request.sampling.temperature > 0 and (request.sampling.top_p < 1 or request.sampling.top_k > 0)
+
+
+def _top_k(request: GenerateRequest, info: ModelInfo) -> int:
+    """As a number of tokens; SGLang gives logprobs of a cut distribution only where it is told one."""
+    return min(request.sampling.top_k, info.vocab_size) if request.sampling.top_k > 0 else info.vocab_size
+
+
+def _forced(forced: RoutedExperts, info: ModelInfo, routing: RoutingSpec) -> dict[str, Any]:
+    rows = np.ascontiguousarray(forced.experts, dtype=np.uint8 if routing.num_experts <= 256 else np.int16)
+    return {
+        "start": forced.first_position,
+        "rows": base64.b64encode(rows.tobytes()).decode(),
+        "dtype": rows.dtype.name,
+        "shape": list(rows.shape),
+        "layers": list(routing.layers),
+        "num_layers": info.num_layers,
+    }
+
+
+def _field(container: Any, name: str, kind: type) -> Any:
+    value = container.get(name) if isinstance(container, dict) else None
+    if not isinstance(value, kind):
+        raise ContractError(f"the engine's {name} is {value!r:.100}; need a {kind.__name__}")
+    return value
+
+
+def _stop_reason(meta: dict[str, Any]) -> StopReason:
+    reason = _field(meta, "finish_reason", dict).get("type")
+    if reason not in STOP_REASONS:
+        raise ContractError(f"the engine's finish_reason is {reason!r}; known are {', '.join(STOP_REASONS)}")
+    return STOP_REASONS[reason]
+
+
+def _numbers(values: Any, dtype: Any, name: str) -> Any:
+    """1-d array of `dtype`."""
+    try:
+        array = np.asarray(values, dtype=dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ContractError(f"the engine's {name} is {values!r:.100}: {error}") from error
+    if array.ndim != 1:
+        raise ContractError(f"the engine's {name} has shape {list(array.shape)}; need one number per token")
+    return array
+
+
+def _token_ids(answer: dict[str, Any], request: GenerateRequest, info: ModelInfo) -> Int32Array:
+    """int32 [n]."""
+    token_ids = _numbers(_field(answer, "output_ids", list), np.int64, "output_ids")
+    if len(token_ids) > request.max_new_tokens:
+        raise ContractError(
+            f"the engine's output_ids has {len(token_ids)} tokens; the request is for {request.max_new_tokens}"
+        )
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < info.vocab_size:
+        raise ContractError(
+            f"the engine's output_ids spans {int(token_ids.min())}..{int(token_ids.max())}; "
+            f"the vocabulary has {info.vocab_size}"
+        )
+    return token_ids.astype(np.int32)
+
+
+def _logprobs(meta: dict[str, Any], request: GenerateRequest, token_ids: Int32Array) -> Float32Array:
+    """float32 [n], of the sampled tokens."""
+    if not len(token_ids):
+        return np.zeros(0, np.float32)
+    entries = _field(meta, "output_token_logprobs", list)
+    of_tokens = [entry[1] if isinstance(entry, list) and len(entry) > 1 else None for entry in entries]
+    if of_tokens != token_ids.tolist():
+        raise ContractError(
+            f"the engine's output_token_logprobs are not of its {len(token_ids)} sampled tokens: "
+            f"{len(entries)} entries, for {of_tokens[:5]}..."
+        )
+    if not _is_cut(request):
+        return _numbers([entry[0] for entry in entries], np.float32, "output_token_logprobs")
+    cut = _numbers(_field(meta, "output_token_sampling_logprobs", list), np.float32, "output_token_sampling_logprobs")
+    if len(cut) != len(token_ids):
+        raise ContractError(
+            f"the engine's output_token_sampling_logprobs has {len(cut)} entries for {len(token_ids)} sampled tokens"
+        )
+    return np.minimum(cut, np.float32(0))  # the only token left may round to just above
+
+
+def _rows(
+    meta: dict[str, Any], request: GenerateRequest, info: ModelInfo, routing: RoutingSpec, token_ids: Int32Array
+) -> RoutedExperts:
+    """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also sends dense layers."""
+    encoded = _field(meta, "routed_experts", str)
+    expected = (len(request.token_ids) + len(token_ids) - 1 - request.rows_held, info.num_layers, routing.top_k)
+    try:
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as error:
+        raise ContractError(f"the engine's routed_experts is not base64 of int32: {error}") from error
+    if flat.size != np.prod(expected):
+        raise ContractError(
+            f"the engine's routed_experts has {flat.size} ids; need {int(np.prod(expected))} for {list(expected)} "
+            f"(rows from position {request.rows_held}, layers, top_k)"
+        )
+    layers = flat.reshape(expected)
+    dense = sorted(set(range(info.num_layers)) - set(routing.layers))
+    if layers[:, dense].any():
+        raise ContractError(
+            f"the engine's routed_experts names experts in the dense layers {dense}, where rows are zero; "
+            f"its layout is not {list(expected)} (rows, layers, top_k)"
+        )
+    routed = layers[:, list(routing.layers)]
+    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
+        raise ContractError(
+            f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
+            f"the model has {routing.num_experts}"
+        )
+    rows = RoutedExperts(first_position=request.rows_held, experts=routed.astype(routing.dtype, order="C"))
+    _check_forced(rows, request.forced_experts)
+    return rows
+
+
+def _check_forced(rows: RoutedExperts, forced: RoutedExperts | None) -> None:
+    """Refuse rows that are not the experts they were forced to."""
+    if forced is None:
+        return
+    start, end = max(rows.first_position, forced.first_position), min(rows.end_position, forced.end_position)
+    got = rows.experts[start - rows.first_position : max(end, start) - rows.first_position]
+    asked = forced.experts[start - forced.first_position : max(end, start) - forced.first_position]
+    if (np.sort(got, -1) != np.sort(asked, -1)).any():
+        raise ContractError(f"the engine's routed_experts are not the forced ones between positions {start} and {end}")
+
+
+def _spans(meta: dict[str, Any], loaded: Mapping[str, WeightVersion], tokens: int) -> list[tuple[WeightVersion, int]]:
+    """(weights, tokens that they sampled) in order."""
+    spans: list[tuple[WeightVersion, int]] = []
+    at = 0
+    for span in _field(meta, "weight_versions", list):
+        label = _field(span, "version", str)
+        start, end = span.get("start"), span.get("end")
+        if label not in loaded:
+            raise ContractError(f"the engine's weight_versions has {label!r}; loaded were {', '.join(loaded)}")
+        if not isinstance(end, int) or start != at or end <= at:
+            raise ContractError(f"the engine's weight_versions has a span {start}..{end} after {at} tokens")
+        spans.append((loaded[label], end - at))
+        at = end
+    if at != tokens:
+        raise ContractError(f"the engine's weight_versions covers {at} tokens; {tokens} were sampled")
+    return spans

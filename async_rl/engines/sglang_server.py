@@ -1,0 +1,244 @@
+"""SGLang's server process: its start, the calls to it, how its end is noticed, and how it ends with its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from agent_loop.engine import EngineError
+from async_rl.engines.sglang_config import (
+    SGLANG_VERSION,
+    VENV_PYTHON,
+    ServedModel,
+    SglangConfig,
+    server_arguments,
+    server_environment,
+)
+
+LOG_TAIL = 40  # lines of the server's log in the error of a failed start
+DEATH_LOG_TAIL = 12  # lines of it in what every caller of a server that died is told
+CONNECT_S = 0.2  # between two attempts to reach a server that starts
+VERSION_TIMEOUT_S = 60.0
+
+
+class CallError(Exception):
+    """The server refused a call; status and text of its answer."""
+
+
+class SglangServer:
+    """One running server and the HTTP calls to it. Made by `start`; lives on one event loop.
+
+    report: what the plugin says of the first load and of its hooks.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], *, port: int, folder: Path, session: aiohttp.ClientSession
+    ) -> None:
+        self._process = process
+        self._port = port
+        self._folder = folder
+        self._session = session
+        self._pidfd: int | None = os.pidfd_open(process.pid)
+        self._dead = asyncio.Event()
+        self._on_death: Callable[[str], None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._died)
+        self.report: dict[str, Any] = {}
+
+    @classmethod
+    async def start(
+        cls, config: SglangConfig, model: ServedModel, *, name: str, label: str, capture_routing: bool
+    ) -> SglangServer:
+        """Start a server and return when it answers.
+
+        label: what the first weights are called in answers.
+
+        Raises:
+            EngineError: no SGLang, the wrong version, or the server ended while it started; with the end of its log.
+            TimeoutError: never by itself; the caller bounds the start.
+        """
+        python = interpreter(config)
+        await asyncio.to_thread(check_version, python)
+        folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-"))
+        served_name = f"{name}-{uuid.uuid4().hex}"  # so that no other server is taken for this one
+        held, port = _free_port()
+        command = server_arguments(
+            config, model, port=port, served_name=served_name, label=label, capture_routing=capture_routing
+        )
+        process = await asyncio.to_thread(
+            _launch, [str(python), "-m", "sglang.launch_server", *command], config, folder
+        )
+        server = cls(process, port=port, folder=folder, session=_session())
+        try:
+            await server._until_serving(served_name)
+        except BaseException as error:
+            held.close()
+            log = server.log_tail()
+            await server.stop()
+            if isinstance(error, EngineError):
+                raise EngineError(f"{error}; the end of its log:\n{log}") from error
+            raise
+        held.close()
+        return server
+
+    @property
+    def folder(self) -> Path:
+        """For temporary files; removed by `stop`."""
+        return self._folder
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death` with the reason as soon as the server's process has ended."""
+        self._on_death = on_death
+        if self._dead.is_set():
+            self._died()
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Answer to a call, decoded.
+
+        Raises:
+            CallError: the server refused it.
+            aiohttp.ClientError: no connection, most likely as the server died.
+        """
+        async with self._session.post(f"http://127.0.0.1:{self._port}{path}", json=body) as response:
+            return await _answer(response)
+
+    async def get(self, path: str) -> Any:
+        """See `post`."""
+        async with self._session.get(f"http://127.0.0.1:{self._port}{path}") as response:
+            return await _answer(response)
+
+    async def until_dead(self) -> None:
+        """Return when the server's process has ended."""
+        await self._dead.wait()
+
+    def log_tail(self, lines: int = LOG_TAIL) -> str:
+        """Last `lines` of what the server wrote."""
+        with contextlib.suppress(OSError):
+            written = (self._folder / "server.log").read_text(errors="replace").splitlines()
+            return "\n".join(written[-lines:])
+        return "(no log)"
+
+    async def stop(self) -> None:
+        """End all its processes and remove its folder."""
+        self._unwatch()
+        await self._session.close()
+        await asyncio.to_thread(self._end)
+
+    # ---- inside
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _died(self) -> None:
+        self._unwatch()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the rest of its group
+        self._dead.set()
+        if self._on_death is not None:
+            reason = f"server process {self._process.pid} died, exit code {self._process.wait()}"
+            self._on_death(f"{reason}; the end of its log:\n{self.log_tail(DEATH_LOG_TAIL)}")
+
+    def _unwatch(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    async def _until_serving(self, served_name: str) -> None:
+        """Return when the server answers under its own name."""
+        while True:
+            if self._dead.is_set():
+                raise EngineError(f"the server ended with exit code {self._process.wait()}")
+            with contextlib.suppress(aiohttp.ClientError, CallError):
+                info = await self.get("/model_info")
+                if info["served_model_name"] != served_name:
+                    raise EngineError(f"port {self._port} was taken by the server {info['served_model_name']}")
+                self.report = (await self.get("/server_info")).get("async_rl") or {}
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_S):
+                    await self._dead.wait()
+
+
+def interpreter(config: SglangConfig) -> Path:
+    """The Python of SGLang's virtualenv.
+
+    Raises:
+        EngineError: there is none.
+    """
+    if config.python is not None:
+        candidates: Sequence[Path] = [config.python]
+    else:
+        candidates = [Path(sys.prefix).parent / VENV_PYTHON, Path.cwd() / VENV_PYTHON]
+    for candidate in candidates:
+        if os.access(candidate, os.X_OK):
+            return candidate.absolute()
+    raise EngineError(
+        f"SGLang has a virtualenv of its own, and there is no interpreter at {' or '.join(map(str, candidates))}; "
+        "make it with `make setup-sglang`, or set engine.python"
+    )
+
+
+def check_version(python: Path) -> None:
+    """Raise EngineError unless `python` has the SGLang that this replica is written for."""
+    script = "import importlib.metadata as m; print(m.version('sglang'))"
+    found = subprocess.run(
+        [str(python), "-I", "-c", script], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
+    )
+    version = found.stdout.strip() if found.returncode == 0 else "no sglang"
+    if version != SGLANG_VERSION:
+        raise EngineError(
+            f"{python} has {version}, and the replica is written for sglang {SGLANG_VERSION}; "
+            "make it with `make setup-sglang`, or set engine.python"
+        )
+
+
+def _launch(command: list[str], config: SglangConfig, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a process that leads a group of its own, so that all of it can be ended together."""
+    environment = server_environment(config, owner=os.getpid(), folder=folder)
+    with (folder / "server.log").open("wb") as log:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def _free_port() -> tuple[socket.socket, int]:
+    """A port, and a socket that keeps others from being given it until the server listens."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server may bind beside one that does not listen
+    held.bind(("127.0.0.1", 0))
+    return held, int(held.getsockname()[1])
+
+
+def _session() -> aiohttp.ClientSession:
+    """Connections without a limit, kept for less time than the server keeps them; the callers bound each call."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=600)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
+
+
+async def _answer(response: aiohttp.ClientResponse) -> Any:
+    if response.status != 200:
+        raise CallError(f"HTTP {response.status}: {(await response.text())[:2000]}")
+    if response.content_type != "application/json":
+        return await response.text()
+    return await response.json()

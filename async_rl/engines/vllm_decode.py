@@ -1,0 +1,128 @@
+"""One request through a vLLM engine: sent, aborted, sent again after a load that recomputes its K/V, and translated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from async_rl.engines.replica import Flight, RequestGate
+from async_rl.engines.spans import continued, joined
+from async_rl.engines.vllm_config import ServedModel
+from async_rl.engines.vllm_process import describe, is_engine_death
+from async_rl.engines.vllm_segment import cache_salt, check_request, sampling_params, to_segments, weight_label
+from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(slots=True, eq=False)
+class LoadedWeights:
+    """current: what the engine has. by_label: all that may have sampled a token of what is in flight."""
+
+    current: WeightVersion
+    by_label: dict[str, WeightVersion] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_label = {weight_label(self.current): self.current}
+
+    def replace(self, weights: WeightVersion, *, in_flight: bool) -> None:
+        """Note a load; without anything in flight the versions before it are of no more use."""
+        if not in_flight:
+            self.by_label.clear()
+        self.by_label[weight_label(weights)] = self.current = weights
+
+
+class Decoder:
+    """Serves the requests that `gate` admits.
+
+    Args:
+        name: of the replica. weights: shared with whoever loads.
+    """
+
+    def __init__(
+        self, engine: AsyncLLM, *, gate: RequestGate, name: str, model: ServedModel, weights: LoadedWeights
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._name = name
+        self._model = model
+        self._weights = weights
+
+    async def decode(self, request: GenerateRequest, flight: Flight) -> list[TokenOutput]:
+        """Decode, and go on after every load that recomputes the K/V of what is in flight.
+
+        What goes on is forced to the experts that were recorded before.
+
+        Raises:
+            EngineError: a request that cannot be served, or that the engine failed.
+            AnswerError, ReplicaLostError: see `agent_loop.engine`.
+        """
+        self._check(request)
+        segments: list[TokenOutput] = []
+        while True:
+            recorded = [s.routed_experts for s in segments if s.routed_experts is not None]
+            segments += await self._part(continued(request, segments), flight, recorded)
+            if not flight.recalled or segments[-1].stop_reason is not StopReason.ABORT:
+                return joined(segments)
+            await self._gate.hold(flight)
+            if flight.abort_requested:
+                return joined(segments)
+
+    def _check(self, request: GenerateRequest) -> None:
+        try:
+            check_request(request, info=self._model.info, routing=self._model.routing)
+        except ContractError as error:
+            raise EngineError(f"{self._name}: request {request.request_id}: {error}") from error
+        if request.forced_experts is not None and self._model.unforcible is not None:
+            raise EngineError(
+                f"{self._name}: request {request.request_id}: GenerateRequest.forced_experts is set, but "
+                f"{self._model.unforcible}; use rollout.resume_routing=append"
+            )
+
+    async def _part(self, request: GenerateRequest, flight: Flight, recorded: list[RoutedExperts]) -> list[TokenOutput]:
+        """Segments of one stay in the engine."""
+        forced = recorded if request.forced_experts is None else [request.forced_experts, *recorded]
+        params = sampling_params(
+            request, info=self._model.info, capture_routing=self._model.routing is not None, forced=forced
+        )
+        prompt: Any = {"type": "token", "prompt_token_ids": request.token_ids.tolist()}
+        if salt := cache_salt(request, forced=forced):
+            prompt["cache_salt"] = salt
+        output = await self._output(request.request_id, flight, prompt, params)
+        try:
+            return to_segments(
+                output,
+                request=request,
+                info=self._model.info,
+                routing=self._model.routing,
+                weights=self._weights.current,
+                loaded=self._weights.by_label,
+                replica=self._name,
+            )
+        except ContractError as error:
+            raise AnswerError(f"{self._name}: request {request.request_id}: {error}") from error
+
+    async def _output(self, request_id: str, flight: Flight, prompt: Any, params: SamplingParams) -> RequestOutput:
+        """vLLM's final output. An abort or recall that came before vLLM knew the request is repeated once it does."""
+        try:
+            collector = await self._engine.add_request(request_id, prompt, params)
+            if flight.abort_requested or flight.recalled:
+                await self._engine.abort(request_id)
+            output: Any = collector.get_nowait() or await collector.get()
+            while not output.finished:
+                output = collector.get_nowait() or await collector.get()
+            return output
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # a dead engine holds no request
+                await self._engine.abort(request_id)
+            raise
+        except Exception as error:
+            self._gate.check_alive()
+            kind = ReplicaLostError if is_engine_death(error) else EngineError
+            raise kind(f"{self._name}: request {request_id} failed: {describe(error)}") from error

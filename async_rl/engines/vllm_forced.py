@@ -1,0 +1,194 @@
+"""Forced routing in a vLLM worker: given experts at given positions of a request, the router's own choice elsewhere.
+
+Rows arrive with a request (`vllm_segment.FORCED_EXPERTS`), or with a load that leaves its K/V in place. Whenever the
+engine forwards one of their positions, in a first prefill, in a chunk of one, or again after a preemption, each MoE
+layer takes the row's experts, with the gate weights that its own router gives them, as router replay does in training.
+Capture sees the experts that were used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from async_rl.engines.vllm_segment import FORCED_EXPERTS
+
+
+@dataclass(slots=True, eq=False)
+class RowBlock:
+    """Rows of the `count` positions from `first` on, at the front of `rows`: int64 [capacity, moe_layers, top_k]."""
+
+    first: int
+    rows: torch.Tensor
+    count: int
+
+    @classmethod
+    def decode(cls, fields: Mapping[str, Any]) -> RowBlock:
+        """From what `vllm_segment.encode_rows` made."""
+        rows = np.frombuffer(fields["rows"], dtype=fields["dtype"]).reshape(fields["shape"])
+        return cls(fields["start"], torch.from_numpy(rows.astype(np.int64)), len(rows))
+
+    def extend(self, start: int, rows: torch.Tensor) -> None:
+        """Append `rows` of the positions from `start` on, less those that are here."""
+        fresh = rows[max(0, self.first + self.count - start) :]
+        end = self.count + len(fresh)
+        if end > len(self.rows):
+            spare = self.rows.new_empty((end, *self.rows.shape[1:]))
+            self.rows = torch.cat([self.rows[: self.count], fresh.to(self.rows.dtype), spare])
+        else:
+            self.rows[self.count : end] = fresh
+        self.count = end
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedStep:
+    """One forward pass. rows: int64 [m], batch rows that are forced. experts: int64 [m, moe_layers, top_k], to what."""
+
+    rows: torch.Tensor
+    experts: torch.Tensor
+
+
+class ForcedRouting:
+    """The forced rows of the requests in one worker, and the hook in its routers.
+
+    The routers are hooked when the first forced rows arrive; a worker that sees none runs as upstream.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._given: dict[str, list[RowBlock]] = {}
+        self._pinned: dict[str, RowBlock] = {}
+        self._step: ForcedStep | None = None
+        self._chosen: list[torch.Tensor] | None = None
+        self._hooked = False
+
+    def update(self, scheduler_output: Any) -> None:
+        """Take the forced rows of new requests and forget those of finished ones."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._given.pop(request_id, None)
+            self._pinned.pop(request_id, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+            if extra and FORCED_EXPERTS in extra:
+                self._hook_routers()
+                self._given[request.req_id] = [RowBlock.decode(fields) for fields in extra[FORCED_EXPERTS]]
+
+    def pin(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Route known positions of these requests as they were routed, now and whatever is recorded from now on.
+
+        Args:
+            rows: all that was recorded so far, by the request's id in the engine.
+        """
+        self._hook_routers()
+        for request_id, fields in rows.items():
+            self._pinned[request_id] = RowBlock.decode(fields)
+
+    @contextmanager
+    def step(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Generator[None]:
+        """Force what is to be forced in the forward pass inside the block.
+
+        Args:
+            request_ids: of the batch, in its order; each forwards positions starts[i] .. starts[i] + counts[i] - 1.
+        """
+        if not self._given and not self._pinned:
+            yield
+            return
+        self._step = self._plan(request_ids, starts, counts)
+        self._chosen = [] if self._pinned else None
+        try:
+            yield
+            if self._chosen:
+                self._record(torch.stack(self._chosen, dim=1), request_ids, starts, counts)
+        finally:
+            self._step = self._chosen = None
+
+    def _plan(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> ForcedStep | None:
+        rows: list[torch.Tensor] = []
+        experts: list[torch.Tensor] = []
+        offset = 0
+        for request_id, start, count in zip(request_ids, starts, counts, strict=True):
+            blocks = self._given.get(request_id, [])
+            if request_id in self._pinned:
+                blocks = [*blocks, self._pinned[request_id]]
+            for block in blocks:
+                low, high = max(start, block.first), min(start + count, block.first + block.count)
+                if low < high:
+                    rows.append(torch.arange(offset + low - start, offset + high - start))
+                    experts.append(block.rows[low - block.first : high - block.first])
+            offset += count
+        return ForcedStep(torch.cat(rows), torch.cat(experts)) if rows else None
+
+    def _record(
+        self, chosen: torch.Tensor, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """chosen: [tokens, moe_layers, top_k], of this step."""
+        offset = 0
+        for request_id, start, count in zip(request_ids, starts, counts, strict=True):
+            if request_id in self._pinned:
+                self._pinned[request_id].extend(start, chosen[offset : offset + count])
+            offset += count
+
+    def _hook_routers(self) -> None:
+        if self._hooked:
+            return
+        runners = [module for module in self._model.modules() if isinstance(module, MoERunner)]
+        for index, runner in enumerate(sorted(runners, key=lambda runner: runner.layer_id)):
+            router: Any = runner.router
+            router._compute_routing = self._hooked_routing(router, index)
+        self._hooked = True
+
+    def _hooked_routing(self, router: CPURouter, index: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        require_forcible(router)
+        route = router._compute_routing  # pyright: ignore[reportPrivateUsage]
+
+        def compute_routing(
+            hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, chosen = route(hidden_states, router_logits, *args, **kwargs)
+            step = self._step
+            if step is not None:
+                experts = step.experts[:, index]
+                weights[step.rows] = gate_weights(router, router_logits[step.rows], experts)
+                chosen[step.rows] = experts.to(chosen.dtype)
+            if self._chosen is not None:
+                self._chosen.append(chosen)
+            return weights, chosen
+
+        return compute_routing
+
+
+def gate_weights(router: CPURouter, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """float32 [m, top_k], the weights that `router` gives these experts; the arithmetic is upstream's.
+
+    Args:
+        logits: [m, num_experts]. experts: int64 [m, top_k].
+    """
+    if not router.use_grouped_topk:
+        taken = logits.gather(1, experts)
+        if router.renormalize:
+            return taken.softmax(-1).float()
+        return (taken - logits.logsumexp(-1, keepdim=True)).exp().float()
+    logits = logits.float()
+    scores = logits.softmax(-1) if router.scoring_func == "softmax" else logits.sigmoid()
+    weights = scores.gather(1, experts)  # a correction bias steers the choice alone
+    if router.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * router.routed_scaling_factor
+
+
+def require_forcible(router: Any) -> None:
+    """Raise TypeError for a router whose gate weights `gate_weights` does not know."""
+    known = isinstance(router, CPURouter) and (
+        router.scoring_func in ("softmax", "sigmoid")
+        if router.use_grouped_topk
+        else router.scoring_func == "softmax" and router.custom_routing_function is None
+    )
+    if not known:
+        raise TypeError(f"no forced routing through {type(router).__name__}: its gate weights are not known")

@@ -1,0 +1,173 @@
+"""The replicas that serve, shared by router, publisher and busy clock. One that is lost leaves, and does not come back.
+
+    router     ReplicaLostError from generate                       \
+    publisher  the same from a control call, or none done in time    > lose(): all calls on that replica end at once
+    watch      the same from stats, or no answer in time            /
+
+So a replica that hangs holds nobody longer than until somebody notices, and what was on it goes to another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agent_loop.engine import Engine, ReplicaLostError
+from async_rl.engines.replica import KeptKV, ReplicaStats
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import WeightVersion
+
+
+class FleetReplica(Engine, Protocol):
+    """What is used of a replica; see `async_rl.engines.replica.Replica` for the contract of each call."""
+
+    name: str
+
+    async def pause(self) -> None: ...
+    async def abort(self) -> int: ...
+    async def drain(self) -> None: ...
+    async def freeze(self) -> int: ...
+    async def load(self, update: WeightUpdate, *, kv: KeptKV = ...) -> WeightVersion: ...
+    async def resume(self) -> None: ...
+    async def stats(self) -> ReplicaStats: ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica of the fleet.
+
+    in_flight: requests that the router has there. busy_seconds: as last read. calls: what `lose` ends.
+    """
+
+    replica: FleetReplica
+    in_flight: int = 0
+    busy_seconds: float = 0.0
+    calls: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+
+    @property
+    def name(self) -> str:
+        return self.replica.name
+
+
+class ReplicaFleet:
+    """Replicas with names of their own.
+
+    Args:
+        on_lost: called once per lost replica, with what a person should read.
+
+    Raises:
+        ValueError: no replica, or two of one name.
+    """
+
+    def __init__(self, replicas: Sequence[FleetReplica], *, on_lost: Callable[[str], None] | None = None) -> None:
+        if not replicas:
+            raise ValueError("engine.replicas is 0; a run needs at least one replica")
+        names = [replica.name for replica in replicas]
+        if len(set(names)) != len(names):
+            raise ValueError(f"replicas are named {names}; give each a name of its own")
+        self._members = tuple(Member(replica) for replica in replicas)
+        self._live = self._members
+        self._lost: dict[str, str] = {}
+        self._on_lost = on_lost
+
+    @classmethod
+    def of(cls, replicas: ReplicaFleet | Sequence[FleetReplica]) -> ReplicaFleet:
+        """A fleet as it is; bare replicas as a fleet that nobody shares."""
+        return replicas if isinstance(replicas, ReplicaFleet) else cls(replicas)
+
+    @property
+    def live(self) -> tuple[Member, ...]:
+        """Replicas that serve.
+
+        Raises:
+            ReplicaLostError: none is left; names all of them with their reasons.
+        """
+        self.require_any()
+        return self._live
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Name -> reason of every lost replica."""
+        return dict(self._lost)
+
+    def require_any(self) -> None:
+        """Raise ReplicaLostError when none is left; it names all of them with their reasons."""
+        if not self._live:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
+            raise ReplicaLostError(f"all {len(self._members)} replicas are lost ({reasons})")
+
+    def lose(self, member: Member, *, reason: str) -> None:
+        """Take a replica out for good and end every call on it. The first reason stands."""
+        if member.name in self._lost:
+            return
+        self._lost[member.name] = reason
+        self._live = tuple(other for other in self._live if other is not member)
+        now = asyncio.get_running_loop().time()
+        for call in member.calls:
+            call.reschedule(now)
+        if self._on_lost is not None:
+            self._on_lost(f"replica {member.name} is lost, {len(self._live)} left: {reason}")
+
+    @asynccontextmanager
+    async def calling(
+        self, member: Member, *, timeout_s: float | None = None, late: str = "did not answer"
+    ) -> AsyncGenerator[None]:
+        """Around calls on one replica: a ReplicaLostError from them takes it out of the fleet.
+
+        Args:
+            timeout_s: bound on the block; a replica that exceeds it is lost. late: what it did not do, for the reason.
+
+        Raises:
+            ReplicaLostError: from the block, or as soon as the replica is lost for another reason.
+        """
+        self._require_live(member)
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                member.calls.add(deadline)
+                try:
+                    yield
+                finally:
+                    member.calls.discard(deadline)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            self.lose(member, reason=f"{member.name} {late} within {timeout_s} s")  # unless it was lost before
+            self._require_live(member)
+        except ReplicaLostError as error:
+            self.lose(member, reason=str(error))
+            raise
+
+    async def watch(self, *, every_s: float, timeout_s: float) -> None:
+        """Ask every replica for its counters, forever; one that does not answer in time is lost.
+
+        Without it a replica that hangs is noticed at the next publish, which may wait for its rollouts.
+        """
+        while True:
+            await asyncio.sleep(every_s)
+            async with asyncio.TaskGroup() as reads:
+                for member in self._live:
+                    reads.create_task(self._read_busy(member, timeout_s=timeout_s))
+
+    async def busy_seconds(self) -> float:
+        """Seconds with something in flight since the start, mean over all replicas; a lost one counts as idle."""
+        async with asyncio.TaskGroup() as reads:
+            for member in self._live:
+                reads.create_task(self._read_busy(member))
+        return sum(member.busy_seconds for member in self._members) / len(self._members)
+
+    # ---- inside
+
+    def _require_live(self, member: Member) -> None:
+        if member.name in self._lost:
+            raise ReplicaLostError(self._lost[member.name])
+
+    async def _read_busy(self, member: Member, *, timeout_s: float | None = None) -> None:
+        try:
+            async with self.calling(member, timeout_s=timeout_s):
+                member.busy_seconds = (await member.replica.stats()).busy_seconds
+        except ReplicaLostError:
+            return  # what was read last stands

@@ -1,0 +1,296 @@
+"""Trainer against engine over trajectories that two weight versions sampled, for every way to take an update.
+
+Held-out prompts of the calculator task are rolled out while the weights go from A to B (B is A after --updates
+optimizer updates), once for every rollout.on_update and rollout.resume_routing. The trainer replays the rows of the
+rollout (R3) and computes the logprobs of the tokens that A sampled at the weights A, and of those that B sampled at B:
+what is left of d = trainer - engine logprob is not staleness, but K/V and rows that trainer and engine do not share.
+
+    k3 of A          tokens sampled before the update, in trajectories that went over it
+    k3 of B          tokens sampled after it, whose context A began
+    resumed          trajectories that have tokens of both
+    sequences        that the trainer forwards per trajectory
+
+Intervals are 95 % bootstrap over trajectories.
+
+    python benchmarks/update_modes.py [--engine vllm|sglang] [--checkpoint DIR] [--trajectories N] [--updates K]
+        [--dtype float32|bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from tensordict import TensorDict
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from agent_loop.tools import PauseGate
+from async_rl.batch.advantage import compute_advantages
+from async_rl.batch.collate import collate
+from async_rl.config import RunConfig, load_config
+from async_rl.data.task import Task, build_task
+from async_rl.engines.replica import KeptKV
+from async_rl.engines.select import actor_environment, start_replica
+from async_rl.model_info import read_model_info
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.weights.publisher import OnUpdate, Publisher
+from async_rl.weights.transport import WeightUpdate
+from benchmarks.support import (
+    Interval,
+    Mismatch,
+    figure,
+    find_warm_start,
+    make_warm_start,
+    markdown_table,
+    roll_groups,
+    say,
+    start_rank,
+)
+from message_queue.trajectory import PromptGroup, ResumeRouting
+
+WARM_STEPS = 120
+UPDATE_AT = 0.4  # of the time that a rollout without update takes
+MODES: tuple[tuple[OnUpdate, KeptKV], ...] = (
+    ("resume", "recompute"),
+    ("keep", "recompute"),
+    ("keep", "keep"),
+    ("drain", "recompute"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cell:
+    """One way to take the update. before, after: of the tokens that A and B sampled in resumed trajectories."""
+
+    on_update: OnUpdate
+    kv: KeptKV
+    resume_routing: ResumeRouting
+    groups: list[PromptGroup]
+
+
+class Rollouts:
+    """Rolls out the same prompts again and again on one replica that holds either version.
+
+    Args:
+        updates: the versions 0 (A) and 1 (B).
+    """
+
+    def __init__(
+        self, config: RunConfig, *, replica: Any, task: Task, checkpoint: Path, updates: Sequence[WeightUpdate]
+    ) -> None:
+        self._config = config
+        self._replica = replica
+        self._task = task
+        self._routing = read_model_info(checkpoint).routing
+        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self._updates = updates
+        self._first_group = 0
+
+    async def roll(
+        self, count: int, *, cell: tuple[OnUpdate, KeptKV, ResumeRouting], update_after_s: float | None
+    ) -> tuple[list[PromptGroup], float]:
+        """Groups of one trajectory that begin under A, and the seconds taken; B arrives after `update_after_s`."""
+        on_update, kv, resume_routing = cell
+        gate, timeout_s = PauseGate(), self._config.sync.timeout_s
+        to_first = Publisher([self._replica], on_update="drain", tools=gate, timeout_s=timeout_s)
+        to_second = Publisher([self._replica], on_update=on_update, kv=kv, tools=gate, timeout_s=timeout_s)
+        await to_first.publish(self._updates[0])
+        rollout = self._config.rollout
+        loop = self._task.build_loop(
+            engine=self._replica,
+            tokenizer=self._tokenizer,
+            sampling=rollout.sampling,
+            limits=rollout.limits,
+            gate=gate,
+        )
+        rollouter = Rollouter(loop=loop, routing=self._routing, trajectories_per_group=1, resume_routing=resume_routing)
+        prompts, begun = self._task.validation_prompts(count), time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            groups = tasks.create_task(roll_groups(rollouter, prompts, first_group=self._first_group, at_once=count))
+            if update_after_s is not None:
+                await asyncio.sleep(update_after_s)
+                await to_second.publish(self._updates[1])
+        self._first_group += count
+        return groups.result(), time.monotonic() - begun
+
+
+async def roll_all(rollouts: Rollouts, *, trajectories: int) -> list[Cell]:
+    """Every cell of the table."""
+    plain = ("drain", "recompute", "append")
+    await rollouts.roll(trajectories, cell=plain, update_after_s=None)  # warms up
+    _, seconds = await rollouts.roll(trajectories, cell=plain, update_after_s=None)
+    say(f"a rollout without update takes {seconds:.2f} s")
+    cells: list[Cell] = []
+    for on_update, kv in MODES:
+        for routing in get_args(ResumeRouting):
+            groups, _ = await rollouts.roll(
+                trajectories, cell=(on_update, kv, routing), update_after_s=UPDATE_AT * seconds
+            )
+            cells.append(Cell(on_update=on_update, kv=kv, resume_routing=routing, groups=groups))
+            say(f"{on_update} {kv} {routing}: {sum(map(is_mixed, groups))} of {trajectories} resumed")
+    return cells
+
+
+def is_mixed(group: PromptGroup) -> bool:
+    """Whether both versions sampled."""
+    return len(group.tokens_per_version()) > 1
+
+
+def tensors(groups: Sequence[PromptGroup], config: RunConfig) -> TensorDict:
+    """The batch of `groups`; every sequence is evaluated, whatever its reward."""
+    advantages = compute_advantages(groups, config.advantage)
+    informative = np.ones_like(advantages.informative)
+    return collate(
+        groups,
+        advantages=replace(advantages, informative=informative),
+        current_update=1,
+        version_updates={0: 0, 1: 1},
+    )
+
+
+def mismatch(rank: Any, batch: TensorDict, *, version: int) -> Mismatch:
+    """d over the tokens that `version` sampled, at the weights that the rank holds."""
+    mask = (batch["lag"] == 1 - version).numpy() & batch["loss_mask"].numpy()
+    d = (rank.logprobs(batch).numpy().astype(np.float64) - batch["behaviour_logprobs"].numpy())[mask]
+    trajectory = batch["trajectory"].numpy()[np.nonzero(mask)[0]]
+    return Mismatch(d, trajectory, int(batch["trajectory"].max()) + 1)
+
+
+def table(cells: Sequence[Cell], found: dict[int, list[Mismatch]], batches: Sequence[TensorDict]) -> str:
+    """A row per cell."""
+    header = (
+        *("on_update", "kv", "resume_routing", "resumed", "sequences"),
+        *("k3 of A", "max abs d of A", "k3 of B", "max abs d of B", "tokens of B"),
+    )
+    rows: list[Sequence[str]] = []
+    for cell, before, after, batch in zip(cells, found[0], found[1], batches, strict=True):
+        mixed = sum(map(is_mixed, cell.groups))
+        rows.append(
+            (
+                cell.on_update,
+                cell.kv if cell.on_update == "keep" else "",
+                cell.resume_routing,
+                f"{mixed / len(cell.groups):.0%}",
+                f"{len(batch) / max(1, mixed):.2f}",
+                *described(before),
+                *described(after),
+                str(len(after.d)),
+            )
+        )
+    return markdown_table(header, rows)
+
+
+def described(found: Mismatch) -> tuple[str, str]:
+    """k3 with its interval, and the largest |d|."""
+    if not len(found.d):
+        return "none", "none"
+    k3: Interval = found.mean(found.k3)
+    return figure(k3), f"{np.abs(found.d).max():.2e}"
+
+
+def train_b(rank: Any, groups: Sequence[PromptGroup], config: RunConfig, *, updates: int) -> None:
+    """Take `updates` optimizer updates on groups that A sampled."""
+    size = len(groups) // updates
+    for update in range(updates):
+        part = groups[update * size : (update + 1) * size]
+        advantages = compute_advantages(part, config.advantage)
+        metrics = rank.train(collate(part, advantages=advantages, current_update=update, version_updates={0: 0}))
+        say(f"update {update + 1}: {metrics['tokens']:.0f} tokens, gradient norm {metrics['grad_norm']:.3f}")
+
+
+async def run(config: RunConfig, *, checkpoint: Path, folder: Path, task: Task, args: argparse.Namespace) -> str:
+    """Roll, train, roll again, evaluate."""
+    rank = start_rank(config, checkpoint=checkpoint, optimizer=config.optimizer)
+    replica = await start_replica(config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True)
+    try:
+        rank.save(folder / "a")
+        first = rank.export(folder / "weights", version=0)
+        loop = task.build_loop(
+            engine=replica,
+            tokenizer=AutoTokenizer.from_pretrained(checkpoint),
+            sampling=config.rollout.sampling,
+            limits=config.rollout.limits,
+            gate=PauseGate(),
+        )
+        rollouter = Rollouter(
+            loop=loop,
+            routing=read_model_info(checkpoint).routing,
+            trajectories_per_group=config.rollout.trajectories_per_group,
+        )
+        per_update = config.rollout.groups_per_batch
+        prompts = [task.train_prompt(i) for i in range(args.updates * per_update)]
+        training = await roll_groups(rollouter, prompts, first_group=1 << 20, at_once=per_update)
+        train_b(rank, training, config, updates=args.updates)
+        rank.save(folder / "b")
+        second = rank.export(folder / "weights", version=1)
+        rollouts = Rollouts(config, replica=replica, task=task, checkpoint=checkpoint, updates=(first, second))
+        cells = await roll_all(rollouts, trajectories=args.trajectories)
+    finally:
+        await replica.close()
+    batches = [tensors([g for g in cell.groups if is_mixed(g)], config) for cell in cells]
+    found: dict[int, list[Mismatch]] = {}
+    for version, state in ((0, "a"), (1, "b")):
+        rank.restore(folder / state)
+        found[version] = [mismatch(rank, batch, version=version) for batch in batches]
+    rank.close()
+    return table(cells, found, batches)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder of the task's model; default: warm start")
+    parser.add_argument("--trajectories", type=int, default=96, help="per cell, each of a prompt of its own")
+    parser.add_argument("--updates", type=int, default=4, help="optimizer updates from A to B")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of engine and trainer")
+    args = parser.parse_args(arguments)
+    for name, least in (("trajectories", 2), ("updates", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} is {getattr(args, name)}; must be >= {least}")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    warnings.simplefilter("ignore")
+    config = load_config(
+        [
+            f"engine={args.engine}",
+            f"engine.dtype={args.dtype}",
+            f"trainer.dtype={args.dtype}",
+            f"warm_start.steps={WARM_STEPS}",
+            "rollout.groups_per_batch=16",
+        ]
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.update(actor_environment(config.engine))
+    task = build_task(config.task, seed=config.seed)
+    with tempfile.TemporaryDirectory(prefix="async_rl-") as name:
+        folder = Path(name)
+        checkpoint = args.checkpoint or find_warm_start(config.warm_start.cache)
+        if checkpoint is None:
+            float32 = replace(config, trainer=replace(config.trainer, dtype="float32"))
+            checkpoint = make_warm_start(float32, task=task, folder=folder)
+        say(f"checkpoint {checkpoint}")
+        found = asyncio.run(run(config, checkpoint=checkpoint, folder=folder, task=task, args=args))
+    print(
+        f"{args.engine}, {args.dtype}, {args.trajectories} trajectories per row, {args.updates} updates from A to B\n"
+    )
+    print(found)
+
+
+if __name__ == "__main__":
+    main()

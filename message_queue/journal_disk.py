@@ -1,0 +1,150 @@
+"""The journal's directory and files: the only place that touches the disk."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+MAX_PARTS = 1024  # IOV_MAX of Linux
+
+
+class DiskFile(Protocol):
+    """A file by its offsets. Every method raises OSError."""
+
+    def write(self, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        """Write at most MAX_PARTS parts; how many bytes were written, which may be fewer than there are."""
+        ...
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """What there is of `size` bytes at `offset`."""
+        ...
+
+    def size(self) -> int: ...
+    def truncate(self, size: int) -> None: ...
+
+    def sync(self) -> None:
+        """Return once what was written survives a loss of power."""
+        ...
+
+    def duplicate(self) -> DiskFile:
+        """The same file, readable until it is closed, even after it was removed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """A directory. Every method raises OSError."""
+
+    def path(self, name: str) -> str:
+        """For messages."""
+        ...
+
+    def lock(self) -> None:
+        """Keep out others, also those of other processes.
+
+        Raises:
+            BlockingIOError: it is locked already.
+        """
+        ...
+
+    def unlock(self) -> None: ...
+    def names(self) -> list[str]: ...
+
+    def create(self, name: str) -> DiskFile:
+        """A new, empty file."""
+        ...
+
+    def open(self, name: str) -> DiskFile: ...
+    def rename(self, name: str, new: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+
+    def sync(self) -> None:
+        """Return once names created, renamed and removed survive a loss of power."""
+        ...
+
+
+class OsFile:
+    """A file of the operating system."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        return os.pwritev(self._descriptor, parts, offset)
+
+    def read(self, offset: int, size: int) -> memoryview:
+        data = memoryview(bytearray(size))
+        at = 0
+        while at < size:
+            count = os.preadv(self._descriptor, [data[at:]], offset + at)
+            if not count:
+                break
+            at += count
+        return data[:at].toreadonly()
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def sync(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def duplicate(self) -> OsFile:
+        return OsFile(os.dup(self._descriptor))
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class OsDisk:
+    """A directory of the operating system, made where it does not exist."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock: int | None = None
+
+    def path(self, name: str) -> str:
+        return str(self._directory / name)
+
+    def lock(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def names(self) -> list[str]:
+        return [entry.name for entry in self._directory.iterdir()]
+
+    def create(self, name: str) -> OsFile:
+        return OsFile(os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+    def open(self, name: str) -> OsFile:
+        return OsFile(os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC))
+
+    def rename(self, name: str, new: str) -> None:
+        (self._directory / name).rename(self._directory / new)
+
+    def remove(self, name: str) -> None:
+        (self._directory / name).unlink()
+
+    def sync(self) -> None:
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,149 @@
+"""What the journal knows of a live group: its admission, its state, and how far its trajectories are."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from message_queue.contract import Admission
+from message_queue.journal_records import Admitted, Called, Closed, Content, LiveHead, Observed, Sampled
+from message_queue.trajectory import ResumeRouting
+
+
+class GroupState(IntEnum):
+    OPEN = 0
+    READY = 1
+    TAKEN = 2
+    TRAINED = 3
+
+
+class Span(NamedTuple):
+    """Where a record is. file: its number. offset, size: in bytes."""
+
+    file: int
+    offset: int
+    size: int
+
+
+class Step(NamedTuple):
+    """What one record adds to its trajectory."""
+
+    at: int
+    length: int = 0
+    segments: int = 0
+    sampled: int = 0
+    closed: bool = False
+    call: str | None = None
+
+
+def step_of(body: Content) -> Step:
+    """What a record adds."""
+    match body:
+        case Observed():
+            return Step(body.at, length=body.tokens)
+        case Sampled():
+            sampled = body.message.num_sampled()
+            return Step(body.at, length=sampled, segments=1, sampled=sampled)
+        case Called():
+            return Step(body.at, call=body.call)
+        case Closed():
+            return Step(body.at, closed=True)
+
+
+class Progress:
+    """How far a trajectory is. call: begun outside, and nothing was recorded after it."""
+
+    __slots__ = ("call", "closed", "length", "sampled", "segments")
+
+    def __init__(self) -> None:
+        self.length = self.segments = self.sampled = 0
+        self.closed = False
+        self.call: str | None = None
+
+    def add(self, step: Step) -> None:
+        """Append a record."""
+        self.length += step.length
+        self.segments += step.segments
+        self.sampled += step.sampled
+        self.closed = step.closed
+        self.call = step.call
+
+
+class LiveGroup:
+    """A group and where the records of its content are, in order.
+
+    turn: its place among the ready. trained_tokens: sampled tokens, once it was trained.
+    """
+
+    __slots__ = (
+        "admission",
+        "progress",
+        "resume_routing",
+        "spans",
+        "state",
+        "taken_update",
+        "train_step",
+        "trained_tokens",
+        "turn",
+    )
+
+    def __init__(self, group: int, admitted: Admitted) -> None:
+        self.admission = Admission(
+            group=group,
+            prompt=admitted.prompt,
+            admitted_version=admitted.version,
+            admitted_update=admitted.update,
+        )
+        self.resume_routing: ResumeRouting = admitted.resume_routing
+        self.progress = [Progress() for _ in range(admitted.trajectories)]
+        self.state = GroupState.OPEN
+        self.taken_update: int | None = None
+        self.train_step: int | None = None
+        self.trained_tokens = 0
+        self.turn = 0
+        self.spans: list[Span] = []
+
+    @property
+    def group(self) -> int:
+        return self.admission.group
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trajectory is closed."""
+        return all(p.closed for p in self.progress)
+
+    @property
+    def num_segments(self) -> int:
+        return sum(p.segments for p in self.progress)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(p.sampled for p in self.progress)
+
+    def reopen(self) -> None:
+        """Back to open: content was lost."""
+        self.state, self.taken_update, self.train_step, self.trained_tokens = GroupState.OPEN, None, None, 0
+
+    def head(self) -> LiveHead:
+        """The group in a Summary."""
+        a = self.admission
+        return LiveHead(
+            group=a.group,
+            admitted=Admitted(a.prompt, a.admitted_version, a.admitted_update, len(self.progress), self.resume_routing),
+            state=int(self.state),
+            taken_update=self.taken_update,
+            train_step=self.train_step,
+            trained_tokens=self.trained_tokens,
+            turn=self.turn,
+            records=len(self.spans),
+        )
+
+    @classmethod
+    def of(cls, head: LiveHead) -> LiveGroup:
+        """The group of a Summary, without content."""
+        group = cls(head.group, head.admitted)
+        group.state, group.turn = GroupState(head.state), head.turn
+        group.taken_update, group.train_step = head.taken_update, head.train_step
+        group.trained_tokens = head.trained_tokens
+        return group

@@ -1,0 +1,236 @@
+"""What the records of a journal add up to: live groups, what became of the others, versions, prompts. No disk here.
+
+    open -> ready -> taken -> trained -> settled
+     +--------+--------+---> dropped
+
+A group is live until it is dropped, or until the train step that used it is settled: before that a restart may go back
+to a checkpoint without that step, and then the group is to be trained again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from message_queue.journal_errors import JournalError, JournalStepError
+from message_queue.journal_groups import GroupState, LiveGroup, Span, Step
+from message_queue.journal_records import (
+    Admitted,
+    Body,
+    Checkpointed,
+    Dropped,
+    Published,
+    Ready,
+    Summary,
+    Taken,
+    Trained,
+)
+from message_queue.ledger import LedgerCounts
+
+LOST = "lost: the journal was damaged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalStart:
+    """Where the run stands by its checkpoint; all zeros for a run that begins.
+
+    train_step: optimizer steps in the checkpoint. next_group: no smaller group id is handed out again. prompt_cursor:
+    first prompt that was never handed out. version, update: newest published. ledger: counts of what ended before; used
+    where there is no journal yet.
+    """
+
+    train_step: int = 0
+    next_group: int = 0
+    prompt_cursor: int = 0
+    version: int = 0
+    update: int = 0
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
+
+
+class JournalState:
+    """Everything but the content of the groups. Follows records also where some before them are lost.
+
+    served: newest version that a group was admitted on; the replicas serve it, or a newer one.
+    update: optimizer updates that the newest published version holds; a restart goes back to those of its checkpoint.
+    """
+
+    def __init__(self, start: JournalStart) -> None:
+        self.live: dict[int, LiveGroup] = {}
+        self.next_group = start.next_group
+        self.next_turn = 0
+        self.prompt_cursor = start.prompt_cursor
+        self.train_step = self.settled_step = start.train_step
+        self.served, self.update = start.version, start.update
+        self.versions: dict[int, int] = {start.version: start.update}
+        self._reasons = Counter(start.ledger.reasons)
+        self._admitted, self._trained, self._dropped = start.ledger.admitted, start.ledger.trained, start.ledger.dropped
+        self._trained_tokens, self._dropped_tokens = start.ledger.trained_tokens, start.ledger.dropped_tokens
+
+    @classmethod
+    def of(cls, summary: Summary) -> JournalState:
+        """What `summary` says; the groups are without content."""
+        state = cls(
+            JournalStart(
+                train_step=summary.train_step,
+                next_group=summary.next_group,
+                prompt_cursor=summary.prompt_cursor,
+                ledger=summary.ledger,
+            )
+        )
+        state.settled_step, state.next_turn = summary.settled_step, summary.next_turn
+        state.versions, state.served, state.update = dict(summary.versions), summary.served, summary.update
+        state.live = {head.group: LiveGroup.of(head) for head in summary.groups}
+        return state
+
+    @property
+    def version(self) -> int:
+        """Newest published."""
+        return max(self.versions)
+
+    def ledger(self) -> LedgerCounts:
+        """Groups so far; `trained` are those that are settled, `open` all that are live."""
+        return LedgerCounts(
+            admitted=self._admitted,
+            trained=self._trained,
+            dropped=self._dropped,
+            open=len(self.live),
+            trained_tokens=self._trained_tokens,
+            dropped_tokens=self._dropped_tokens,
+            reasons=dict(self._reasons),
+        )
+
+    def summary(self) -> Summary:
+        """All but the content of the groups."""
+        return Summary(
+            next_group=self.next_group,
+            next_turn=self.next_turn,
+            prompt_cursor=self.prompt_cursor,
+            train_step=self.train_step,
+            settled_step=self.settled_step,
+            served=self.served,
+            update=self.update,
+            versions=tuple(self.versions.items()),
+            ledger=self.ledger(),
+            groups=tuple(group.head() for group in self.live.values()),
+        )
+
+    # ---- records
+
+    def apply(self, body: Body, *, group: int) -> list[LiveGroup]:
+        """Follow a record that is no content. Returns the groups that are live no more."""
+        match body:
+            case Admitted():
+                self._admit(group, body)
+            case Ready():
+                for ready in self._known([group]):
+                    ready.state, ready.turn = GroupState.READY, self.next_turn
+                    self.next_turn += 1
+            case Taken():
+                for taken in self._known(body.groups):
+                    taken.state, taken.taken_update = GroupState.TAKEN, body.update
+            case Trained():
+                self._train(body)
+            case Dropped():
+                for _ in self._known([group]):
+                    self._count_dropped(body.reason, tokens=body.tokens)
+                    return [self.live.pop(group)]
+            case Published():
+                self.versions[body.version] = self.update = body.update
+                self._forget_versions()
+            case Checkpointed():
+                return self._settle(body.train_step)
+            case _:
+                raise JournalError(f"{type(body).__name__} is not followed here")
+        return []
+
+    def extend(self, group: int, trajectory: int, step: Step, span: Span) -> None:
+        """Follow a record of content."""
+        live = self.live[group]
+        live.progress[trajectory].add(step)
+        live.spans.append(span)
+
+    def lose(self, orphans: Iterable[int]) -> None:
+        """Count groups as dropped of which the admission is lost."""
+        for group in orphans:
+            self._admitted += 1
+            self.next_group = max(self.next_group, group + 1)
+            self._count_dropped(LOST, tokens=0)
+
+    # ---- restarts
+
+    def restart(self, start: JournalStart) -> list[LiveGroup]:
+        """Continue from a checkpoint: what it trained is settled, whatever else was taken is ready again.
+
+        Ready groups are in the order in which they were taken, then put. Returns the groups that are settled.
+
+        Raises:
+            JournalStepError: the journal ends before the checkpoint, or is settled after it. Nothing is changed.
+        """
+        if start.train_step > self.train_step:
+            raise JournalStepError(
+                f"the checkpoint is of train step {start.train_step}, the journal ends at step {self.train_step}: "
+                "its last records are gone; resume from an older checkpoint, or move the journal away to go on without "
+                "its groups"
+            )
+        if start.train_step < self.settled_step:
+            raise JournalStepError(
+                f"the checkpoint is of train step {start.train_step}, the journal is settled up to train step "
+                f"{self.settled_step}: groups trained in between are gone; resume from a newer checkpoint, or move the "
+                "journal away to go on without its groups"
+            )
+        settled = self._settle(start.train_step)
+        self.train_step, self.update = start.train_step, start.update
+        waiting = [group for group in self.live.values() if group.state is not GroupState.OPEN]
+        waiting.sort(key=lambda g: (g.taken_update is None, g.taken_update or 0, g.turn))
+        for turn, group in enumerate(waiting):
+            group.reopen()
+            if group.complete:
+                group.state, group.turn = GroupState.READY, turn
+        self.next_turn = len(waiting)
+        self.next_group = max(self.next_group, start.next_group)
+        self.prompt_cursor = max(self.prompt_cursor, start.prompt_cursor)
+        if start.version > self.version:
+            self.versions[start.version] = start.update
+        return settled
+
+    # ---- inside
+
+    def _known(self, groups: Iterable[int]) -> list[LiveGroup]:
+        return [self.live[group] for group in groups if group in self.live]
+
+    def _admit(self, group: int, admitted: Admitted) -> None:
+        self.live[group] = LiveGroup(group, admitted)
+        self.served = max(self.served, admitted.version)
+        self.next_group = max(self.next_group, group + 1)
+        self.prompt_cursor = max(self.prompt_cursor, admitted.prompt + 1)
+        self._admitted += 1
+
+    def _train(self, trained: Trained) -> None:
+        for group, tokens in zip(trained.groups, trained.tokens, strict=True):
+            if group in self.live:
+                live = self.live[group]
+                live.state, live.train_step, live.trained_tokens = GroupState.TRAINED, trained.train_step, tokens
+        self.train_step = max(self.train_step, trained.train_step)
+
+    def _count_dropped(self, reason: str, *, tokens: int) -> None:
+        self._dropped += 1
+        self._dropped_tokens += tokens
+        self._reasons[reason.partition(":")[0]] += 1
+
+    def _settle(self, train_step: int) -> list[LiveGroup]:
+        """End what was trained up to `train_step`."""
+        done = [g for g in self.live.values() if g.train_step is not None and g.train_step <= train_step]
+        for group in done:
+            del self.live[group.group]
+            self._trained += 1
+            self._trained_tokens += group.trained_tokens
+        self.settled_step = max(self.settled_step, train_step)
+        self._forget_versions()
+        return done
+
+    def _forget_versions(self) -> None:
+        """Keep those that can sample a token of a live or coming group; none is older than its group."""
+        newest = self.version
+        oldest = min((newest, self.served, *(g.admission.admitted_version for g in self.live.values())))
+        self.versions = {v: update for v, update in self.versions.items() if v >= oldest}

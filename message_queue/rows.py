@@ -1,0 +1,123 @@
+"""Routing rows that are held, whole: every position from 0 on has a row, or is known to have none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from message_queue.tokens import ExpertArray, Int32Array, RoutedExperts, RoutingSpec
+
+Int16Array = NDArray[np.int16]
+
+NOT_ROUTED = -1  # a row the trainer routes with its live router
+NOT_SAMPLED = -1  # param_version of a token that no policy sampled, and of a row that no forward pass gave
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """`count` rows in a row that one forward pass gave; `experts` is None where no engine can give them."""
+
+    count: int
+    version: int
+    experts: ExpertArray | None
+
+
+class HeldRows:
+    """Rows 0..len-1. They are views of what the engines returned: nothing is copied or widened until it is read.
+
+    Args:
+        routing: what a row means.
+    """
+
+    def __init__(self, routing: RoutingSpec) -> None:
+        self._routing = routing
+        self._blocks: list[_Block] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def num_unavailable(self) -> int:
+        """Rows that are -1."""
+        return sum(block.count for block in self._blocks if block.experts is None)
+
+    def add(self, rows: RoutedExperts, *, version: int) -> None:
+        """Append what of `rows` lies after the held ones; a gap is filled with rows that are unavailable."""
+        self.add_unavailable(rows.first_position - self._count)
+        fresh = rows.experts[max(0, self._count - rows.first_position) :]
+        self._append(_Block(len(fresh), version, fresh))
+
+    def add_unavailable(self, count: int) -> None:
+        """Append `count` rows that are -1; none where it is negative."""
+        self._append(_Block(max(0, count), NOT_SAMPLED, None))
+
+    def first(self, count: int) -> HeldRows:
+        """The first `count` rows, or all where fewer are held."""
+        kept = HeldRows(self._routing)
+        for block in self._blocks:
+            size = min(block.count, count - len(kept))
+            experts = None if block.experts is None else block.experts[:size]
+            kept._append(_Block(size, block.version, experts))
+        return kept
+
+    def differ(self, rows: RoutedExperts) -> bool:
+        """Whether `rows` choose other experts than the held ones anywhere both have a position.
+
+        The order within the top-k does not count. A row that is -1 differs from every other.
+        """
+        at = 0
+        for block in self._blocks:
+            start, end = max(at, rows.first_position), min(at + block.count, rows.end_position)
+            if start < end:
+                given = rows.experts[start - rows.first_position : end - rows.first_position]
+                if block.experts is None or not _same_sets(block.experts[start - at : end - at], given):
+                    return True
+            at += block.count
+        return False
+
+    def leading(self) -> RoutedExperts | None:
+        """The rows before the first one that is -1; None where there are none."""
+        parts: list[ExpertArray] = []
+        for block in self._blocks:
+            if block.experts is None:
+                break
+            parts.append(block.experts)
+        if not parts:
+            return None
+        experts = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return RoutedExperts.trusted(first_position=0, experts=experts)
+
+    def experts(self, length: int) -> Int16Array:
+        """int16 [length, moe_layers, top_k], -1 where there is no row."""
+        out = np.full((length, *self._routing.row_shape), NOT_ROUTED, np.int16)
+        at = 0
+        for block in self._blocks:
+            if block.experts is not None:
+                out[at : at + block.count] = block.experts[: max(0, length - at)]
+            at += block.count
+        return out
+
+    def versions(self, length: int) -> Int32Array:
+        """int32 [length], version of the weights whose forward pass gave each row; -1 where there is no row."""
+        out = np.full(length, NOT_SAMPLED, np.int32)
+        at = 0
+        for block in self._blocks:
+            out[at : at + block.count] = block.version
+            at += block.count
+        return out
+
+    def _append(self, block: _Block) -> None:
+        if block.count > 0:
+            self._blocks.append(block)
+            self._count += block.count
+
+
+def _same_sets(one: ExpertArray, other: ExpertArray) -> bool:
+    """Whether two [rows, moe_layers, top_k] hold the same sets of experts."""
+    unequal = (one != other).any(axis=(1, 2))
+    if not unequal.any():
+        return True
+    return bool(np.array_equal(np.sort(one[unequal], axis=-1), np.sort(other[unequal], axis=-1)))

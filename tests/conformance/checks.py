@@ -1,0 +1,162 @@
+"""Whether what an engine answered is true, and whether a trajectory holds what was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from async_rl.engines.spans import cut_into_segments
+from message_queue.sequence import TrainingSequence
+from message_queue.tokens import RoutedExperts
+from message_queue.trajectory import Trajectory
+from tests.conformance.engines import EngineUnderTest, Exchange
+from tests.conformance.reference import LOGPROB_TOLERANCE, Reference, has_tie, logprob_gap, routing_mismatches
+
+
+def gap_of(tested: EngineUnderTest, exchange: Exchange) -> float:
+    """Largest |dlogp| of any token against its own version; infinite where a row differs or is not where it belongs."""
+    return max(_gap_of_segment(tested, exchange, at) for at in range(len(exchange.answer)))
+
+
+def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> None:
+    """Every token and every row of every answer is of the version that its segment names."""
+    assert exchanges, "nothing was asked"
+    for exchange in exchanges:
+        gap = gap_of(tested, exchange)
+        assert gap <= LOGPROB_TOLERANCE, (
+            f"{tested.name}: request {exchange.request.request_id} is off by {gap} "
+            f"(versions {versions_of(exchange)}, {[len(s) for s in exchange.answer]} tokens)"
+        )
+
+
+def versions_of(exchange: Exchange) -> list[int]:
+    """Version of each segment."""
+    return [segment.weights.version for segment in exchange.answer]
+
+
+def sampled_of(exchange: Exchange) -> int:
+    """Tokens of the answer."""
+    return sum(map(len, exchange.answer))
+
+
+def whole(exchange: Exchange) -> np.ndarray[Any, Any]:
+    """int32 [T]: what was asked and what was sampled."""
+    return np.concatenate([exchange.request.token_ids, *(s.token_ids for s in exchange.answer)])
+
+
+def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int) -> float:
+    request, answer = exchange.request, exchange.answer
+    segment, rows = answer[at], answer[at].routed_experts
+    starts = np.cumsum([len(request.token_ids), *map(len, answer)]).tolist()
+    first_row = starts[at] - 1 if at else request.rows_held
+    if not len(segment):
+        return 0.0 if rows is None and len(answer) == 1 else np.inf
+    if rows is None or (rows.first_position, rows.end_position) != (first_row, starts[at + 1] - 1):
+        return np.inf
+    if segment.weights != tested.update(segment.weights.version).weights:
+        return np.inf
+    expected = _expected(tested, exchange, at)
+    if routing_mismatches(expected, rows.experts, start=first_row):
+        return np.inf
+    gap = logprob_gap(expected, whole(exchange), segment.logprobs, start=starts[at])
+    if gap > LOGPROB_TOLERANCE and has_tie(expected, end=starts[at + 1] - 1):
+        return 0.0  # which expert the engine took at the tie decides the logprobs behind it: neither answer is wrong
+    return gap
+
+
+def _expected(tested: EngineUnderTest, exchange: Exchange, at: int) -> Reference:
+    """A forward pass over the K/V that segment `at` was sampled on.
+
+    It begins with the request or with the last load that had the K/V computed again, under the rows recorded by then.
+    What loads after that one kept is of the weights before them: a segment's last token is forwarded by the next.
+    """
+    request, answer = exchange.request, exchange.answer
+    starts = np.cumsum([len(request.token_ids), *map(len, answer)]).tolist()
+    recomputed = [j for j in range(1, at + 1) if tested.kept[answer[j].weights.version] == "recompute"]
+    first = max(recomputed, default=0)
+    ends = [starts[j + 1] - 1 for j in range(first, at)] + [starts[at + 1]]
+    parts = [(answer[j].weights.version, end) for j, end in zip(range(first, at + 1), ends, strict=True)]
+    recorded = [s.routed_experts for s in answer[:first] if s.routed_experts is not None]
+    given = [] if request.forced_experts is None else [request.forced_experts]
+    return tested.truth(parts, whole(exchange)[: starts[at + 1]], forced=_table([*given, *recorded]))
+
+
+def _table(blocks: Sequence[RoutedExperts]) -> Any:
+    """int16 [T', moe_layers, top_k] of all blocks, -1 between them; None without any."""
+    if not blocks:
+        return None
+    end = max(block.end_position for block in blocks)
+    table = np.full((end, *blocks[0].experts.shape[1:]), -1, np.int16)
+    for block in blocks:
+        table[block.first_position : block.end_position] = block.experts
+    return table
+
+
+def with_boundary_moved(exchange: Exchange, *, by: int) -> Exchange:
+    """The same answer with `by` more tokens said to be of its first version."""
+    counts = [len(segment) for segment in exchange.answer]
+    counts[0], counts[1] = counts[0] + by, counts[1] - by
+    rows = [s.routed_experts for s in exchange.answer if s.routed_experts is not None]
+    moved = cut_into_segments(
+        exchange.request,
+        token_ids=np.concatenate([s.token_ids for s in exchange.answer]),
+        logprobs=np.concatenate([s.logprobs for s in exchange.answer]),
+        routed_experts=replace(rows[0], experts=np.concatenate([block.experts for block in rows])),
+        spans=[(s.weights, count) for s, count in zip(exchange.answer, counts, strict=True)],
+        stop_reason=exchange.answer[-1].stop_reason,
+        replica=exchange.answer[-1].replica,
+    )
+    return Exchange(exchange.request, tuple(moved))
+
+
+def assert_merged(trajectory: Trajectory, exchanges: Sequence[Exchange]) -> None:
+    """A trajectory that ends with an answer holds what the answers said, by the slow and obvious rule.
+
+    With append and force a row is of the first answer that covered its position, with replace of the last.
+    """
+    rows: dict[int, tuple[list[Any], int]] = {}
+    sampled: dict[int, tuple[float, int]] = {}
+    for before, after in pairwise(exchanges):
+        held = whole(before)
+        assert after.request.token_ids[: len(held)].tolist() == held.tolist(), "a request begins with all that was held"
+    for exchange in exchanges:
+        at = len(exchange.request.token_ids)
+        for segment in exchange.answer:
+            version, block = segment.weights.version, segment.routed_experts
+            sampled |= {at + i: (float(p), version) for i, p in enumerate(segment.logprobs)}
+            at += len(segment)
+            for position in range(0 if block is None else block.first_position, 0 if block is None else at - 1):
+                assert block is not None
+                row = block.experts[position - block.first_position].tolist(), version
+                rows[position] = row if trajectory.resume_routing == "replace" else rows.get(position, row)
+    total, table = len(whole(exchanges[-1])), trajectory.routed_experts()
+    assert table is not None
+    assert trajectory.token_ids().tolist() == whole(exchanges[-1]).tolist()
+    assert sorted(rows) == list(range(total - 1)), "every position but the last has a row"
+    assert trajectory.num_rows == total - 1
+    assert table[:-1].tolist() == [rows[p][0] for p in range(total - 1)]
+    assert (table[-1] == -1).all(), "the last token was never forwarded"
+    assert trajectory.row_versions().tolist() == [*(rows[p][1] for p in range(total - 1)), -1]
+    assert trajectory.behaviour_logprobs().tolist() == [sampled.get(p, (0.0, 0))[0] for p in range(total)]
+    assert trajectory.param_versions().tolist() == [sampled.get(p, (0.0, -1))[1] for p in range(total)]
+
+
+def rows_sent(exchanges: Sequence[Exchange]) -> list[int]:
+    """Position of every row that an answer brought, in order of arrival."""
+    blocks = [s.routed_experts for e in exchanges for s in e.answer if s.routed_experts is not None]
+    return [p for block in blocks for p in range(block.first_position, block.end_position)]
+
+
+def gaps_under_own_rows(tested: EngineUnderTest, sequence: TrainingSequence) -> dict[int, float]:
+    """Version -> largest |dlogp| of its tokens when all rows of the sequence are forced, as in training."""
+    gaps: dict[int, float] = {}
+    for version in np.unique(sequence.param_versions[sequence.loss_mask]).tolist():
+        expected = tested.truth([(version, len(sequence))], sequence.token_ids, forced=sequence.routed_experts)
+        at = np.flatnonzero(sequence.param_versions == version)
+        logprobs = expected.logprobs[at - 1, sequence.token_ids[at]]
+        gaps[version] = float(np.abs(logprobs - sequence.behaviour_logprobs[at]).max())
+    return gaps

@@ -1,0 +1,227 @@
+"""One interface to every engine of the suite: a replica, what a scenario does with it, what is seen of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
+from agent_loop.segments import SegmentDecoder
+from agent_loop.tools import PauseGate
+from async_rl.engines.replica import KeptKV
+from async_rl.rollout.fleet import FleetReplica
+from async_rl.weights.publisher import OnUpdate, Publisher, PublishReport
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.trajectory import ResumeRouting, Trajectory
+from tests.conformance.reference import Reference
+
+T = TypeVar("T")
+
+MODES: dict[str, tuple[OnUpdate, KeptKV]] = {
+    "resume": ("resume", "recompute"),
+    "keep-recompute": ("keep", "recompute"),
+    "keep-keep": ("keep", "keep"),
+    "drain": ("drain", "recompute"),
+}
+TIMEOUT_S = 100.0  # of one call; only a hang takes that long
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """A request and what the engine answered."""
+
+    request: GenerateRequest
+    answer: tuple[TokenOutput, ...]
+
+
+class Truth(Protocol):
+    """The models that an engine serves, computed by something else."""
+
+    def __call__(self, parts: Sequence[tuple[int, int]], token_ids: Any, *, forced: Any) -> Reference:
+        """One forward pass over `token_ids` int32 [T]; see `reference.reference_of_parts`.
+
+        parts: (version, end) in order; each version forwards the positions up to `end`.
+        """
+        ...
+
+
+class Probe(Protocol):
+    """What is seen of an engine beside its answers.
+
+    cached_tokens: prompt tokens that each request found in the prefix cache, in order of completion.
+    kv_tokens: room for K/V; None where there is none.
+    """
+
+    cached_tokens: list[int]
+    kv_tokens: int | None
+
+    async def sampled(self, running: Sequence[GenerateRequest]) -> int:
+        """Tokens that the engine has sampled for `running`, all that is in flight."""
+        ...
+
+    async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
+        """Whether the engine has all of `running`, so that `sampled` counts them all."""
+        ...
+
+
+class EngineUnderTest:
+    """A replica that notes what it is asked and what it answers.
+
+    Args:
+        updates: the two sets of weights; version v is set v % 2. Version 0 is loaded when `start` returns.
+        exchanges: where answers are noted, in order of completion; shared where a trajectory moves between replicas.
+
+    kept: version -> what its load did to the K/V of requests in flight.
+    """
+
+    def __init__(
+        self,
+        replica: FleetReplica,
+        *,
+        routing: RoutingSpec | None,
+        updates: tuple[WeightUpdate, WeightUpdate],
+        truth: Truth,
+        probe: Probe,
+        exchanges: list[Exchange] | None = None,
+    ) -> None:
+        self.name = replica.name
+        self.replica = replica
+        assert routing is not None, "the suite is about routing"
+        self.routing = routing
+        self.truth = truth
+        self.probe = probe
+        self.exchanges = [] if exchanges is None else exchanges
+        self.kept: dict[int, KeptKV] = {}
+        self._updates = updates
+        self._version = -1
+        self._running: list[GenerateRequest] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    # ---- generating
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        """As `agent_loop.engine.Engine.generate`; noted."""
+        self._running.append(request)
+        try:
+            answer = await self.replica.generate(request)
+        finally:
+            self._running.remove(request)
+        self.exchanges.append(Exchange(request, tuple(answer)))
+        return answer
+
+    async def ask(self, name: str, token_ids: Any, *, max_new_tokens: int = 24, **fields: Any) -> Exchange:
+        """One request that nothing but its budget stops."""
+        request = GenerateRequest(
+            request_id=f"{name}.", token_ids=token_ids, max_new_tokens=max_new_tokens, session=name, **fields
+        )
+        return Exchange(request, tuple(await self.generate(request)))
+
+    def rollout(self, name: str, **options: Any) -> Rollout:
+        """A trajectory on this engine."""
+        return Rollout(name, engine=self, routing=self.routing, **options)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` beside the test."""
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def end(self) -> None:
+        """Cancel what a failed test left behind, so that it reaches no other test."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def until_sampled(self, tokens: int) -> None:
+        """Return when the requests in flight have sampled `tokens` together; no engine has an event for it.
+
+        Raises:
+            AssertionError: all that was started has ended.
+        """
+        while await self.probe.sampled(self._running) < tokens:
+            await self._pause(f"{tokens} tokens were in flight")
+
+    async def until_more(self, tokens: int) -> None:
+        """As `until_sampled`, of tokens that come after the last load."""
+        while not await self.probe.all_at_work(self._running):
+            await self._pause("all were at work again")
+        await self.until_sampled(await self.probe.sampled(self._running) + tokens)
+
+    def of_session(self, name: str) -> list[Exchange]:
+        """Exchanges of one trajectory."""
+        return [exchange for exchange in self.exchanges if exchange.request.session == name]
+
+    async def _pause(self, awaited: str) -> None:
+        assert not all(task.done() for task in self._tasks), f"all ended before {awaited}"
+        await asyncio.sleep(0.0 if self.probe.kv_tokens is None else 0.004)
+
+    # ---- weights
+
+    def update(self, version: int) -> WeightUpdate:
+        """A version as the trainer would publish it."""
+        source = self._updates[version % 2]
+        return WeightUpdate(source.path, WeightVersion(version, source.weights.digest))
+
+    async def publish(self, mode: str = "resume", *, version: int | None = None) -> PublishReport:
+        """Bring in the next version, or a given one, by the publisher of a run."""
+        on_update, kv = MODES[mode]
+        self._version = self._version + 1 if version is None else version
+        publisher = Publisher([self.replica], on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=TIMEOUT_S)
+        report = await publisher.publish(self.update(self._version))
+        self.kept[self._version] = kv
+        return report
+
+
+class Rollout:
+    """A trajectory that is decoded turn by turn, by the decoder of the agent loops."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        engine: Engine,
+        routing: RoutingSpec,
+        resume_routing: ResumeRouting = "append",
+        cache_salt: str = "",
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.trajectory = Trajectory(routing=routing, resume_routing=resume_routing)
+        self.cache_salt = cache_salt
+        self._stop_token_ids = tuple(stop_token_ids)
+        self.decoder = self._decoder(engine)
+
+    async def turn(self, token_ids: Any, *, max_new_tokens: int) -> StopReason:
+        """Show `token_ids` and decode."""
+        self.trajectory.observe(token_ids)
+        return await self.decoder.decode(self.trajectory, max_new_tokens=max_new_tokens)
+
+    async def go_on(self, *, max_new_tokens: int) -> StopReason:
+        """Decode more in the same turn."""
+        return await self.decoder.decode(self.trajectory, max_new_tokens=max_new_tokens)
+
+    def move(self, engine: Engine, *, trajectory: Trajectory) -> None:
+        """Go on elsewhere, with what was kept of the trajectory."""
+        self.trajectory = trajectory
+        self.decoder = self._decoder(engine)
+
+    def _decoder(self, engine: Engine) -> SegmentDecoder:
+        return SegmentDecoder(
+            engine,
+            sampling=SamplingConfig(),
+            stop_token_ids=self._stop_token_ids,
+            session=self.name,
+            cache_salt=self.cache_salt,
+            timeout_s=TIMEOUT_S,
+            max_refused_answers=0,  # a good engine is never refused
+        )
+
+
+def tokens(count: int, *, seed: int = 0, vocab_size: int = 117) -> np.ndarray[Any, Any]:
+    """int32 [count], any but the first few ids."""
+    return np.random.default_rng(seed).integers(3, vocab_size, count).astype(np.int32)

@@ -1,0 +1,146 @@
+"""What is seen of each engine, and what is true of the models that it serves."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.engine import GenerateRequest
+from async_rl.engines import vllm_decode
+from async_rl.engines.sglang import SglangReplica
+from async_rl.engines.vllm import VllmReplica
+from message_queue.tokens import Int32Array, RoutingSpec, TokenOutput
+from tests.conformance.reference import Reference, reference_of_parts
+from tests.conformance.sglang_support import loads
+from tests.fakes import FakeEngine, fake_logprob, fake_row
+
+
+class TransformersTruth:
+    """Two transformers models; version v is model v % 2."""
+
+    def __init__(self, models: tuple[Any, Any]) -> None:
+        self._models = models
+
+    def __call__(self, parts: Sequence[tuple[int, int]], token_ids: Any, *, forced: Any) -> Reference:
+        models = [(self._models[version % 2], end) for version, end in parts]
+        return reference_of_parts(models, token_ids, forced=forced)
+
+
+class FakeTruth:
+    """What the fake engine says of a token and a row: it follows from token, position and version alone.
+
+    Forced rows are taken as they are; they change no logprob.
+    """
+
+    def __init__(self, routing: RoutingSpec, *, vocab_size: int) -> None:
+        self._routing = routing
+        self._vocab_size = vocab_size
+
+    def __call__(self, parts: Sequence[tuple[int, int]], token_ids: Any, *, forced: Any) -> Reference:
+        ids = token_ids.tolist()
+        owners = [next(version for version, end in parts if position < end) for position in range(len(ids))]
+        logprobs = np.full((len(ids) - 1, self._vocab_size), np.nan)
+        experts = np.stack([fake_row(*at, self._routing) for at in zip(ids, range(len(ids)), owners, strict=True)])
+        experts = experts.astype(np.int64)
+        for position, (token, version) in enumerate(zip(ids[1:], owners, strict=False), start=1):
+            logprobs[position - 1, token] = fake_logprob(token, position, version)
+        if forced is not None:
+            given = np.asarray(forced)[: len(ids)].astype(np.int64)
+            experts[: len(given)] = np.where(given < 0, experts[: len(given)], given)
+        margins = np.full(experts.shape[:2], np.inf)
+        return Reference(logprobs=logprobs, experts=np.sort(experts, -1), margins=margins)
+
+
+class CountingScript:
+    """A random walk over all ids; calls: tokens written so far."""
+
+    def __init__(self, *, vocab_size: int) -> None:
+        self.calls = 0
+        self._vocab_size = vocab_size
+
+    def __call__(self, token_ids: Int32Array) -> int:
+        self.calls += 1
+        return zlib.crc32(token_ids.tobytes()) % self._vocab_size
+
+
+class FakeProbe:
+    """The fake has no K/V: no prefix cache, no chunks of a prefill, nothing to preempt."""
+
+    kv_tokens: int | None = None
+
+    def __init__(self, engine: FakeEngine, *, script: CountingScript) -> None:
+        self.cached_tokens: list[int] = []
+        self._engine = engine
+        self._script = script
+
+    async def sampled(self, running: Sequence[GenerateRequest]) -> int:
+        return self._script.calls - self._engine.num_tokens if running else 0
+
+    async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
+        return self._engine.in_flight == len(running)
+
+
+class VllmProbe:
+    """Looks into vLLM's client.
+
+    Args:
+        patch: undone when the test ends.
+    """
+
+    def __init__(self, replica: VllmReplica, *, kv_tokens: int, patch: pytest.MonkeyPatch) -> None:
+        self.kv_tokens: int | None = kv_tokens
+        self.cached_tokens: list[int] = []
+        self._replica = replica
+        translate = vllm_decode.to_segments
+
+        def spy(output: Any, **context: Any) -> list[TokenOutput]:
+            self.cached_tokens.append(output.num_cached_tokens)
+            return translate(output, **context)
+
+        patch.setattr(vllm_decode, "to_segments", spy)
+
+    async def sampled(self, running: Sequence[GenerateRequest]) -> int:
+        states: Any = self._replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
+        held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states.values())
+        return held - sum(len(request.token_ids) for request in running)
+
+    async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
+        states: Any = self._replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
+        return len(states) == len(running)
+
+
+class SglangProbe:
+    """Listens to SGLang's answers and asks for its load.
+
+    retractions: of each request, in order of completion.
+    """
+
+    def __init__(self, replica: SglangReplica, *, kv_tokens: int, patch: pytest.MonkeyPatch) -> None:
+        self.kv_tokens: int | None = kv_tokens
+        self.cached_tokens: list[int] = []
+        self.retractions: list[int] = []
+        self._replica = replica
+        post = replica._server.post  # pyright: ignore[reportPrivateUsage]
+
+        async def spy(path: str, body: Any) -> Any:
+            answer = await post(path, body)
+            if path == "/generate":
+                self.cached_tokens.append(answer["meta_info"].get("cached_tokens", 0))
+                self.retractions.append(answer["meta_info"].get("num_retractions", 0))
+            return answer
+
+        patch.setattr(replica._server, "post", spy)  # pyright: ignore[reportPrivateUsage]
+
+    async def sampled(self, running: Sequence[GenerateRequest]) -> int:
+        figures = await loads(self._replica)
+        if not figures["num_running_reqs"]:
+            return 0
+        started = running[: len(running) - figures["num_waiting_reqs"]]  # decoded, prefilled or on their way
+        return figures["num_used_tokens"] - sum(len(request.token_ids) for request in started)
+
+    async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
+        return (await loads(self._replica))["num_running_reqs"] == len(running)

@@ -1,0 +1,201 @@
+"""Trajectories of several turns: rows of what tools and users say, what is sent, and every `resume_routing`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.chat import Chat
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import Message, Prompt, TurnLimits
+from agent_loop.tool_use import ToolUseLoop
+from agent_loop.tools import ToolRunner, describe_tool
+from message_queue.tokens import StopReason
+from message_queue.trajectory import Trajectory
+from message_queue.wire import decode_trajectory, encode_trajectory, encoded_size
+from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
+from tests.conformance.checks import assert_merged, assert_true, gaps_under_own_rows, rows_sent, sampled_of, versions_of
+from tests.conformance.conftest import Report
+from tests.conformance.engines import EngineUnderTest, Rollout, tokens
+from tests.conformance.reference import LOGPROB_TOLERANCE, routing_mismatches
+from tests.fakes import FakeReward, FakeTool
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(240),
+]
+
+FAR = 0.05  # rows of other weights move some logprob by far more than this
+STOPS = tuple(range(3, 117, 8))  # so many ids end a turn that none runs into its budget
+
+
+class CallingChat(Chat):
+    """Reads a call in every turn: a model of random weights writes none."""
+
+    def __init__(self, tool: FakeTool) -> None:
+        super().__init__(build_tokenizer(), end_of_turn=END_OF_TURN, tools=[describe_tool(tool)])
+        self.stop_token_ids = (*self.stop_token_ids, *STOPS)
+
+    def text(self, turn: Any) -> str:
+        del turn
+        return '<tool_call>{"name": "tool", "arguments": {}}</tool_call>'
+
+    def finished(self, turn: Any) -> bool:
+        return int(turn[-1]) in self.stop_token_ids
+
+
+def tool_loop(tested: EngineUnderTest, tool: FakeTool, *, max_turns: int) -> ToolUseLoop:
+    limits = TurnLimits(max_turns=max_turns, max_tokens=480, tool_timeout_s=30, generate_timeout_s=100)
+    return ToolUseLoop(
+        engine=tested,
+        chat=CallingChat(tool),
+        tools=ToolRunner([tool], timeout_s=30),
+        reward=FakeReward(),
+        limits=limits,
+        sampling=SamplingConfig(),
+    )
+
+
+async def roll(
+    tested: EngineUnderTest, name: str, tool: FakeTool, *, max_turns: int, resume_routing: Any = "append"
+) -> Trajectory:
+    trajectory = Trajectory(routing=tested.routing, resume_routing=resume_routing)
+    prompt = Prompt(index=0, messages=(Message(role="user", content=f"what is {name}?"),))
+    await tool_loop(tested, tool, max_turns=max_turns).run(prompt, trajectory=trajectory, session=name, cache_salt="v0")
+    return trajectory
+
+
+async def test_tool_tokens_have_the_rows_of_the_first_forward_that_covered_them(tested: EngineUnderTest):
+    """An update falls into the tool phase, another into a decode: what the tool says is of the weights after it."""
+    tool = FakeTool(behave=lambda _: "forty-two")
+
+    async def update_in_the_tool_phase() -> None:
+        await tool.started.wait()
+        await tested.publish("resume")
+
+    tool.seconds = 0.3
+    updating = tested.start(update_in_the_tool_phase())
+    trajectory = await roll(tested, "tool", tool, max_turns=4)
+    await updating
+    exchanges = tested.of_session("tool")
+    assert trajectory.stop_reason is StopReason.TOOL_CALL
+    assert (len(tool.calls), len(trajectory.turns)) == (3, 4), "each call is executed once"
+    assert [versions_of(exchange) for exchange in exchanges] == [[0], [1], [1], [1]]
+    assert_true(tested, exchanges)
+    assert_merged(trajectory, exchanges)
+    assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
+    first_turn = len(exchanges[0].request.token_ids) + sampled_of(exchanges[0])
+    assert (trajectory.row_versions()[: first_turn - 1] == 0).all()
+    assert (trajectory.row_versions()[first_turn - 1 : -1] == 1).all(), "the reply was first seen by version 1"
+    sampled = np.concatenate(
+        [np.arange(len(e.request.token_ids), len(e.request.token_ids) + sampled_of(e)) for e in exchanges]
+    )
+    assert np.flatnonzero(trajectory.loss_mask()).tolist() == sampled.tolist()
+
+
+@pytest.mark.parametrize(
+    ("resume_routing", "modes"),
+    [("append", ("resume", "drain", "resume")), ("force", ("resume", "keep-recompute", "resume"))],
+    ids=["append", "force"],
+)
+async def test_several_tool_users_of_one_prompt_over_updates_in_flight(
+    tested: EngineUnderTest, resume_routing: Any, modes: tuple[str, ...]
+):
+    tool = FakeTool(behave=lambda _: "yes", seconds=0.01)
+    tasks = [
+        tested.start(roll(tested, f"user-{i}", tool, max_turns=5, resume_routing=resume_routing)) for i in range(4)
+    ]
+    for mode in modes:
+        await asyncio.sleep(0.05)
+        await tested.publish(mode)
+    for i, trajectory in enumerate(await asyncio.gather(*tasks)):
+        exchanges = [exchange for exchange in tested.of_session(f"user-{i}") if sampled_of(exchange)]
+        assert_merged(trajectory, exchanges)
+        assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
+        assert len(trajectory.turns) == 5
+    assert len(tool.calls) == 16
+    assert_true(tested, tested.exchanges)
+
+
+async def ten_turns(tested: EngineUnderTest, rollout: Rollout) -> None:
+    """Ten turns, aborted in five; every second abort comes with new weights."""
+    for turn in range(10):
+        observation = tokens(20 if not turn else 5, seed=turn)
+        interrupt = rollout.decoder.num_aborts < 5
+        task = tested.start(rollout.turn(observation, max_new_tokens=75 if interrupt else 8))
+        if interrupt:
+            await tested.until_sampled(4)
+            await (tested.publish("resume") if turn % 2 else tested.replica.abort())
+        await task
+
+
+async def test_a_trajectory_of_ten_turns_and_five_resumes_sends_each_row_once(tested: EngineUnderTest, report: Report):
+    rollout = tested.rollout("ten-turns", cache_salt="v0")
+    await ten_turns(tested, rollout)
+    trajectory, exchanges = rollout.trajectory, tested.of_session("ten-turns")
+    assert (len(trajectory.turns), rollout.decoder.num_aborts, len(exchanges)) == (10, 5, 15)
+    assert len(set(trajectory.param_versions().tolist()) - {-1}) >= 2
+    assert_true(tested, exchanges)
+    assert_merged(trajectory, exchanges)
+    rows = len(trajectory) - 1
+    assert rows_sent(exchanges) == list(range(rows)), "from the engine: each position once, in order"
+
+    trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
+    data = encode_trajectory(trajectory)
+    size = encoded_size(data)
+    assert (size.num_tokens, size.num_rows) == (rows + 1, rows)
+    moe_layers, top_k = tested.routing.row_shape
+    assert abs(size.rows - rows * moe_layers * top_k) < 16, "a byte per expert"
+    again = decode_trajectory(data, routing=tested.routing)
+    held, read = trajectory.routed_experts(), again.routed_experts()
+    assert held is not None
+    assert read is not None
+    assert read.tolist() == held.tolist()
+    coded = encoded_size(encode_trajectory(trajectory, rank_coded=True))
+    report(
+        f"{type(tested.replica).__name__}: 10 turns, 5 resumes, {rows + 1} tokens: "
+        f"{len(rows_sent(exchanges))} rows from the engine; "
+        f"on the wire {size.num_rows} rows, {size.rows} bytes of rows ({coded.rows} rank-coded), {size.total} in all"
+    )
+
+
+@pytest.mark.parametrize("resume_routing", ["append", "force", "replace", "split"])
+async def test_every_way_to_treat_rows_of_a_prefix_that_is_forwarded_again(
+    tested: EngineUnderTest, resume_routing: Any
+):
+    rollout = tested.rollout("routing", resume_routing=resume_routing, cache_salt="v0")
+    task = tested.start(rollout.turn(tokens(40), max_new_tokens=200))
+    for _ in range(2):
+        await tested.until_sampled(10)
+        assert (await tested.publish("resume")).aborted == 1
+    await task
+    await rollout.turn(tokens(6, seed=1), max_new_tokens=30)
+    trajectory, exchanges = rollout.trajectory, tested.of_session("routing")
+    assert [versions_of(exchange) for exchange in exchanges] == [[0], [1], [2], [2]]
+    assert_true(tested, exchanges)
+    sequences = trajectory.sequences()
+    assert sum(int(sequence.loss_mask.sum()) for sequence in sequences) == 230
+    gaps = [gaps_under_own_rows(tested, sequence) for sequence in sequences]
+    match resume_routing:
+        case "append" | "force":
+            assert_merged(trajectory, exchanges)
+            assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
+            assert [sorted(gap) for gap in gaps] == [[0, 1, 2]]
+            assert gaps[0][0] <= LOGPROB_TOLERANCE
+        case "replace":
+            assert_merged(trajectory, exchanges)
+            last = tested.truth([(2, len(trajectory))], trajectory.token_ids(), forced=None)
+            rows = trajectory.routed_experts()
+            assert rows is not None
+            assert routing_mismatches(last, rows[:-1], start=0) == 0
+            assert gaps[0][2] <= LOGPROB_TOLERANCE
+        case _:
+            assert [sorted(gap) for gap in gaps] == [[0], [1], [2]], "one sequence per set of rows"
+    if resume_routing in ("force", "split"):
+        assert max(max(gap.values()) for gap in gaps) <= LOGPROB_TOLERANCE, "training sees what the rollout saw"
+    elif tested.probe.kv_tokens is not None:  # the fake's logprobs do not depend on rows
+        assert max(gaps[0].values()) > FAR, "training does not see what the rollout saw"

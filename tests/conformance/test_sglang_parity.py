@@ -1,0 +1,204 @@
+"""An SGLang replica says what transformers says of the same weights: logprobs to 1e-4, routing exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from agent_loop.engine import AnswerError, SamplingConfig
+from async_rl.engines.sglang import SglangReplica
+from message_queue.tokens import RoutedExperts, StopReason
+from tests.conformance.reference import (
+    LOGPROB_TOLERANCE,
+    reference,
+    routing_mismatches,
+)
+from tests.conformance.sglang_support import (
+    Models,
+    assert_agrees,
+    config,
+    generate,
+    load_frozen,
+    loads,
+    make_models,
+    prompt,
+    publish,
+    qwen3_moe,
+    request,
+    require_sglang,
+    until_used,
+)
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    require_sglang()
+    return make_models(tmp_path_factory.mktemp("models"), qwen3_moe())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(models: Models) -> AsyncIterator[SglangReplica]:
+    replica = await SglangReplica.start(config(), name="replica-0", checkpoint=models.paths[0])
+    yield replica
+    await replica.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def replica(server: SglangReplica, models: Models) -> SglangReplica:
+    """The server, serving the first weights with an empty prefix cache."""
+    await publish(server, models.updates[0])
+    return server
+
+
+@pytest.fixture
+def answers(replica: SglangReplica, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What SGLang says beside its tokens, in order of completion."""
+    found: list[dict[str, Any]] = []
+    post = replica._server.post
+
+    async def spy(path: str, body: Any) -> Any:
+        answer = await post(path, body)
+        if path == "/generate":
+            found.append(answer["meta_info"])
+        return answer
+
+    monkeypatch.setattr(replica._server, "post", spy)
+    return found
+
+
+def cached(answers: list[dict[str, Any]]) -> list[int]:
+    """Prompt tokens that each request found in the prefix cache."""
+    return [answer["cached_tokens"] for answer in answers]
+
+
+async def test_the_first_weights_have_the_digest_of_what_was_loaded(models: Models, server: SglangReplica):
+    assert server._loaded["first"] == models.updates[0].weights
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.7}, {"top_k": 5}])
+async def test_logprobs_are_of_the_distribution_that_was_sampled(replica: SglangReplica, models: Models, cut: Any):
+    tokens = prompt(20)
+    sampling = SamplingConfig(temperature=2.0, **cut)
+    segment = await generate(replica, request("warm", tokens, sampling=sampling))
+    both = np.concatenate([tokens, segment.token_ids])
+    scaled = reference(models.models[0], both).logprobs[19:43] / 2.0
+    order = np.argsort(-scaled, axis=-1)
+    ranked = np.take_along_axis(scaled, order, -1)
+    probabilities = np.exp(ranked) / np.exp(ranked).sum(-1, keepdims=True)
+    out = np.cumsum(probabilities, -1) - probabilities > sampling.top_p
+    out |= np.arange(scaled.shape[1]) >= (sampling.top_k if sampling.top_k > 0 else np.inf)
+    np.put_along_axis(scaled, order, np.where(out, -np.inf, ranked), -1)
+    scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
+    assert np.abs(scaled[np.arange(24), segment.token_ids] - segment.logprobs).max() <= LOGPROB_TOLERANCE
+
+
+async def test_a_stop_token_ends_the_decode_and_is_part_of_it(replica: SglangReplica):
+    greedy = SamplingConfig(temperature=0.0)
+    free = await generate(replica, request("free", prompt(20), sampling=greedy))
+    stop = int(free.token_ids[5])
+    segment = await generate(replica, request("stop", prompt(20), sampling=greedy, stop_token_ids=(stop,)))
+    assert segment.stop_reason is StopReason.STOP
+    assert segment.token_ids[-1] == stop
+    assert stop not in segment.token_ids[:-1]
+
+
+async def test_the_end_token_of_the_checkpoint_stops_nothing(replica: SglangReplica):
+    every = await asyncio.gather(*(generate(replica, request(f"e{i}", prompt(8, seed=i))) for i in range(24)))
+    assert any(2 in segment.token_ids for segment in every), "token 2 ends a sequence by the checkpoint's config"
+    assert {len(segment) for segment in every} == {24}
+
+
+async def test_a_kept_request_that_is_retracted_later_keeps_the_rows_it_sampled_with(
+    replica: SglangReplica, models: Models, answers: list[dict[str, Any]]
+):
+    prompts = [prompt(20, seed=i) for i in range(16)]
+    tasks = [
+        asyncio.create_task(replica.generate(request(f"later{i}", t, max_new_tokens=110)))
+        for i, t in enumerate(prompts)
+    ]
+    await until_used(replica, 500)
+    await load_frozen(replica, models.updates[1], "keep")
+    results = await asyncio.gather(*tasks)
+    retracted = {answer["id"] for answer in answers if answer["num_retractions"]}
+    split = [(t, r) for i, (t, r) in enumerate(zip(prompts, results, strict=True)) if f"later{i}." in retracted]
+    assert any(len(segments) == 2 for _, segments in split), "some were retracted after the update"
+    for tokens, (before, *_) in split:
+        assert_agrees(models.models[before.weights.version], tokens, before)
+
+
+async def test_an_abort_of_a_retracted_request_returns_its_tokens_with_their_rows(
+    replica: SglangReplica, models: Models
+):
+    tokens = prompt(30)
+    task = asyncio.create_task(generate(replica, request("waits", tokens, max_new_tokens=300)))
+    await until_used(replica, 60)
+    await replica.pause()
+    await replica.freeze()
+    await replica._pause_engine("retract")
+    assert await replica.abort() == 1
+    segment = await task
+    assert segment.stop_reason is StopReason.ABORT
+    assert len(segment) >= 30
+    assert_agrees(models.models[0], tokens, segment)
+    await replica.resume()
+
+
+async def test_forced_experts_are_used_wherever_their_positions_are_forwarded(
+    replica: SglangReplica, models: Models, answers: list[dict[str, Any]]
+):
+    tokens = prompt(250)  # three chunks
+    rows = np.random.default_rng(1).permuted(np.tile(np.arange(8, dtype=np.uint8), (200, 4, 1)), axis=-1)[..., :2]
+    forced = RoutedExperts(first_position=0, experts=np.ascontiguousarray(rows))
+    for name in ("cold", "hit"):
+        ask = request(name, tokens, forced_experts=forced, session="s", rows_held=100)
+        segment = await generate(replica, ask)
+        assert_agrees(models.models[0], tokens, segment, forced=rows)
+    other = request("other", tokens, forced_experts=forced, session="t")
+    assert_agrees(models.models[0], tokens, await generate(replica, other), forced=rows)
+    assert_agrees(models.models[0], tokens, await generate(replica, request("free", tokens)))
+    assert cached(answers) == [0, 249, 0, 0], "forced K/V is of use to its own session alone"
+    free = reference(models.models[0], tokens)
+    assert routing_mismatches(free, rows, start=0) > 100, "the forced experts are not those of the router"
+
+
+async def test_a_forced_request_beside_free_ones_forces_only_itself(replica: SglangReplica, models: Models):
+    tokens = prompt(40)
+    rows = np.zeros((30, 4, 2), np.uint8)
+    rows[..., 1] = 7
+    forced = RoutedExperts(first_position=0, experts=rows)
+    asks = [request(f"free{i}", prompt(30, seed=i)) for i in range(2)]
+    asks.insert(1, request("forced", tokens, forced_experts=forced))
+    first, middle, last = await asyncio.gather(*(generate(replica, ask) for ask in asks))
+    assert_agrees(models.models[0], tokens, middle, forced=rows)
+    assert_agrees(models.models[0], prompt(30, seed=0), first)
+    assert_agrees(models.models[0], prompt(30, seed=1), last)
+
+
+async def test_an_answer_that_breaks_the_contract_is_refused_and_the_replica_serves_on(
+    replica: SglangReplica, monkeypatch: pytest.MonkeyPatch
+):
+    post = replica._server.post
+
+    async def spoil(path: str, body: Any) -> Any:
+        answer = await post(path, body)
+        if path == "/generate":
+            answer["meta_info"]["output_token_logprobs"][2][0] = float("nan")
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica._server, "post", spoil)
+        with pytest.raises(AnswerError, match=r"replica-0: request bad\.: TokenOutput.logprobs\[2\] is nan"):
+            await generate(replica, request("bad", prompt(10)))
+    assert len(await generate(replica, request("bad", prompt(10)))) == 24
+    assert (await loads(replica))["num_running_reqs"] == 0

@@ -1,0 +1,105 @@
+"""Other families and layouts: softmax and sigmoid routers, dense first layers, tensor parallelism, bfloat16."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from async_rl.engines.sglang import SglangReplica
+from message_queue.tokens import RoutedExperts
+from tests.conformance.reference import logprob_gap, reference, routing_mismatches
+from tests.conformance.sglang_support import (
+    assert_agrees,
+    config,
+    generate,
+    glm4_moe,
+    load_frozen,
+    make_models,
+    mixtral,
+    prompt,
+    publish,
+    qwen3_moe,
+    request,
+    require_sglang,
+    until_used,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("family", [mixtral, glm4_moe], ids=["mixtral", "glm4_moe"])
+async def test_a_family_agrees_fresh_forced_updated_and_resumed(tmp_path: Path, family: Any):
+    require_sglang()
+    models = make_models(tmp_path, family())
+    layers = 4 if family is mixtral else 3
+    replica = await SglangReplica.start(config(), name="replica-0", checkpoint=models.paths[0])
+    try:
+        prompts = [prompt(30 + 40 * i, seed=i) for i in range(5)]
+        fresh = await asyncio.gather(*(generate(replica, request(f"f{i}", t)) for i, t in enumerate(prompts)))
+        for tokens, segment in zip(prompts, fresh, strict=True):
+            assert segment.routed_experts is not None
+            assert segment.routed_experts.experts.shape[1:] == (layers, 2), "dense layers do not travel"
+            assert_agrees(models.models[0], tokens, segment)
+
+        rows = np.zeros((100, layers, 2), np.uint8)
+        rows[..., 1] = 5
+        forced = RoutedExperts(first_position=0, experts=rows)
+        segment = await generate(replica, request("forced", prompts[3], forced_experts=forced))
+        assert_agrees(models.models[0], prompts[3], segment, forced=rows)
+
+        running = asyncio.create_task(replica.generate(request("cut", prompts[1], max_new_tokens=300)))
+        await until_used(replica, len(prompts[1]) + 20)
+        assert await load_frozen(replica, models.updates[1], "recompute") == 1
+        await until_used(replica, len(prompts[1]) + 60)
+        assert await publish(replica, models.updates[0]) == 1
+        before, after = await running
+        assert (before.weights.version, after.weights.version) == (0, 1)
+        assert before.routed_experts is not None
+        assert_agrees(models.models[0], prompts[1], before)
+        so_far = np.concatenate([prompts[1], before.token_ids])
+        assert_agrees(models.models[1], so_far, after, forced=before.routed_experts.experts)
+        so_far = np.concatenate([so_far, after.token_ids])
+        rest = await generate(replica, request("rest", so_far, rows_held=len(so_far) - 1))
+        assert_agrees(models.models[0], so_far, rest)
+    finally:
+        await replica.close()
+
+
+async def test_tensor_parallel_ranks_agree_load_alike_and_end_together(tmp_path: Path):
+    require_sglang()
+    models = make_models(tmp_path, qwen3_moe())
+    replica = await SglangReplica.start(config(tensor_parallel=2), name="replica-0", checkpoint=models.paths[0])
+    try:
+        for version in (0, 1):
+            if version:
+                await publish(replica, models.updates[1])
+            segment = await generate(replica, request(f"layout{version}", prompt(40)))
+            assert segment.weights == models.updates[version].weights
+            assert_agrees(models.models[version], prompt(40), segment)
+        processes = psutil.Process(replica._server.pid).children(recursive=True)
+        assert sum("scheduler" in process.name() for process in processes) == 2
+    finally:
+        await replica.close()
+    assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=30))[1] == []
+
+
+async def test_bfloat16_agrees_nearly(tmp_path: Path):
+    require_sglang()
+    models = make_models(tmp_path, qwen3_moe())
+    replica = await SglangReplica.start(config(dtype="bfloat16"), name="replica-0", checkpoint=models.paths[0])
+    try:
+        tokens = prompt(100)
+        segment = await generate(replica, request("half", tokens, max_new_tokens=60))
+        assert segment.routed_experts is not None
+        both = np.concatenate([tokens, segment.token_ids])
+        expected = reference(models.models[0], both)
+        assert logprob_gap(expected, both, segment.logprobs, start=100) < 1.0
+        total = segment.routed_experts.experts.shape[0] * 4
+        assert routing_mismatches(expected, segment.routed_experts.experts, start=0) < 0.2 * total
+    finally:
+        await replica.close()

@@ -1,0 +1,297 @@
+"""Every model family against transformers: weights, logits, live and replayed routing, gradients, and the way back."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from async_rl.model_info import CheckpointError
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import ParallelConfig
+from async_rl.train.optimizer import OptimizerConfig
+from tests import tiny_models
+from tests.parallel.support import (
+    NO_UPDATE,
+    TRAINER,
+    checkpoint_names,
+    distance,
+    gradients,
+    largest_difference,
+    live_routing,
+    load_reference,
+    make_batch,
+    reference_logprobs,
+    reference_step,
+    routers_of,
+    start_trainer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+LOSS = LossConfig(entropy_coefficient=0.01)
+SMALL_LATENT = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+MODELS = {
+    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**SMALL_LATENT),
+    "deepseek_v3-yarn-whole-query": lambda: tiny_models.deepseek_v3_config(
+        **{**SMALL_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+    ),
+    "glm4_moe": lambda: tiny_models.glm4_moe_config(num_hidden_layers=3),
+    "glm4_moe-plain": lambda: tiny_models.glm4_moe_config(
+        num_hidden_layers=3, attention_bias=False, use_qk_norm=False, n_group=4, topk_group=4
+    ),
+    "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
+    "qwen2": lambda: tiny_models.qwen2_config(num_hidden_layers=2),
+    "qwen2_moe": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=3),
+    "qwen2_moe-normed": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=2, norm_topk_prob=True, qkv_bias=False),
+    "qwen3": lambda: tiny_models.qwen3_dense_config(num_hidden_layers=2),
+    "qwen3-tied-yarn": lambda: tiny_models.qwen3_dense_config(
+        num_hidden_layers=2, tie_word_embeddings=True, rope_parameters=YARN
+    ),
+    "qwen3_moe": lambda: tiny_models.qwen3_moe_config(num_hidden_layers=3),
+}
+with_experts = pytest.mark.parametrize(
+    "case", [name for name in MODELS if name.split("-")[0] not in ("qwen2", "qwen3")], indirect=True
+)
+with_correction_bias = pytest.mark.parametrize(
+    "case", [name for name in MODELS if name.startswith(("deepseek_v3", "glm4_moe"))], indirect=True
+)
+
+
+class Case:
+    """A checkpoint, the model in transformers, and a trainer of it that makes no update."""
+
+    def __init__(self, name, folder):
+        self.checkpoint = tiny_models.save_checkpoint(MODELS[name](), folder, seed=1, vectors=True)
+        self.reference = load_reference(self.checkpoint)
+        self.layers = len(routers_of(self.reference))
+        self.replay = "R3" if self.layers else "none"
+        self.trainer = self.start()
+
+    def start(self, *, loss=LOSS, optimizer=NO_UPDATE, **changes):
+        return start_trainer(
+            self.checkpoint, loss=loss, optimizer=optimizer, **{"router_replay": self.replay, **changes}
+        )
+
+    def batch(self, lengths=(23, 9, 31, 14), **changes):
+        batch = make_batch(lengths, routed=self.layers > 0, layers=self.layers, **changes)
+        batch["token_ids"].clamp_(min=1)  # transformers takes no gradient for the padding token, 0
+        return batch
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, tmp_path_factory):
+    case = Case(request.param, tmp_path_factory.mktemp("families") / request.param)
+    yield case
+    case.trainer.close()
+
+
+def exported(trainer):
+    from async_rl.train.convert import export_weights
+
+    return dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
+
+
+def saved(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def run_forward(trainer, batch, *, packing, replay="none"):
+    """([logits of each sequence], routing as recorded) of one micro-batch with all sequences."""
+    from async_rl.batch.micro_batch import Coordinates
+    from async_rl.train.step import MicroBatchBuilder
+
+    builder = MicroBatchBuilder(
+        batch,
+        at=Coordinates(),
+        device=torch.device("cpu"),
+        packing=packing,
+        token_weights=None,
+        replay=replay,
+        routing=trainer._info.routing,
+        layers=trainer.model.replay.layers if trainer.model.replay else (),
+        rotary=trainer.model.rotary,
+    )
+    micro_batch = builder.build(range(len(batch)))
+    with torch.no_grad():
+        logits = micro_batch.forward(trainer.model.wrapped[0], at=Coordinates())[0]
+    rows = micro_batch.context.rows
+    real = [(rows.segments == i) & (rows.index >= 0) for i in range(len(batch))]
+    return [logits[rows_of] for rows_of in real], micro_batch.context.routing, real
+
+
+def assert_equal_gradients(ours, theirs):
+    """Equal but for the rounding of float32: transformers is as far from its own float64 as these bounds allow."""
+    assert distance(ours, theirs) <= 5e-6
+    assert largest_difference(ours, theirs) <= 5e-5
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_logits_equal_those_of_transformers(case, packing):
+    batch = case.batch()
+    logits, _, _ = run_forward(case.trainer, batch, packing=packing)
+    for ids, length, ours in zip(batch["token_ids"], batch["lengths"].tolist(), logits, strict=True):
+        with torch.no_grad():
+            theirs = case.reference(ids[None, :length]).logits[0]
+        assert (ours - theirs).abs().max() <= 1e-5
+
+
+@with_experts
+def test_live_routing_equals_that_of_transformers(case):
+    batch = case.batch()
+    _, routing, real = run_forward(case.trainer, batch, packing=True, replay="R2")
+    tables = torch.stack([routing.tables[layer] for layer in case.trainer.model.replay.layers], dim=1)
+    expected = [
+        live_routing(case.reference, ids[:length])
+        for ids, length in zip(batch["token_ids"], batch["lengths"].tolist(), strict=True)
+    ]
+    for rows, theirs in zip(real, expected, strict=True):
+        assert torch.equal(tables[rows].sort(-1).values, theirs)
+    assert len(torch.cat(expected).flatten(1).unique(dim=0)) > 12  # routing varies from token to token
+
+
+def test_update_equals_that_of_a_reference_forced_to_the_same_experts(case):
+    batch = case.batch()
+    loss, grads = reference_step(case.reference, batch, LOSS, routed=case.layers > 0)
+    metrics = case.trainer.train(batch)
+    ours = gradients(case.trainer)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert_equal_gradients(ours, grads)
+    routers = [grad for name, grad in ours.items() if name.endswith(".gate.weight")]
+    assert len(routers) == case.layers
+    assert all(grad.abs().max() > 1e-4 for grad in routers)
+
+
+@with_experts
+def test_dropping_replay_on_one_layer_is_seen(case):
+    batch = case.batch()
+    _, grads = reference_step(case.reference, batch, LOSS)
+    trainer = case.start()
+    router = trainer.model.chunks[0].decoder.layers[-1].mlp.router
+    router.router_replay = None
+    trainer.train(batch)
+    assert largest_difference(gradients(trainer), grads) > 1e-2
+
+
+@with_experts
+def test_recording_and_replaying_in_the_trainer_equals_the_live_router(case):
+    batch = case.batch()
+    loss, grads = reference_step(case.reference, batch, LOSS, routed=False)
+    trainer = case.start(router_replay="R2")
+    metrics = trainer.train(batch)
+    assert metrics["routing/overlap"] == 1.0
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert_equal_gradients(gradients(trainer), grads)
+
+
+@pytest.mark.parametrize("changes", [{"packing": False}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
+def test_padding_and_recomputation_change_nothing(case, changes):
+    batch = case.batch()
+    case.trainer.train(batch)
+    expected = gradients(case.trainer)
+    other = case.start(**changes)
+    other.train(batch)
+    assert_equal_gradients(gradients(other), expected)
+
+
+def test_weights_survive_the_way_through_megatron_bit_for_bit(case):
+    ours, theirs = exported(case.start()), saved(case.checkpoint)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_an_exported_checkpoint_loads_in_transformers_with_the_trained_weights(case, tmp_path):
+    trainer = case.start(optimizer=OptimizerConfig(lr=1e-3))
+    batch = case.batch()
+    trainer.train(batch)
+    weights = exported(trainer)
+    before = saved(case.checkpoint)
+    trained = {name for name in weights if not torch.equal(weights[name], before[name])}
+    # The correction bias is no parameter: it stays as it was.
+    assert trained == {name for name in weights if not name.endswith("e_score_correction_bias")}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((case.checkpoint / "config.json").read_bytes())
+    reference = load_reference(tmp_path)
+    loaded = checkpoint_names(reference.config.model_type, reference.state_dict())
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    with torch.no_grad():
+        expected, _ = reference_logprobs(reference, batch, routed=case.layers > 0)
+    mask = batch["loss_mask"]
+    assert (trainer.logprobs(batch) - expected)[mask].abs().max() <= 1e-5
+
+
+@with_correction_bias
+def test_the_correction_bias_stays_float32_in_a_bfloat16_model(case):
+    bias = "e_score_correction_bias"
+    theirs = {name: weight for name, weight in saved(case.checkpoint).items() if name.endswith(bias)}
+    assert theirs
+    trainer = case.start(dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-3))
+    trainer.train(case.batch())
+    ours = exported(trainer)
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert all(weight.dtype == torch.bfloat16 for name, weight in ours.items() if not name.endswith(bias))
+    for layer in trainer.model.chunks[0].decoder.layers[1:]:
+        assert not layer.mlp.router.local_tokens_per_expert.any()
+
+
+def test_family_names_are_those_of_model_info(case):
+    from async_rl.model_info import read_model_info
+    from async_rl.train.families import FAMILIES
+
+    info = read_model_info(case.checkpoint)
+    assert info.family in FAMILIES
+    assert (len(info.routing.layers) if info.routing else 0) == case.layers
+    assert json.loads((case.checkpoint / "config.json").read_text())["model_type"] == info.family
+
+
+@pytest.fixture
+def process_group(tmp_path_factory):
+    """Owns the process group of trainers that fail to start."""
+    trainer = Case("qwen3", tmp_path_factory.mktemp("owner")).trainer
+    yield
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"num_key_value_heads": 4}, r"q_proj.weight \[128, 128\], .* make .*linear_qkv.weight"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 48}, r"shared_expert.* shape \[96, 128\]"),
+        ("deepseek_v3", {"kv_lora_rank": 44}, "linear_kv_down_proj.weight"),
+    ],
+)
+def test_weights_of_another_shape_than_the_config_says_are_refused(process_group, tmp_path, family, changes, message):
+    checkpoint = tiny_models.save_checkpoint(MODELS[family](), tmp_path, seed=1)
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=message) as error:
+        start_trainer(checkpoint, router_replay="none")
+    assert "config.json and weights do not belong together" in str(error.value)
+
+
+def test_a_layout_that_shared_experts_do_not_divide_into_is_refused(tmp_path):
+    from async_rl.train.families import read_shape
+    from async_rl.train.gpt import _check_divides
+
+    tiny_models.qwen2_moe_config(shared_expert_intermediate_size=95).save_pretrained(tmp_path)
+    config = replace(TRAINER, ranks=2, parallel=ParallelConfig(tensor=2))
+    with pytest.raises(ValueError, match="tensor is 2, which does not divide the model's 95 columns of shared experts"):
+        _check_divides(read_shape(tmp_path), config)

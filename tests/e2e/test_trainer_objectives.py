@@ -1,0 +1,193 @@
+"""Every objective on the real trainer: loss, gradient and what is reported, however the work is cut."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from async_rl.observe.metrics import LAGS, METRICS
+from async_rl.train.losses import LossConfig, LossName, TokenLogprobs, Trajectories, policy_loss, token_weights
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.train.ratios import second_moment_bound
+from tests.parallel.support import (
+    forced_routing,
+    gradients,
+    largest_difference,
+    load_reference,
+    make_batch,
+    per_expert,
+    save_tiny_moe,
+    start_trainer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+NAMES = LossName.__args__
+TRAJECTORY = tuple(name for name in NAMES if LossConfig(name=name).needs_whole_trajectories)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("objectives") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def owner(checkpoint):
+    """Owns the process group of this module's trainers."""
+    owner = start_trainer(checkpoint)
+    yield owner
+    owner.close()
+
+
+@pytest.fixture(scope="module")
+def batch(owner):
+    """Engine logprobs near the trainer's, of all lags, so that each filter touches some tokens and not all."""
+    batch = make_batch()
+    g = torch.Generator().manual_seed(5)
+    noise = 0.3 * torch.randn(batch["token_ids"].shape, generator=g)
+    batch["behaviour_logprobs"] = (owner.logprobs(batch) + noise).clamp(max=0.0)
+    batch["lag"] = torch.where(batch["loss_mask"], torch.randint(0, 5, noise.shape, generator=g), -1).int()
+    batch["pure_lag0"] = batch["lag"] == 0
+    return batch
+
+
+def loss_config(name, **changes):
+    """With bounds that the batch reaches."""
+    narrow = {"max_sequence_drift": 0.02, "mask_low": 0.7, "mask_high": 1.4, "behaviour_weight_cap": 1.2}
+    clips = {"clip_low": 0.02, "clip_high": 0.03} if name == "gspo" else {}
+    return LossConfig(name=name, **(narrow | clips | changes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradient_are_those_of_transformers_with_the_same_objective(checkpoint, batch, name):
+    config = loss_config(name, aggregation="sequence_mean")
+    trainer = start_trainer(checkpoint, loss=config, micro_batch_tokens=40)
+    metrics = trainer.train(batch)
+    loss, grads = reference_step(load_reference(checkpoint), batch, config)
+    # A product over a trajectory adds up the rounding of all its logprobs.
+    assert metrics["loss"] == pytest.approx(loss, rel=3e-5, abs=1e-6)
+    assert largest_difference(gradients(trainer), grads) <= 5e-5
+    touched = [metrics[f"{kind}/fraction"] for kind in config.filters]
+    assert any(0 < share < 1 for share in touched), touched
+
+
+def reference_step(model, batch, config):
+    """Loss and gradients of one update, all tokens at once."""
+    rows, mask = [], batch["loss_mask"]
+    for i, length in enumerate(batch["lengths"].tolist()):
+        ids = batch["token_ids"][i, :length]
+        with forced_routing(model, batch["routed_experts"][i, :length]):
+            scores = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        rows.append(scores.gather(1, ids[1:, None])[:, 0][mask[i, 1:length]])
+    current, behaviour, of = torch.cat(rows), batch["behaviour_logprobs"][mask], mask.nonzero()[:, 0]
+    bound = second_moment_bound(current.detach() - behaviour, limit=config.max_second_moment)
+    losses, _ = policy_loss(
+        TokenLogprobs(current=current, behaviour=behaviour, proximal=current.detach()),
+        advantages=batch["advantages"][of],
+        entropy=torch.zeros_like(current),
+        config=config,
+        trajectories=Trajectories(index=of, count=len(batch)),
+        log_ratio_bound=bound,
+    )
+    loss = (token_weights(mask.sum(1), aggregation=config.aggregation)[of] * losses).sum()
+    loss.backward()
+    return loss.item(), per_expert({name: p.grad for name, p in model.named_parameters()})
+
+
+def in_two(batch):
+    """Every sequence twice over the same rows, each time with half of its tokens in the loss."""
+    mask = batch["loss_mask"]
+    first = mask & (mask.cumsum(1) <= mask.sum(1, keepdim=True) // 2)
+    made = TensorDict({name: torch.cat([v, v]) for name, v in batch.items()}, batch_size=[2 * len(batch)])
+    made["loss_mask"] = torch.cat([first, mask & ~first])
+    made["trajectory"] = torch.arange(len(batch)).repeat(2)
+    return made
+
+
+@pytest.mark.parametrize("name", [*TRAJECTORY, "m2po"])
+def test_a_trajectory_in_several_sequences_has_one_weight(checkpoint, batch, name):
+    config = loss_config(name, aggregation="group_mean")
+    whole, split = (start_trainer(checkpoint, loss=config, micro_batch_tokens=1) for _ in range(2))
+    expected, found = whole.train(batch), split.train(in_two(batch))
+    for key, value in expected.items():
+        if not key.startswith("routing") and not math.isnan(value):
+            assert found[key] == pytest.approx(value, rel=1e-4, abs=1e-8), key
+    assert largest_difference(gradients(split), gradients(whole)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_objective_reports_its_filters_by_sign_and_lag(checkpoint, batch, name):
+    config = loss_config(name)
+    metrics = start_trainer(checkpoint, loss=config).train(batch)
+    assert metrics.keys() <= METRICS.keys()
+    for kind in config.filters:
+        total = metrics[f"{kind}/fraction"] * metrics["tokens"]
+        by_lag = [metrics[f"{kind}/fraction_{lag}"] * metrics[f"tokens/{lag}"] for lag in LAGS if lag != "lag0_mixed"]
+        by_sign = [metrics[f"{kind}/fraction_{s}"] * metrics[f"tokens/{s}"] for s in ("positive", "negative")]
+        assert sum(by_lag) == pytest.approx(total)
+        assert sum(by_sign) == pytest.approx(total)
+    assert not {f"{kind}/fraction" for kind in ("clip", "truncate", "mask") if kind not in config.filters} & (
+        metrics.keys()
+    )
+
+
+def test_mismatch_is_that_of_the_tokens_of_each_lag(checkpoint, batch, owner):
+    mask = batch["loss_mask"]
+    d = (owner.logprobs(batch) - batch["behaviour_logprobs"])[mask].double().numpy()
+    lag = batch["lag"][mask].numpy()
+    metrics = start_trainer(checkpoint).train(batch)
+    for suffix, kept in (("", lag >= 0), ("_lag0", lag == 0), ("_lag1", lag == 1), ("_lag3", lag >= 3)):
+        assert metrics[f"mismatch/k3{suffix}"] == pytest.approx((np.exp(d) - 1 - d)[kept].mean(), rel=1e-4)
+        assert metrics[f"mismatch/f2{suffix}"] == pytest.approx((abs(d) > math.log(2))[kept].mean())
+        p99 = np.quantile(abs(d[kept]), 0.99, method="inverted_cdf")
+        assert p99 * (1 - 1e-4) <= metrics[f"mismatch/abs_p99{suffix}"] <= p99 * 1.0906
+
+
+@pytest.mark.parametrize("name", ["decoupled_ppo", "gspo", "m2po"])
+def test_several_updates_of_a_batch_take_the_objective_of_each(checkpoint, batch, name):
+    trainer = start_trainer(checkpoint, loss=loss_config(name), optimizer=OptimizerConfig(lr=1e-3), updates_per_batch=3)
+    metrics = trainer.train(batch)
+    assert metrics["tokens"] == batch["loss_mask"].sum()
+    assert 0 < metrics["ess/sequence"] <= 1
+
+
+def test_a_fixed_length_loss_is_a_multiple_of_the_token_mean(checkpoint, batch):
+    mean, fixed = (
+        start_trainer(checkpoint, loss=LossConfig(**changes)).train(batch)["loss"]
+        for changes in ({}, {"aggregation": "fixed_length", "fixed_length": 10})
+    )
+    assert fixed == pytest.approx(mean * int(batch["loss_mask"].sum()) / (10 * len(batch)), rel=1e-5)
+
+
+def test_the_distance_to_the_reference_is_reported_with_a_kl_term(checkpoint, batch, owner):
+    given = batch.clone().set("reference_logprobs", owner.logprobs(batch) - 0.5)
+    for estimator in ("k1", "k2", "k3"):
+        loss = LossConfig(kl_coefficient=0.1, kl_estimator=estimator)
+        metrics = start_trainer(checkpoint, loss=loss).train(given.clone())
+        assert metrics["kl/reference"] == pytest.approx(math.exp(-0.5) - 0.5, rel=1e-4)
+
+
+def test_a_float32_head_takes_the_rounding_off_the_logits_of_bfloat16(checkpoint, batch):
+    errors = {}
+    for fp32 in (False, True):
+        trainer = start_trainer(checkpoint, dtype="bfloat16", fp32_lm_head=fp32)
+        layer, seen = trainer.model.chunks[0].output_layer, []
+        layer.register_forward_hook(lambda _, given, found, seen=seen: seen.append((given[0], found[0])))
+        trainer.logprobs(batch)
+        exact = [hidden.double() @ layer.weight.double().T for hidden, _ in seen]
+        errors[fp32] = max((logits - e).abs().max().item() for (_, logits), e in zip(seen, exact, strict=True))
+        assert {logits.dtype for _, logits in seen} == {torch.float32 if fp32 else torch.bfloat16}
+    assert errors[True] < 1e-5 < 1e-3 < errors[False]
+
+
+def test_a_float32_head_trains_the_same_weights(checkpoint, batch):
+    trainers = [start_trainer(checkpoint, fp32_lm_head=fp32) for fp32 in (False, True)]
+    losses = [trainer.train(batch)["loss"] for trainer in trainers]
+    assert losses[0] == losses[1]
+    assert largest_difference(*(gradients(trainer) for trainer in trainers)) == 0
+    narrow, wide = (start_trainer(checkpoint, dtype="bfloat16", fp32_lm_head=fp32) for fp32 in (False, True))
+    for trainer in (narrow, wide):
+        trainer.train(batch)
+    assert largest_difference(gradients(wide), gradients(narrow)) < 0.5

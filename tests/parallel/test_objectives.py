@@ -1,0 +1,71 @@
+"""Objectives over trajectories and over the whole update give on two ranks what they give on one."""
+
+import math
+
+import pytest
+
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import ParallelConfig
+from tests.parallel.ranks import ADAM, run_case, run_on_ranks
+from tests.parallel.support import largest_difference, make_batch, save_tiny_moe, start_trainer
+
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(300)]
+
+GSPO = LossConfig(name="gspo", aggregation="sequence_mean", clip_low=0.5, clip_high=0.9)
+# The products of the ratios of these trajectories are from 1e-41 to 1e-6.
+SEQUENCE_TIS = LossConfig(name="sequence_tis", aggregation="group_mean", behaviour_weight_cap=1e-7)
+SEQUENCE_MASK = LossConfig(name="sequence_mask", max_sequence_drift=0.1)
+M2PO = LossConfig(name="m2po", max_second_moment=1.0)
+CASES = {
+    "context-gspo": {"parallel": ParallelConfig(context=2), "loss": GSPO},
+    "context-sequence-tis": {"parallel": ParallelConfig(context=2), "loss": SEQUENCE_TIS},
+    "context-sequence-mask": {"parallel": ParallelConfig(context=2), "loss": SEQUENCE_MASK, "packing": False},
+    "context-m2po": {"parallel": ParallelConfig(context=2), "loss": M2PO},
+    "tensor-gspo": {"parallel": ParallelConfig(tensor=2), "loss": GSPO},
+    "tensor-fp32-head": {"parallel": ParallelConfig(tensor=2), "loss": GSPO, "fp32_lm_head": True},
+    "data-sequence-mask": {"loss": SEQUENCE_MASK},
+    "data-m2po": {"loss": M2PO},
+    "pipeline-m2po": {"parallel": ParallelConfig(pipeline=2), "loss": M2PO},
+    "virtual-pipeline-gspo": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2), "loss": GSPO},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("objectives") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """The result of each loss on one rank."""
+    results = {}
+    for case in CASES.values():
+        name = case["loss"].name
+        if name not in results:
+            trainer = start_trainer(checkpoint, optimizer=ADAM, loss=case["loss"])
+            results[name] = run_case(trainer, make_batch())
+            trainer.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint, tmp_path_factory):
+    return run_on_ranks(checkpoint, CASES, tmp_path_factory.mktemp("ranks"), ranks=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_changes_nothing(name, results, expected):
+    got, alone = results[name], expected[CASES[name]["loss"].name]
+    assert isinstance(got, dict), got
+    for ours, theirs in zip(got["metrics"], alone["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-6) or math.isnan(value), key
+    assert largest_difference(got["gradients"], alone["gradients"]) <= 1e-4
+    assert largest_difference(got["weights"], alone["weights"]) <= 1e-5
+
+
+def test_the_filters_of_these_cases_touch_some_tokens_and_not_all(expected):
+    for name, result in expected.items():
+        shares = [v for k, v in result["metrics"][0].items() if k.endswith("/fraction")]
+        assert any(0 < share < 1 for share in shares), (name, shares)

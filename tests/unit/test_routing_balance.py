@@ -1,0 +1,148 @@
+"""How load spreads over replicas, in virtual time: a replica shares its speed among what it has in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from agent_loop.engine import GenerateRequest
+from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.routing import ReplicaRouter
+from tests.virtual_time import run_in_virtual_time
+
+PROMPT = 200
+STAY, RULE = math.inf, 1.25
+
+
+class SharedReplica:
+    """m requests in flight get a token each every (20 + m / 2) ms; a prefix token not cached costs 1/50 of one."""
+
+    def __init__(self, name, *, slower=1.0):
+        self.name = name
+        self.misses = self.turns = 0
+        self._slower = slower
+        self._paused = False
+        self._cached = set()
+        self._done_each = 0.0  # tokens that a request in flight since the start would have
+        self._updated_at = 0.0
+        self._waiting = []  # heap of (its end on the scale of _done_each, number, future)
+        self._timer = None
+
+    async def generate(self, request):
+        rollout, _, turn = request.request_id.partition("#")
+        work = request.max_new_tokens
+        if rollout not in self._cached:
+            self.misses += turn != "0."
+            work += len(request.token_ids) / 50
+        self._cached.add(rollout)
+        self.turns += 1
+        self._advance()
+        done = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (self._done_each + work, request.request_id, done))
+        self._set_timer()
+        await done
+        return []
+
+    def hold(self, paused):
+        self._advance()
+        self._paused = paused
+        self._set_timer()
+
+    def _rate(self):
+        return 0.0 if self._paused else 1 / ((0.02 + len(self._waiting) / 2000) * self._slower)
+
+    def _advance(self):
+        now = asyncio.get_running_loop().time()
+        self._done_each += self._rate() * (now - self._updated_at) * bool(self._waiting)
+        self._updated_at = now
+
+    def _set_timer(self):
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._waiting and not self._paused:
+            seconds = (self._waiting[0][0] - self._done_each) / self._rate()
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._finish)
+
+    def _finish(self):
+        self._advance()
+        while self._waiting and self._waiting[0][0] <= self._done_each + 1e-6:
+            heapq.heappop(self._waiting)[-1].set_result(None)
+        self._set_timer()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """seconds: until the last rollout ended. missed: share of turns whose prefix was not cached."""
+
+    seconds: float
+    missed: float
+
+
+async def roll(router, index, *, seed, sticky):
+    """One rollout: turns of lognormal length, four on average, with a tool call of 2 s after each but the last."""
+    rng, held = random.Random(f"{seed}-{index}"), PROMPT
+    turns = 1
+    while rng.random() < 0.75 and turns < 20:
+        turns += 1
+    for turn in range(turns):
+        length = min(int(rng.lognormvariate(math.log(150), 1.0)) + 1, 8000)
+        await router.generate(
+            GenerateRequest(
+                request_id=f"{index}#{turn}.",
+                token_ids=np.empty(held, np.int32),
+                max_new_tokens=length,
+                session=f"{index}" if sticky else "",
+            )
+        )
+        held += length + 50
+        if turn < turns - 1:
+            await asyncio.sleep(rng.expovariate(1 / 2.0))
+
+
+def simulate(*, max_excess=RULE, sticky=True, slower=(1, 1, 1, 1), rollouts=1024, pause_s=0.0, seed=0):
+    async def run():
+        replicas = [SharedReplica(f"replica-{i}", slower=slow) for i, slow in enumerate(slower)]
+        router = ReplicaRouter(ReplicaFleet(replicas), max_excess=max_excess)
+        async with asyncio.TaskGroup() as running:
+            for index in range(rollouts):
+                running.create_task(roll(router, index, seed=seed, sticky=sticky))
+            if pause_s:
+                await asyncio.sleep(10)
+                replicas[0].hold(True)
+                await asyncio.sleep(pause_s)
+                replicas[0].hold(False)
+        missed = sum(r.misses for r in replicas) / sum(r.turns for r in replicas)
+        return Outcome(asyncio.get_running_loop().time(), missed)
+
+    return run_in_virtual_time(run())
+
+
+def mean(seeds=(0,), **options):
+    outcomes = [simulate(seed=seed, **options) for seed in seeds]
+    return Outcome(float(np.mean([o.seconds for o in outcomes])), float(np.mean([o.missed for o in outcomes])))
+
+
+def test_a_slow_replica_does_not_hold_up_the_tail_and_caches_are_kept():
+    slower = (2, 1, 1, 1)
+    stay, never = mean(max_excess=STAY, slower=slower), mean(sticky=False, slower=slower)
+    rule = mean(slower=slower)
+    assert rule.seconds < 0.75 * stay.seconds
+    assert rule.seconds < 1.02 * never.seconds
+    assert rule.missed < 0.04 and never.missed > 0.25 and stay.missed == 0
+
+
+def test_replicas_of_one_speed_lose_nothing_by_it():
+    stay, rule = mean(max_excess=STAY), mean()
+    assert rule.seconds < 1.01 * stay.seconds
+    assert rule.missed < 0.02
+
+
+def test_sessions_of_a_replica_that_is_paused_for_long_move_to_those_that_serve():
+    stay, rule = mean(max_excess=STAY, pause_s=120.0), mean(pause_s=120.0)
+    assert rule.seconds < 0.9 * stay.seconds
+    assert rule.missed < 0.06
