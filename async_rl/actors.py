@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,11 +213,12 @@ ReplicaActor = _remote(concurrency_groups=REPLICA_GROUPS)(ReplicaHost)
 class TrainerActor:
     """One trainer rank in a process of its own."""
 
-    def address(self) -> str:
-        """host:port on this node, free at the time of the call."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def open_rendezvous(self) -> str:
+        """host:port on this node at which ranks can meet while this actor lives."""
+        from async_rl.train.distributed import open_store
+
+        self._store = open_store(ray.util.get_node_ip_address())
+        return f"{self._store.host}:{self._store.port}"
 
     def start(self, **kwargs: Any) -> None:
         from async_rl.train.worker import TrainerRank  # megatron is only imported where a rank lives

@@ -211,7 +211,7 @@ class TrainerHandle:
             for i in range(config.ranks)
         ]
         handle = cls(actors, timeout_s=timeout_s)
-        rendezvous = await handle._bounded("address", 0, actors[0].address.remote())
+        rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
         common = {
             "config": config,
             "optimizer": optimizer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,13 +101,6 @@ class CpuClock:
         return {name: sum(sum(p.cpu_times()[:2]) for p in group) for name, group in self._processes.items()}
 
 
-def free_address() -> str:
-    """host:port of this machine, free at the time of the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def start_rank(config: RunConfig, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
     """The trainer as one rank in this process, a TrainerRank."""
     from async_rl.train.worker import TrainerRank  # megatron takes seconds to import
@@ -120,7 +112,6 @@ def start_rank(config: RunConfig, *, checkpoint: Path, optimizer: OptimizerConfi
         checkpoint=checkpoint,
         rank=0,
         world_size=1,
-        rendezvous=free_address(),
     )
 
 

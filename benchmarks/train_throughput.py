@@ -10,7 +10,6 @@ loss, and metrics. Rounds alternate, so that a busy machine slows both; there th
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import tempfile
 import time
@@ -89,13 +88,10 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     arguments = parser.parse_args()
     task = calculator_task({}, seed=0)
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "model"
         task.save_initial_checkpoint(checkpoint)
-        probe.bind(("127.0.0.1", 0))
         config = TrainerConfig(threads=arguments.threads, micro_batch_tokens=arguments.micro_batch_tokens)
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-        probe.close()
         trainer = TrainerRank(
             config=config,
             optimizer=ADAM,
@@ -103,7 +99,6 @@ def main() -> None:
             checkpoint=checkpoint,
             rank=0,
             world_size=1,
-            rendezvous=address,
         )
         routing = read_model_info(checkpoint).routing
         assert routing is not None

@@ -71,16 +71,15 @@ class SglangServer:
             TimeoutError: never by itself; the caller bounds the start.
         """
         python = interpreter(config)
-        await asyncio.to_thread(check_version, python)
+        await check_version(python)
         folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-"))
         served_name = f"{name}-{uuid.uuid4().hex}"  # so that no other server is taken for this one
         held, port = _free_port()
         command = server_arguments(
             config, model, port=port, served_name=served_name, label=label, capture_routing=capture_routing
         )
-        process = await asyncio.to_thread(
-            _launch, [str(python), "-m", "sglang.launch_server", *command], config, folder
-        )
+        # Not in a thread: a start that is cancelled would leave the server of that thread behind.
+        process = _launch([str(python), "-m", "sglang.launch_server", *command], config, folder)
         server = cls(process, port=port, folder=folder, session=_session())
         try:
             await server._until_serving(served_name)
@@ -199,13 +198,20 @@ def interpreter(config: SglangConfig) -> Path:
     )
 
 
-def check_version(python: Path) -> None:
+async def check_version(python: Path) -> None:
     """Raise EngineError unless `python` has the SGLang that this replica is written for."""
     script = "import importlib.metadata as m; print(m.version('sglang'))"
-    found = subprocess.run(
-        [str(python), "-I", "-c", script], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
+    asked = await asyncio.create_subprocess_exec(
+        str(python), "-I", "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
-    version = found.stdout.strip() if found.returncode == 0 else "no sglang"
+    try:
+        async with asyncio.timeout(VERSION_TIMEOUT_S):
+            answer, _ = await asked.communicate()
+    finally:
+        if asked.returncode is None:
+            asked.kill()
+            await asked.wait()
+    version = answer.decode().strip() if asked.returncode == 0 else "no sglang"
     if version != SGLANG_VERSION:
         raise EngineError(
             f"{python} has {version}, and the replica is written for sglang {SGLANG_VERSION}; "

@@ -13,30 +13,39 @@ from async_rl.batch.micro_batch import Coordinates
 from async_rl.train.model import TrainerConfig
 
 
+def open_store(host: str) -> dist.TCPStore:
+    """A store for ranks to meet at, on a free port of this machine; it lives as long as the returned object.
+
+    The port is bound from the start, so that no other process can be given it before the ranks come.
+    """
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
 class ProcessGroups:
     """Joins the other ranks and cuts them into megatron's groups; `close` leaves.
 
     A process has one such layout. A second trainer in a process shares it, and does not take it down.
 
     Args:
-        rendezvous: host:port at which rank 0 listens.
+        rendezvous: host:port of the store (`open_store`) at which the ranks meet; None for a rank that is alone.
 
     Raises:
         RuntimeError: the process is already part of another layout.
     """
 
-    def __init__(self, config: TrainerConfig, *, rank: int, world_size: int, rendezvous: str) -> None:
+    def __init__(self, config: TrainerConfig, *, rank: int, world_size: int, rendezvous: str | None) -> None:
         if world_size != config.ranks:
             raise RuntimeError(f"world_size is {world_size}, but trainer.ranks is {config.ranks}; start as many ranks")
         self.device = _device(rank)
         self._owned = not dist.is_initialized()
         if self._owned:
+            timeout = timedelta(seconds=config.timeout_s)
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                init_method=f"tcp://{rendezvous}",
+                store=dist.HashStore() if rendezvous is None else _join_store(rendezvous, timeout),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=config.timeout_s),
+                timeout=timeout,
             )
             _cut_into_groups(config)
         elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size) or _layout() != _wanted(config):
@@ -98,6 +107,11 @@ def expert_tensor_group() -> dist.ProcessGroup:
 def context_group() -> dist.ProcessGroup:
     """Ranks that hold parts of the same sequences."""
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def _join_store(rendezvous: str, timeout: timedelta) -> dist.TCPStore:
+    host, _, port = rendezvous.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _device(rank: int) -> torch.device:

@@ -35,7 +35,7 @@ class TrainerRank:
 
     Args:
         checkpoint: Hugging Face folder that gives config and initial weights.
-        rendezvous: host:port at which rank 0 listens and the others join.
+        rendezvous: host:port of the store at which the ranks meet; None for a rank that is alone.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used. ValueError: a layout the model does not divide into.
@@ -50,7 +50,7 @@ class TrainerRank:
         checkpoint: Path,
         rank: int,
         world_size: int,
-        rendezvous: str,
+        rendezvous: str | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
         self._config = config

@@ -255,7 +255,6 @@ def test_a_trainer_of_another_size_is_refused(checkpoint, changes, message):
             checkpoint=checkpoint,
             rank=0,
             world_size=1,
-            rendezvous="127.0.0.1:1",
         )
 
 

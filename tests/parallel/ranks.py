@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from async_rl.train.distributed import open_store
 from async_rl.train.optimizer import OptimizerConfig
-from tests.parallel.support import free_address, gradients, make_batch, make_supervised_batch, start_trainer
+from tests.parallel.support import gradients, make_batch, make_supervised_batch, start_trainer
 
 LIMIT_S = 300.0
 # A large eps keeps an update smooth in its gradient: entries near zero would else differ by their sign.
@@ -115,7 +116,8 @@ def run_on_ranks(checkpoint: Path | None, cases: dict[str, dict], folder: Path, 
     A case is settings of the trainer, and where they differ `checkpoint` and `batch` (arguments of make_batch).
     """
     context = multiprocessing.get_context("spawn")
-    addresses = [free_address() for _ in cases]
+    stores = [open_store("127.0.0.1") for _ in cases]
+    addresses = [f"{store.host}:{store.port}" for store in stores]
     processes = [
         context.Process(target=_rank, args=(rank, ranks, checkpoint, cases, addresses, folder)) for rank in range(ranks)
     ]

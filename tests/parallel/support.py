@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,12 +65,6 @@ def make_supervised_batch(seed=0):
     )
 
 
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, **changes):
     """A trainer rank with the settings of TRAINER but for `changes`."""
     from async_rl.train.worker import TrainerRank
@@ -84,7 +77,7 @@ def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezv
         checkpoint=checkpoint,
         rank=rank,
         world_size=config.ranks,
-        rendezvous=rendezvous or free_address(),
+        rendezvous=rendezvous,
     )
 
 

@@ -154,14 +154,14 @@ async def test_without_its_virtualenv_the_replica_says_how_to_make_it(tmp_path: 
         await SglangReplica.start(config, name="replica-3", checkpoint=tmp_path)
 
 
-def test_an_interpreter_with_another_sglang_or_none_is_refused(tmp_path: Path):
+async def test_an_interpreter_with_another_sglang_or_none_is_refused(tmp_path: Path):
     fake = tmp_path / "python"
     for script, found in (("#!/bin/sh\necho 0.5.19\n", "0.5.19"), ("#!/bin/sh\nexit 1\n", "no sglang")):
         fake.write_text(script)
         fake.chmod(0o755)
         assert interpreter(SglangConfig(python=fake)) == fake
         with pytest.raises(EngineError, match=rf"has {found}, and the replica is written for sglang 0\.5\.23"):
-            check_version(fake)
+            await check_version(fake)
 
 
 def test_the_server_must_report_the_plugin_its_hooks_and_one_digest():
