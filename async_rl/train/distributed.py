@@ -8,17 +8,18 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from async_rl.batch.micro_batch import Coordinates
 from async_rl.train.model import TrainerConfig
 
 
-def open_store(host: str) -> dist.TCPStore:
+def open_store(host: str) -> TCPStore:
     """A store for ranks to meet at, on a free port of this machine; it lives as long as the returned object.
 
     The port is bound from the start, so that no other process can be given it before the ranks come.
     """
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 class ProcessGroups:
@@ -42,7 +43,7 @@ class ProcessGroups:
             timeout = timedelta(seconds=config.timeout_s)
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.HashStore() if rendezvous is None else _join_store(rendezvous, timeout),
+                store=HashStore() if rendezvous is None else _join_store(rendezvous, timeout),
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -109,9 +110,9 @@ def context_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
-def _join_store(rendezvous: str, timeout: timedelta) -> dist.TCPStore:
+def _join_store(rendezvous: str, timeout: timedelta) -> TCPStore:
     host, _, port = rendezvous.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _device(rank: int) -> torch.device:
