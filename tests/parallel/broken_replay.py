@@ -1,4 +1,4 @@
-"""Replays that are broken on purpose: what a parity check must see. Each changes the rows that a rank is about to replay.
+"""Replays that are broken on purpose, which a parity check must see; each changes what a rank is about to replay.
 
 Layers are global, from 0; the tiny models have experts in the layers 1, 2 and 3.
 """
@@ -58,7 +58,18 @@ class _ForwardOnly:
         return self._replay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
 
 
+def _rounded_weights(model, _routings):
+    """No fault: every weight moves by a unit in the last place, which says how well conditioned gradients are."""
+    noise = torch.Generator().manual_seed(5)
+    for chunk in model.chunks:
+        for weight in chunk.parameters():
+            up = torch.rand(weight.shape, generator=noise).to(weight) < 0.5
+            weight.data = torch.nextafter(weight.data, torch.where(up, torch.inf, -torch.inf).to(weight))
+
+
+ROUNDED = "rounded-weights"
 FAULTS: dict[str, Callable] = {
+    ROUNDED: _rounded_weights,
     "drop-layer": _drop_layer,
     "drop-stage": _drop_stage,
     "shift-layer": _shift_layer,

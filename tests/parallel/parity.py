@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from async_rl.batch.routed_experts import keep_layers
+from async_rl.model_info import read_model_info
 from async_rl.train.distributed import open_store
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import ParallelConfig, TrainerConfig
@@ -214,7 +216,8 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
     trainer = MovedRank(
         config=cell.config(), optimizer=NO_UPDATE, loss=LOSS, checkpoint=checkpoint, rank=rank, world_size=_world(cell)
     )
-    metrics = trainer.train(parity_batch())
+    rows = keep_layers(parity_batch(), trainer.routed_layers, routing=read_model_info(checkpoint).routing)
+    metrics = trainer.train(rows)
     return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": gradients(trainer)}
 
 
