@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -100,17 +100,23 @@ class Cell:
     replay: str
     recompute: str = "none"
     packing: str = "packed"
+    dtype: str = "float32"
     fault: str = ""
 
     @property
     def name(self) -> str:
-        parts = (self.family, self.layout, self.replay, self.recompute, self.packing, self.fault)
+        dtype = "" if self.dtype == "float32" else self.dtype
+        parts = (self.family, self.layout, self.replay, self.recompute, self.packing, dtype, self.fault)
         return "/".join(part for part in parts if part)
 
     @property
     def reference(self) -> str:
-        """Name of the file with what one rank gives."""
+        """Name of the file with what one rank gives, in float32."""
         return f"{self.family}-{self.replay}.pt"
+
+    @property
+    def on_one_rank(self) -> "Cell":
+        return replace(self, layout="single")
 
     def config(self) -> TrainerConfig:
         layout = LAYOUTS[self.layout]
@@ -121,6 +127,7 @@ class Cell:
             router_replay=self.replay,  # pyright: ignore[reportArgumentType]
             recompute=self.recompute,  # pyright: ignore[reportArgumentType]
             packing=self.packing == "packed",
+            dtype=self.dtype,  # pyright: ignore[reportArgumentType]
             micro_batch_tokens=32,  # several micro-batches on every rank, of sequences of different lengths
             timeout_s=60,
         )
@@ -218,7 +225,8 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
     )
     rows = keep_layers(parity_batch(), trainer.routed_layers, routing=read_model_info(checkpoint).routing)
     metrics = trainer.train(rows)
-    return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": gradients(trainer)}
+    grads = {name: gradient.cpu() for name, gradient in gradients(trainer).items()}
+    return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": grads}
 
 
 def move_routers(chunks) -> None:
@@ -333,8 +341,6 @@ LIMIT_S = 180.0  # of the first cell, which starts the processes too
 
 
 def _rank(rank, ranks, cells, folder, addresses, sending, keep):
-    from dataclasses import replace
-
     from async_rl.train.distributed import ProcessGroups
 
     warnings.simplefilter("ignore")
