@@ -7,7 +7,8 @@ off than the second: layouts change the order of sums, not their precision.
 import pytest
 import torch
 
-from tests.parallel.parity import LAYOUTS, Cell, run_cells
+from tests.parallel.parity import run_cells
+from tests.parallel.parity_cells import LAYOUTS, Cell
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,128 +21,17 @@ from async_rl.batch.routed_experts import keep_layers
 from async_rl.model_info import read_model_info
 from async_rl.train.distributed import open_store
 from async_rl.train.losses import LossConfig
-from async_rl.train.model import ParallelConfig, TrainerConfig
 from tests import tiny_models
+from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
 from tests.parallel.support import NO_UPDATE, gradients, make_batch
 
 TOLERANCE = 2e-6
+LIMIT_S = 180.0  # of one cell; the first waits for the processes to start
 LOSS = LossConfig(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
 MOVED_BY = 0.04  # standard deviation of what is added to router weights, which have 0.1
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
 GAINS = {"embed_tokens.weight": 5.0, "o_proj.weight": 0.1, "down_proj.weight": 0.1, "gate.weight": 0.2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """ranks: what is left of them after `parallel` is data parallel."""
-
-    ranks: int = 1
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    distributed_optimizer: bool = False
-
-
-def _layout(ranks: int, *, distributed_optimizer: bool = False, **parallel: int) -> Layout:
-    return Layout(ranks=ranks, parallel=ParallelConfig(**parallel), distributed_optimizer=distributed_optimizer)
-
-
-LAYOUTS = {
-    "single": Layout(),
-    "dp2": _layout(2),
-    "dp2-distopt": _layout(2, distributed_optimizer=True),
-    "tp2": _layout(2, tensor=2),
-    "tp2-etp1": _layout(2, tensor=2, expert_tensor=1),
-    "tp2-ep2-etp1": _layout(2, tensor=2, expert=2, expert_tensor=1),
-    "etp2": _layout(2, expert_tensor=2),
-    "ep2": _layout(2, expert=2),
-    "cp2": _layout(2, context=2),
-    "cp2-ep2": _layout(2, context=2, expert=2),
-    "pp2": _layout(2, pipeline=2),
-    "pp2-vpp2": _layout(2, pipeline=2, virtual_pipeline=2),
-    "tp2-dp2-distopt": _layout(4, tensor=2, distributed_optimizer=True),
-    "tp2-pp2": _layout(4, tensor=2, pipeline=2),
-    "tp2-pp2-vpp2": _layout(4, tensor=2, pipeline=2, virtual_pipeline=2),
-    "tp2-cp2": _layout(4, tensor=2, context=2),
-    "tp2-ep2": _layout(4, tensor=2, expert=2),
-    "tp2-dp2-ep2-etp1": _layout(4, tensor=2, expert=2, expert_tensor=1),
-    "ep2-etp2": _layout(4, expert=2, expert_tensor=2),
-    "ep4": _layout(4, expert=4),
-    "ep2-dp2-distopt": _layout(4, expert=2, distributed_optimizer=True),
-    "cp2-ep2-dp2": _layout(4, context=2, expert=2),
-    "cp2-pp2": _layout(4, context=2, pipeline=2),
-    "pp2-ep2": _layout(4, pipeline=2, expert=2),
-    "pp2-vpp2-ep2": _layout(4, pipeline=2, virtual_pipeline=2, expert=2),
-    "pp4": _layout(4, pipeline=4),
-}
-REPLAYS = ("none", "R2", "R3")
-RECOMPUTES = ("none", "selective", "full")
-PACKINGS = ("packed", "padded")
-# An odd rank of the latents, so that splitting them over ranks would fail.
-_LATENT = {
-    "q_lora_rank": 47,
-    "kv_lora_rank": 41,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 20,
-}
-FAMILIES = {
-    "qwen3_moe": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0),
-    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**_LATENT, num_hidden_layers=4),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """fault: a replay that is broken on purpose (tests/parallel/broken_replay.py); empty for none."""
-
-    family: str
-    layout: str
-    replay: str
-    recompute: str = "none"
-    packing: str = "packed"
-    dtype: str = "float32"
-    fault: str = ""
-
-    @property
-    def name(self) -> str:
-        dtype = "" if self.dtype == "float32" else self.dtype
-        parts = (self.family, self.layout, self.replay, self.recompute, self.packing, dtype, self.fault)
-        return "/".join(part for part in parts if part)
-
-    @property
-    def reference(self) -> str:
-        """Name of the file with what one rank gives, in float32."""
-        return f"{self.family}-{self.replay}.pt"
-
-    @property
-    def on_one_rank(self) -> "Cell":
-        return replace(self, layout="single")
-
-    def config(self) -> TrainerConfig:
-        layout = LAYOUTS[self.layout]
-        return TrainerConfig(
-            ranks=layout.ranks,
-            parallel=layout.parallel,
-            distributed_optimizer=layout.distributed_optimizer,
-            router_replay=self.replay,  # pyright: ignore[reportArgumentType]
-            recompute=self.recompute,  # pyright: ignore[reportArgumentType]
-            packing=self.packing == "packed",
-            dtype=self.dtype,  # pyright: ignore[reportArgumentType]
-            micro_batch_tokens=32,  # several micro-batches on every rank, of sequences of different lengths
-            timeout_s=60,
-        )
-
-
-def all_cells() -> list[Cell]:
-    """The whole table, layouts of equal size together."""
-    return [
-        Cell(family=family, layout=layout, replay=replay, recompute=recompute, packing=packing)
-        for layout in LAYOUTS
-        for family in FAMILIES
-        for replay in REPLAYS
-        for recompute in RECOMPUTES
-        for packing in PACKINGS
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +110,12 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
             return super()._update(batch, micro_batches, objective, aux_loss_coefficient)
 
     trainer = MovedRank(
-        config=cell.config(), optimizer=NO_UPDATE, loss=LOSS, checkpoint=checkpoint, rank=rank, world_size=_world(cell)
+        config=cell.config(),
+        optimizer=NO_UPDATE,
+        loss=LOSS,
+        checkpoint=checkpoint,
+        rank=rank,
+        world_size=ranks_of(cell),
     )
     rows = keep_layers(parity_batch(), trainer.routed_layers, routing=read_model_info(checkpoint).routing)
     metrics = trainer.train(rows)
@@ -240,10 +134,6 @@ def move_routers(chunks) -> None:
                 weight += MOVED_BY * torch.randn(weight.shape, generator=noise).to(weight)
 
 
-def _world(cell: Cell) -> int:
-    return LAYOUTS[cell.layout].ranks
-
-
 # ---- ranks that stay up for many cells
 
 
@@ -254,8 +144,8 @@ def run_cells(cells: list[Cell], folder: Path) -> Iterator[tuple[Cell, Differenc
     or hangs, all ranks are started anew for the cells after it.
     """
     make_references(cells, folder)
-    for ranks in sorted({_world(cell) for cell in cells}):
-        todo = sorted((c for c in cells if _world(c) == ranks), key=lambda c: list(LAYOUTS).index(c.layout))
+    for ranks in sorted({ranks_of(cell) for cell in cells}):
+        todo = sorted((c for c in cells if ranks_of(c) == ranks), key=lambda c: list(LAYOUTS).index(c.layout))
         while todo:
             done = 0
             for cell, difference in _Ranks(ranks, todo, folder).results():
@@ -335,9 +225,6 @@ class _Ranks:
                 process.kill()
                 process.join()
         self._results.close()
-
-
-LIMIT_S = 180.0  # of the first cell, which starts the processes too
 
 
 def _rank(rank, ranks, cells, folder, addresses, sending, keep):

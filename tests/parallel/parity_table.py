@@ -1,7 +1,7 @@
 """The parity table: `python -m tests.parallel.parity_table`, or `make parity`. Exit status 1 if a cell is off.
 
 --layout tp2 pp2 --family qwen3_moe --replay R3 --recompute full --packing packed    cells to run; all without
---json FILE        one line per cell, written as it is done; cells that FILE holds are not run again
+--json FILE        one line per cell, written as it is done; cells it holds within the tolerance are not run again
 --markdown FILE    the summary as a table
 --work FOLDER      keeps checkpoints and what one rank gives, for a later call
 """
@@ -13,18 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.parallel.parity import (
-    FAMILIES,
-    LAYOUTS,
-    PACKINGS,
-    RECOMPUTES,
-    REPLAYS,
-    TOLERANCE,
-    Cell,
-    Difference,
-    all_cells,
-    run_cells,
-)
+from tests.parallel.parity import TOLERANCE, Difference, run_cells
+from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES, REPLAYS, Cell, all_cells
 
 CHOICES = {
     "family": tuple(FAMILIES),
@@ -78,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     cells = chosen_cells(options)
     results = read_results(options.json)
-    todo = [cell for cell in cells if cell.name not in results]
+    off = failed(results)
+    todo = [cell for cell in cells if cell.name not in results or cell.name in off]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.work or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,25 +4,13 @@ The cells are mixes of layouts on four ranks, one or more for each replay mode, 
 """
 
 import pytest
+import torch
 
 from async_rl.train.model import TrainerConfig
 from tests.parallel import parity_table
 from tests.parallel.broken_replay import FAULTS, ROUNDED
-from tests.parallel.parity import (
-    FAMILIES,
-    LAYOUTS,
-    PACKINGS,
-    RECOMPUTES,
-    REPLAYS,
-    TOLERANCE,
-    Cell,
-    Difference,
-    all_cells,
-    compare,
-    relative,
-    run_cells,
-    torch,
-)
+from tests.parallel.parity import TOLERANCE, Difference, compare, relative, run_cells
+from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES, REPLAYS, Cell, all_cells
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
 
