@@ -31,7 +31,7 @@ LOSS = LossConfig(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
 MOVED_BY = 0.04  # standard deviation of what is added to router weights, which have 0.1
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
-GAINS = {"embed_tokens.weight": 5.0, "o_proj.weight": 0.1, "down_proj.weight": 0.1, "gate.weight": 0.2}
+GAINS = {"embed_tokens.weight": 10.0, "o_proj.weight": 0.05, "down_proj.weight": 0.05, "gate.weight": 0.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
