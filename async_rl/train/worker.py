@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from async_rl.batch.micro_batch import select_sequences
-from async_rl.batch.routed_experts import RoutingError, check_routed_experts
+from async_rl.batch.routed_experts import RoutingError, check_routed_experts, layers_of
 from async_rl.model_info import read_model_info
 from async_rl.train.checkpoint import load_rank_state, save_rank_state
 from async_rl.train.convert import load_weights
@@ -19,7 +19,7 @@ from async_rl.train.distributed import ProcessGroups
 from async_rl.train.gpt import BuiltModel, build_model
 from async_rl.train.lm_head import compute_head_in_float32
 from async_rl.train.losses import LossConfig
-from async_rl.train.metrics import ROUTING_SUMS, TokenSums, routing_metrics, routing_sums
+from async_rl.train.metrics import TokenSums, routing_metrics, routing_sums
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.passes import Passes
@@ -75,6 +75,12 @@ class TrainerRank:
     def model(self) -> BuiltModel:
         """This rank's part of the model; its gradients stay in `main_grad` until the next update."""
         return self._model
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Global numbers of the layers whose routing rows this rank replays out of a batch; none but with R3."""
+        replay = self._model.replay
+        return tuple(replay.layers) if replay is not None and self._config.router_replay == "R3" else ()
 
     # ---- training
 
@@ -187,7 +193,8 @@ class TrainerRank:
                 "trainer.router_replay is R3, but the batch has no routed_experts; "
                 "let the engine capture routing, or use trainer.router_replay=R2 or none"
             )
-        check_routed_experts(batch["routed_experts"], batch["lengths"], routing=self._info.routing)
+        layers = layers_of(batch, routing=self._info.routing)
+        check_routed_experts(batch["routed_experts"], batch["lengths"], routing=self._info.routing, layers=layers)
 
     @property
     def _needs_proximal_pass(self) -> bool:
@@ -222,12 +229,12 @@ class TrainerRank:
         sums.reduce(
             self._groups.sum_over_ranks, partial(self._groups.sum_over_ranks, op=torch.distributed.ReduceOp.MAX)
         )
-        routed = routing_sums([m.context.routing for m in micro_batches])
-        routed = self._groups.sum_over_ranks(torch.tensor(routed, dtype=torch.float64)).tolist()
+        routed = routing_sums([m.context.routing for m in micro_batches], layers=self._replayed_layers)
+        routed = self._groups.sum_over_ranks(routed)
         grad_norms, lrs = zip(*steps, strict=True)
         return {
             **sums.metrics(updates=len(steps)),
-            **routing_metrics(routed),
+            **routing_metrics(routed, layers=self._replayed_layers),
             "grad_norm": max(grad_norms),
             "lr": lrs[-1],
         }
@@ -237,10 +244,16 @@ class TrainerRank:
         empty = TokenSums(self._extra_columns, trajectories=0)
         return {
             **empty.metrics(updates=1),
-            **routing_metrics([0.0] * len(ROUTING_SUMS)),
+            **routing_metrics(routing_sums([], layers=self._replayed_layers), layers=self._replayed_layers),
             "grad_norm": 0.0,
             "lr": lr,
         }
+
+    @property
+    def _replayed_layers(self) -> tuple[int, ...]:
+        """Global numbers of the layers whose routing is replayed, on whichever rank they are."""
+        routing = self._info.routing
+        return () if routing is None or self._config.router_replay == "none" else routing.layers
 
     @property
     def _extra_columns(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from async_rl.train.model import ParallelConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
 from tests.parallel.support import (
+    LAYERS,
     gradients,
     largest_difference,
     make_batch,
@@ -28,13 +29,15 @@ BY_LAG = {
     *("clip/fraction", "truncate/fraction", "ess/token"),
     *(f"mismatch/{name}" for name in ("k1", "k3", "abs_mean", "abs_p99", "abs_max", "f2", "f5", "chi2")),
 }
+ROUTING = {f"routing/{name}" for name in ("overlap", "gate_mass", "refused_fraction", "fallback_fraction")}
 METRICS = {
     *("loss", "grad_norm", "entropy", "lr", "tokens", "ess/sequence"),
     *BY_LAG,
     *(f"{key}_{lag}" for key in BY_LAG for lag in LAGS),
     *(f"tokens/{kind}" for kind in (*LAGS, "positive", "negative")),
     *(f"{name}/fraction_{sign}" for name in ("clip", "truncate") for sign in ("positive", "negative")),
-    *("routing/overlap", "routing/fallback_fraction"),
+    *ROUTING,
+    *(f"{key}_layer{layer}" for key in ROUTING for layer in LAYERS),
 }
 
 
