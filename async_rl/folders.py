@@ -17,10 +17,10 @@ def partial_folder(final: Path) -> Path:
 def publish_folder(final: Path) -> None:
     """Make `partial_folder(final)` durable and move it to `final`; one that is there goes.
 
-    Whenever this is cut short, `recover_folder` leaves the old content or the new, whole.
+    Wherever this is cut short, by a kill or an OSError, `recover_folder` leaves the old content or the new, whole.
     """
     partial, replaced = partial_folder(final), _replaced(final)
-    sync_tree(partial)
+    _sync_tree(partial)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
@@ -48,7 +48,14 @@ def recover_folders(parent: Path) -> None:
             recover_folder(left.with_suffix(""))
 
 
-def sync_tree(folder: Path) -> None:
+def remove_folder(final: Path) -> None:
+    """Remove `final`; cut short, it is not a folder with half its content that stays."""
+    removed = partial_folder(final)
+    final.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _sync_tree(folder: Path) -> None:
     """Return once the files of `folder` and their names survive a loss of power."""
     for path in folder.rglob("*"):
         _sync(path)

@@ -66,8 +66,21 @@ def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ra
     Raises:
         OSError: no room or no permission, on every rank; a checkpoint that was there stays.
     """
+    try:
+        _write(directory, state, manifest, rank=rank, ranks=ranks)
+    except OSError:
+        _on_first_rank(lambda: recover_folder(directory), rank=rank, ranks=ranks)  # a full disk has its room back
+        raise
+
+
+def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, rank: int, ranks: Ranks) -> None:
     partial = partial_folder(directory)
-    _on_first_rank(lambda: _begin(directory), rank=rank, ranks=ranks)
+
+    def begin() -> None:
+        recover_folder(directory)
+        partial.mkdir(parents=True)
+
+    _on_first_rank(begin, rank=rank, ranks=ranks)
     try:
         write_shards(partial, state)
     except CheckpointException as error:
@@ -128,11 +141,6 @@ def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
 def model_fields(megatron: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     """Settings of a model in a form that JSON gives back as they were."""
     return msgspec.json.decode(msgspec.json.encode({**megatron, **others}, enc_hook=str))
-
-
-def _begin(directory: Path) -> None:
-    recover_folder(directory)
-    partial_folder(directory).mkdir(parents=True)
 
 
 def _on_first_rank(work: Callable[[], None], *, rank: int, ranks: Ranks) -> None:

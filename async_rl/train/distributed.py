@@ -74,7 +74,7 @@ class ProcessGroups:
         return {
             "cpu": torch.get_rng_state(),
             "device": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
-            "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+            "megatron": _megatron_random().get_states(),
         }
 
     def set_random_state(self, state: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class ProcessGroups:
         torch.set_rng_state(state["cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["device"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+        _megatron_random().set_states(state["megatron"])
 
     def gather(self, value: object) -> list[Any]:
         """The value of every rank, by rank; it is pickled."""
@@ -135,6 +135,11 @@ def expert_tensor_group() -> dist.ProcessGroup:
 def context_group() -> dist.ProcessGroup:
     """Ranks that hold parts of the same sequences."""
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def _megatron_random() -> Any:
+    """The named generators that megatron draws dropout and initial weights from."""
+    return tensor_parallel.get_cuda_rng_tracker()
 
 
 def _join_store(rendezvous: str, timeout: timedelta) -> TCPStore:

@@ -20,8 +20,8 @@ class OptimizerConfig:
     """AdamW.
 
     lr rises linearly over warmup_steps updates, then goes to min_lr over decay_steps further updates as `decay` says
-    and stays there. weight_decay: of matrices; biases and norms are spared. clip_grad: bound on the norm of the gradient
-    of all weights together, 0 for none.
+    and stays there. weight_decay: of matrices; biases and norms are spared. clip_grad: bound on the norm of the
+    gradient of all weights together, 0 for none.
     """
 
     lr: float = 5e-4

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 Shard = ShardedTensor | ShardedTensorFactory
 
@@ -30,6 +31,11 @@ def model_shards(chunks: Sequence[Any]) -> dict[str, Shard]:
         for name, shard in chunk.sharded_state_dict(prefix="").items()
         if isinstance(shard, Shard)
     }
+
+
+def live_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+    """The tensors that the shards were made of; take them before a load, which puts others in their place."""
+    return {name: cast(Tensor, shard.data) for name, shard in shards.items()}
 
 
 def shards_by_tensor(shards: Mapping[str, Shard]) -> dict[int, Shard]:
@@ -71,7 +77,7 @@ def read_shards(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Exception: whatever megatron or torch make of files that do not fit.
     """
-    return dist_checkpointing.load(state, str(directory))
+    return cast(dict[str, Any], dist_checkpointing.load(state, str(directory)))
 
 
 class _InProcessSave(SaveShardedStrategy):
@@ -85,12 +91,12 @@ class _InProcessSave(SaveShardedStrategy):
         parts, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(  # pyright: ignore[reportPrivateUsage]
             sharded_state_dict, keep_only_main_replica=True
         )
-        torch_checkpoint.save(
+        save(
             torch_strategies.mcore_to_pyt_state_dict(parts),  # pyright: ignore[reportArgumentType]
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
+            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
             planner=torch_strategies.MCoreSavePlanner(flatten_state_dict=False),
         )
 
     @property
-    def can_handle_sharded_objects(self) -> bool:
+    def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True

@@ -26,7 +26,7 @@ from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.passes import Passes
 from async_rl.train.planning import Planner, split_groups
 from async_rl.train.reference import ReferenceWeights
-from async_rl.train.shards import copy_into, model_shards, object_of_rank, shard_like
+from async_rl.train.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.train.step import MicroBatch, Objective
 from async_rl.weights.export import export_update
 from async_rl.weights.transport import WeightUpdate
@@ -172,7 +172,7 @@ class TrainerRank:
         manifest = read_manifest(directory, model=self._model_fields(), rank=self._rank, ranks=self._groups)
         same_layout = manifest.layout == self._layout()
         reference = manifest.reference and self._reference is not None
-        weights = {name: shard.data for name, shard in model_shards(self._model.chunks).items()}
+        weights = live_tensors(model_shards(self._model.chunks))
         state = load_state(directory, self._state(loading=True, reference=reference, random=same_layout))
         copy_into(weights, state["model"])
         self._optimizer.load(state.get("optimizer", {}), updates=manifest.updates, steps=manifest.steps)
@@ -271,8 +271,8 @@ class TrainerRank:
             state["optimizer"] = optimizer  # else another rank writes for this one
         if self._reference is not None and reference:
             state["reference"] = {
-                name: shard_like(shard, self._reference.frozen(shard.data), "reference")
-                for name, shard in weights.items()
+                name: shard_like(weights[name], self._reference.frozen(tensor), "reference")
+                for name, tensor in live_tensors(weights).items()
             }
         if random:
             state["random"] = object_of_rank(
