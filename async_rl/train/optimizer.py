@@ -21,7 +21,8 @@ class OptimizerConfig:
 
     lr rises linearly over warmup_steps updates, then goes to min_lr over decay_steps further updates as `decay` says
     and stays there. weight_decay: of matrices; biases and norms are spared. clip_grad: bound on the norm of the
-    gradient of all weights together, 0 for none.
+    gradient of all weights together, 0 for none. cpu_offload: share of Adam's state and arithmetic that is moved from
+    the GPU to the CPU.
     """
 
     lr: float = 5e-4
@@ -33,6 +34,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     decay_steps: int = 0
+    cpu_offload: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
@@ -45,6 +47,8 @@ class OptimizerConfig:
         for name in ("weight_decay", "clip_grad", "warmup_steps", "decay_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; must be >= 0")
+        if not 0 <= self.cpu_offload <= 1:
+            raise ValueError(f"optimizer.cpu_offload is {self.cpu_offload}; must be in 0..1")
         if self.decay not in ("constant", "linear", "cosine"):
             raise ValueError(f"optimizer.decay is {self.decay!r}; use constant, linear or cosine")
         if self.decay != "constant" and self.decay_steps == 0:
@@ -66,6 +70,9 @@ class Optimizer:
 
     Args:
         model: DDP-wrapped chunks of this rank.
+
+    Raises:
+        ValueError: cpu_offload where there is nothing to offload, or not in a way that megatron has.
     """
 
     def __init__(self, model: Sequence[Any], *, config: OptimizerConfig, trainer: TrainerConfig) -> None:
@@ -90,6 +97,7 @@ class Optimizer:
                 bf16=bfloat16,
                 params_dtype=torch.bfloat16 if bfloat16 else torch.float32,
                 use_distributed_optimizer=trainer.distributed_optimizer,
+                **_offload(config, trainer, on_gpu=next(model[0].parameters()).is_cuda),
             ),
             list(model),
         )
@@ -159,3 +167,25 @@ class Optimizer:
     def _parts(self) -> list[Any]:
         """Megatron's optimizers inside: one for dense, one for expert weights."""
         return [part for part in self._inner.chained_optimizers if part.optimizer is not None]
+
+
+def _offload(config: OptimizerConfig, trainer: TrainerConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Megatron's settings for optimizer.cpu_offload."""
+    if config.cpu_offload == 0:
+        return {}
+    if not on_gpu:
+        raise ValueError(
+            f"optimizer.cpu_offload is {config.cpu_offload}, but this trainer has no GPU, and all of it is on the CPU; "
+            "use cpu_offload=0"
+        )
+    if not trainer.distributed_optimizer or trainer.dtype != "bfloat16":
+        raise ValueError(
+            f"optimizer.cpu_offload is {config.cpu_offload} with trainer.dtype={trainer.dtype} and "
+            f"trainer.distributed_optimizer={trainer.distributed_optimizer}; megatron offloads bfloat16 training with "
+            "the distributed optimizer: set dtype=bfloat16 and distributed_optimizer=true, or use cpu_offload=0"
+        )
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": config.cpu_offload,
+        "use_precision_aware_optimizer": True,  # keeps the float32 weights beside the moments
+    }

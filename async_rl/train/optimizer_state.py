@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
@@ -61,22 +62,35 @@ def load_state(parts: Sequence[Any], loaded: State, *, steps: int) -> None:
 
 def _create_moments(part: Any) -> None:
     """The zeros that Adam itself starts from at its first update."""
-    for group in part.optimizer.param_groups:
-        for parameter in group["params"]:
-            state = part.optimizer.state[parameter]
-            if "exp_avg" not in state:
-                state.update({name: torch.zeros_like(parameter) for name in _MOMENTS})
-                if isinstance(part.optimizer, torch.optim.Adam):
-                    state["step"] = torch.tensor(0.0)
+    for optimizer in _adams(part):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if "exp_avg" not in state:
+                    state.update({name: torch.zeros_like(parameter) for name in _MOMENTS})
+                    _set_step(optimizer, state, 0)
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        part.optimizer._sync_sub_optimizers_state_to_hdo()  # pyright: ignore[reportPrivateUsage]
 
 
 def _set_steps(part: Any, steps: int) -> None:
-    if not isinstance(part.optimizer, torch.optim.Adam):
-        for group in part.optimizer.param_groups:
-            group["step"] = steps
-        return
-    for state in part.optimizer.state.values():
+    for optimizer in _adams(part):
+        for state in optimizer.state.values():
+            _set_step(optimizer, state, steps)
+        for group in optimizer.param_groups:
+            if not isinstance(optimizer, torch.optim.Adam):
+                group["step"] = steps
+
+
+def _set_step(optimizer: torch.optim.Optimizer, state: dict[str, Any], steps: int) -> None:
+    if isinstance(optimizer, torch.optim.Adam):
         state["step"] = torch.tensor(float(steps))  # each its own: torch counts in place
+
+
+def _adams(part: Any) -> list[torch.optim.Optimizer]:
+    """What does the arithmetic: one, or with offloading one for the CPU and one for the GPU."""
+    optimizer = part.optimizer
+    return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
 # ---- every data-parallel rank holds the whole state
@@ -129,6 +143,10 @@ def _load_split_state(part: DistributedOptimizer, held: dict[Any, dict[str, Tens
     for state in part.optimizer.state.values():
         state.pop("step", None)
     part.load_parameter_state_from_fully_reshardable(held)
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        # Else each share keeps the whole tensor alive that it was cut from.
+        for state in part.optimizer.state.values():
+            state.update({name: state[name].clone() for name in _MOMENTS})
 
 
 def _weights_in_order(part: DistributedOptimizer) -> list[Tensor]:
