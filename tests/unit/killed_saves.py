@@ -14,6 +14,7 @@ from pathlib import Path
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir"}
+REMOVALS = {"os.remove", "os.rmdir"}
 BEFORE = (2, 4)
 
 
@@ -40,13 +41,19 @@ def begin(directory):
         asyncio.run(save(directory, step, "old"))
 
 
+def touches(event, arguments, directory):
+    """Whether an audit event is of this directory; a tree is removed file by file, named relative to its folder."""
+    name = str(arguments[0]) if event in TOUCHES else ""
+    return name.startswith(str(directory)) or (event in REMOVALS and not name.startswith("/"))
+
+
 def kill_before_touch(number, directory):
     """Kill this process when it touches `directory` for the given time, counted from 0."""
     touched = 0
 
     def look(event, arguments):
         nonlocal touched
-        if event in TOUCHES and str(arguments[0]).startswith(str(directory)):
+        if touches(event, arguments, directory):
             if touched == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             touched += 1
