@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -13,7 +14,7 @@ from torch import Tensor
 from async_rl.batch.micro_batch import select_sequences
 from async_rl.batch.routed_experts import RoutingError, check_routed_experts, layers_of
 from async_rl.model_info import read_model_info
-from async_rl.train.checkpoint import load_rank_state, save_rank_state
+from async_rl.train.checkpoint import Manifest, load_state, model_fields, read_manifest, save_state
 from async_rl.train.convert import load_weights
 from async_rl.train.distributed import ProcessGroups
 from async_rl.train.gpt import BuiltModel, build_model
@@ -25,6 +26,7 @@ from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.passes import Passes
 from async_rl.train.planning import Planner, split_groups
 from async_rl.train.reference import ReferenceWeights
+from async_rl.train.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.train.step import MicroBatch, Objective
 from async_rl.weights.export import export_update
 from async_rl.weights.transport import WeightUpdate
@@ -149,28 +151,43 @@ class TrainerRank:
         return export_update(self._model, directory, version=version)
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and random state into folder `directory`, whole or not at all."""
-        state = {
-            "model": [chunk.state_dict() for chunk in self._model.chunks],
-            "optimizer": self._optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "reference": self._reference.state_dict() if self._reference is not None else None,
-        }
-        save_rank_state(directory, state, rank=self._rank, layout=self._layout(), barrier=self._groups.barrier)
-
-    def restore(self, directory: Path) -> None:
-        """Continue from `save`, exactly.
+        """Write model, optimizer, schedule and random state into folder `directory`, whole or not at all.
 
         Raises:
-            TrainerCheckpointError: not such a folder, or written by another layout.
+            OSError: no room or no permission; a checkpoint that was there stays.
         """
-        state = load_rank_state(directory, rank=self._rank, layout=self._layout())
-        for chunk, held in zip(self._model.chunks, state["model"], strict=True):
-            chunk.load_state_dict(held)
-        self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        if self._reference is not None and state["reference"] is not None:
-            self._reference.load_state_dict(state["reference"])
+        manifest = Manifest(
+            model=self._model_fields(),
+            layout=self._layout(),
+            updates=self._optimizer.updates,
+            steps=self._optimizer.steps,
+            reference=self._reference is not None,
+        )
+        state = self._state(loading=False, reference=manifest.reference, random=True)
+        save_state(directory, state, manifest=manifest, rank=self._rank, ranks=self._groups)
+
+    def restore(self, directory: Path) -> None:
+        """Continue from `save`: exactly where the layout is the same, and in any other.
+
+        In another layout sums run in another order, and random numbers begin anew: from trainer.seed plus the number
+        of updates.
+
+        Raises:
+            TrainerCheckpointError: no such folder, damaged, of another format or of another model.
+        """
+        manifest = read_manifest(directory, model=self._model_fields(), rank=self._rank, ranks=self._groups)
+        same_layout = manifest.layout == self._layout()
+        reference = manifest.reference and self._reference is not None
+        weights = live_tensors(model_shards(self._model.chunks))
+        state = load_state(directory, self._state(loading=True, reference=reference, random=same_layout))
+        copy_into(weights, state["model"])
+        self._optimizer.load(state.get("optimizer", {}), updates=manifest.updates, steps=manifest.steps)
+        if self._reference is not None and reference:
+            copy_into({name: self._reference.frozen(w) for name, w in weights.items()}, state["reference"])
+        if same_layout:
+            self._groups.set_random_state(state["random"])
+        else:
+            self._groups.reseed(self._config.seed + manifest.updates)
         self._groups.barrier()
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
@@ -259,6 +276,27 @@ class TrainerRank:
     def _extra_columns(self) -> tuple[str, ...]:
         return (*self._loss.filters, *(("kl",) if self._loss.kl_coefficient > 0 else ()))
 
+    def _state(self, *, loading: bool, reference: bool, random: bool) -> dict[str, Any]:
+        """What a checkpoint holds, nested, as shards."""
+        weights = model_shards(self._model.chunks)
+        state: dict[str, Any] = {"model": weights}
+        if optimizer := self._optimizer.shards(weights, loading=loading):
+            state["optimizer"] = optimizer  # else another rank writes for this one
+        if self._reference is not None and reference:
+            state["reference"] = {
+                name: shard_like(weights[name], self._reference.frozen(tensor), "reference")
+                for name, tensor in live_tensors(weights).items()
+            }
+        if random:
+            state["random"] = object_of_rank(
+                "random", self._groups.random_state(), rank=self._rank, ranks=self._config.ranks
+            )
+        return state
+
+    def _model_fields(self) -> dict[str, Any]:
+        shape = self._model.shape
+        return model_fields(shape.megatron, vocab_size=shape.vocab_size, tied=shape.tied, dtype=self._config.dtype)
+
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel
         return {
@@ -269,5 +307,4 @@ class TrainerRank:
             "expert": parallel.expert,
             "expert_tensor": parallel.expert_tensor_size,
             "context": parallel.context,
-            "distributed_optimizer": int(self._config.distributed_optimizer),
         }

@@ -123,16 +123,17 @@ def test_a_restart_continues_bit_for_bit(checkpoint, tmp_path):
 def test_saving_again_replaces_the_folder_whole(checkpoint, tmp_path):
     trainer = start_trainer(checkpoint)
     (tmp_path / "state.partial").mkdir()
-    (tmp_path / "state.partial" / "rank-00007.pt").write_text("left over")
+    (tmp_path / "state.partial" / "__7_0.distcp").write_text("left over")
     trainer.save(tmp_path / "state")
     trainer.save(tmp_path / "state")
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
-    assert [p.name for p in (tmp_path / "state").iterdir()] == ["rank-00000.pt"]
+    names = {"trainer.json", "metadata.json", ".metadata", "common.pt", "__0_0.distcp"}
+    assert {p.name for p in (tmp_path / "state").iterdir()} == names
 
 
 def test_restoring_what_is_no_trainer_state_is_refused(checkpoint, tmp_path):
     trainer = start_trainer(checkpoint)
-    with pytest.raises(TrainerCheckpointError, match=r"has no rank-00000\.pt"):
+    with pytest.raises(TrainerCheckpointError, match=r"has no readable trainer\.json"):
         trainer.restore(tmp_path)
 
 
