@@ -336,10 +336,7 @@ class Pipeline:
 
     async def _save(self) -> None:
         """Checkpoint between two train steps; nothing is taken then."""
-        cursor, waiting = (
-            self._prompts.cursor,
-            self._prompts.unfinished,
-        )  # what is admitted now is below
+        cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # read first: later ones are in the snapshot
         snapshot = await self._queue.snapshot()
         version = self._version + (self._version_updates[self._version] < self._train_step)  # that a restart publishes
         state = RunState(

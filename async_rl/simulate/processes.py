@@ -139,7 +139,8 @@ class Process:
         context = copy_context()
         context.run(_process.set, self)
         loop = asyncio.get_running_loop()
-        loop.create_task(self._run(method, args, kwargs, reply), name=f"{self.process_name}.{method}", context=context)
+        name = f"{self.process_name}.{method}"
+        loop.create_task(self._run(method, args, kwargs, reply), name=name, context=context)  # noqa: RUF006 - in `tasks`
 
     async def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]

@@ -25,7 +25,7 @@ from async_rl.rollout.validator import ValidationResult, Validator
 from async_rl.simulate import model
 from async_rl.simulate.engine import SimulatedReplica
 from async_rl.simulate.processes import Process
-from async_rl.simulate.trainer import INITIAL, ParityReward, SimulatedTrainer
+from async_rl.simulate.trainer import INITIAL, ParityReward, SimulatedTrainer, session_of_task
 from async_rl.weights.publisher import Publisher
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import Batch, QueueSnapshot
@@ -70,8 +70,6 @@ class _Session:
         self._loop = loop
 
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
-        from async_rl.simulate.world import session_of_task
-
         session_of_task.set(session)
         await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
 

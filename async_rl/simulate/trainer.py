@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
 INITIAL = hashlib.blake2b(b"initial weights", digest_size=8).hexdigest()
+session_of_task: ContextVar[str] = ContextVar("session", default="")
 NO_END_S = 1e6  # longer than any time-out
 
 
@@ -63,7 +65,7 @@ class SimulatedTrainer:
 
     async def save(self, directory: Path) -> None:
         await self._work("save", seconds=self._world.scenario.train_s / 4)
-        directory.mkdir()
+        directory.mkdir()  # noqa: ASYNC240 - as blocking as an instant of virtual time
         state = {"digest": self.digest, "train_step": self.train_step}
         (directory / "state.json").write_text(json.dumps(state))
 

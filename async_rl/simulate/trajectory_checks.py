@@ -168,7 +168,7 @@ class TrajectoryJudge:
             case "append" | "force":
                 missing = {p for answer in answers for p in answer.unavailable}
                 owners = [_first(v for v in versions[p + 1 :] if v >= 0) for p in range(len(contexts) - 1)]
-                self._compare(data, contexts, owners, session, missing=missing, ordered=True)
+                self._compare(data, contexts, owners, session, missing=missing)
             case "replace":
                 made = self._passes(answers, versions, at=len(versions) - 1)
                 self._any(data, contexts, made, session, ordered=True)
@@ -199,16 +199,9 @@ class TrajectoryJudge:
         self._require("rows", None in wrong, "{}: rows {} are of no answer", session, wrong)
 
     def _compare(
-        self,
-        data: SequenceData,
-        contexts: list[int],
-        owners: list[int],
-        session: str,
-        *,
-        missing: set[int],
-        ordered: bool,
+        self, data: SequenceData, contexts: list[int], owners: list[int], session: str, *, missing: set[int]
     ) -> None:
-        wrong = self._differs(data, contexts, owners, missing, ordered)
+        wrong = self._differs(data, contexts, owners, missing, True)
         at = -1 if wrong is None else wrong
         self._require(
             "rows", wrong is None, "{}: row {} is {}, not of version {}", session, at, data.rows[at], owners[at:][:1]

@@ -14,8 +14,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Coroutine, Mapping
-from contextvars import ContextVar
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,9 @@ from async_rl.simulate import model
 from async_rl.simulate.engine import Answered
 from async_rl.simulate.oracle import Oracle, Violation
 from async_rl.simulate.processes import adopt
+from async_rl.simulate.run import Run, checkpoints_of
 from async_rl.simulate.scenario import KINDS, Fault, Scenario
-from async_rl.simulate.trainer import LookupTool
+from async_rl.simulate.trainer import LookupTool, session_of_task
 from async_rl.simulate.virtual_time import Deadlock, NumberedTask, VirtualTimeLoop
 from message_queue.tokens import Int32Array, WeightVersion
 
@@ -42,7 +42,6 @@ STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
 CLEAN_UP_TURNS = 2_000
 
 Event = tuple[float, str, str, tuple[object, ...]]
-session_of_task: ContextVar[str] = ContextVar("session", default="")
 
 
 class World:
@@ -173,8 +172,6 @@ class World:
 
     async def _live_once(self, start: int) -> bool:
         """One start of the run; True at its end or where an invariant is broken."""
-        from async_rl.simulate.run import Run
-
         fired = len(self.fired)
         self.note("world", "start", start)
         self._progress = (self._loop.time(), self._turn)
@@ -201,8 +198,6 @@ class World:
         return done
 
     def _newest_state(self) -> RunState:
-        from async_rl.simulate.run import checkpoints_of
-
         latest = checkpoints_of(self).latest()
         return RunState() if latest is None else read_run_state(latest)
 
@@ -284,8 +279,3 @@ def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
     except Deadlock as deadlock:
         with contextlib.suppress(Violation):
             world.violation = world.violation or Violation("progress", str(deadlock))
-
-
-def lines(record: Mapping[str, Any]) -> str:
-    """A record as one line."""
-    return ", ".join(f"{key}={value}" for key, value in record.items())
