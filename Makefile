@@ -8,7 +8,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: run seeds test lint format types contracts setup setup-sglang staleness bench clean
+.PHONY: run seeds test simulate lint format types contracts setup setup-sglang staleness bench clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +41,10 @@ seeds: setup
 
 test: setup setup-sglang
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+# The control code under random schedules and faults; docs/simulation.md.
+simulate: setup
+	$(BIN)/python -m async_rl.simulate --seeds 1000 --jobs 2 $(ARGS)
 
 staleness: setup
 	$(BIN)/python -m recipes.staleness.sweep $(ARGS)

@@ -24,22 +24,22 @@ def run_chunk(seeds: Sequence[int]) -> list[Outcome]:
 
 
 class Tally:
-    """Counts over seeds. failed: the outcomes in which an invariant is broken."""
+    """Counts over seeds. failed: outcomes in which an invariant is broken. faults: how often each kind happened."""
 
     def __init__(self) -> None:
         self.failed: list[Outcome] = []
         self._seeds = 0
-        self._faults: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
 
     def add(self, outcome: Outcome) -> None:
         self._seeds += 1
-        self._faults.update(fault.partition(": ")[2].rpartition(" (")[0] for fault in outcome.fired)
+        self.faults.update(fault.partition(": ")[2].rpartition(" (")[0] for fault in outcome.fired)
         if outcome.invariant is not None:
             self.failed.append(outcome)
 
     def lines(self) -> Iterator[str]:
         """What a person reads."""
-        happened = ", ".join(f"{kind} {count}" for kind, count in self._faults.most_common())
+        happened = ", ".join(f"{kind} {count}" for kind, count in self.faults.most_common())
         yield f"faults that happened: {happened or 'none'}"
         yield f"{self._seeds - len(self.failed)} of {self._seeds} seeds held every invariant"
         by_invariant = Counter(outcome.invariant for outcome in self.failed)
