@@ -7,7 +7,7 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDict
@@ -49,14 +49,21 @@ class Oracle:
     Args:
         expected_prompt: token ids of a prompt by its index.
         excused: whether a group may have been dropped for a failed rollout by now.
+        serving: names of the replicas in the fleet.
     """
 
     def __init__(
-        self, scenario: Scenario, *, expected_prompt: Callable[[int], Int32Array], excused: Callable[[], bool]
+        self,
+        scenario: Scenario,
+        *,
+        expected_prompt: Callable[[int], Int32Array],
+        excused: Callable[[], bool],
+        serving: Callable[[], Collection[str]],
     ) -> None:
         self._scenario = scenario
         self._expected_prompt = expected_prompt
         self._excused = excused
+        self._serving = serving
         self._weights: dict[str, model.Weights] = {}
         self._updates = {INITIAL: 0}
         self._trained_prompts: dict[int, list[int]] = {}  # train step -> prompts
@@ -140,10 +147,11 @@ class Oracle:
             self._published = version
         elif method == "loaded":
             version = args[0]
-            late = {name: v for name, v in self._loaded.items() if v < version}
             _require("versions", self._served <= version, "serves {} after {}", version, self._served)
             _require("versions", version <= self._published, "serves {}, published {}", version, self._published)
-            self._served, self._late = version, late
+            late = [name for name in self._serving() if self._loaded.get(name, -1) < version]
+            _require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
+            self._served = version
         elif method == "trained":
             self._acknowledged += len(args[0])
 

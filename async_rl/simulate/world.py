@@ -60,7 +60,9 @@ class World:
         self.fired: list[Fault] = []
         self.tool = LookupTool(self)
         self.chat = Chat(model.SimulatedTokenizer(), end_of_turn="<end>", tools=[describe_tool(self.tool)])
-        self.oracle = Oracle(scenario, expected_prompt=self.prompt_ids, excused=self._drops_are_excused)
+        self.oracle = Oracle(
+            scenario, expected_prompt=self.prompt_ids, excused=self._drops_are_excused, serving=self._serving
+        )
         self.run: Run | None = None
         self._loop = loop
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
@@ -208,6 +210,11 @@ class World:
         if lost or any(KINDS[fault.kind].ends_run for fault in fired):
             return
         self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+
+    def _serving(self) -> list[str]:
+        assert self.run is not None
+        every = [f"replica-{i}" for i in range(self.scenario.replicas)]
+        return [name for name in every if name not in self.run.fleet.lost]
 
     def _drops_are_excused(self) -> bool:
         return any(KINDS[fault.kind].drops_group for fault in self.fired)

@@ -277,7 +277,7 @@ MUTATIONS = {
         (a_drop_that_is_not_counted, ("ledger",)),
         (a_group_that_is_trained_without_a_record, ("ledger",)),
         (a_version_that_goes_back, ("versions",)),
-        (a_replica_that_is_left_out_of_a_publish, ("versions", "failure")),
+        (a_replica_that_is_left_out_of_a_publish, ("versions",)),
         (tokens_that_are_all_stamped_with_the_newest_version, ("provenance",)),
         (a_group_that_is_handed_out_twice, ("exactly once",)),
         (a_tool_that_runs_twice, ("exactly once",)),
