@@ -320,8 +320,7 @@ class Pipeline:
             raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")
 
     async def _request_validation(self) -> None:
-        every = self._config.validate_every
-        last = self._train_step == self._config.total_train_steps
+        every, last = self._config.validate_every, self._train_step == self._config.total_train_steps
         if self._validator is None or last or not every or self._train_step % every:
             return
         if self._validations.full():
@@ -337,13 +336,15 @@ class Pipeline:
 
     async def _save(self) -> None:
         """Checkpoint between two train steps; nothing is taken then."""
+        cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # read first: later ones are in the snapshot
         snapshot = await self._queue.snapshot()
+        version = self._version + (self._version_updates[self._version] < self._train_step)  # that a restart publishes
         state = RunState(
             train_step=self._train_step,
-            param_version=self._version,
-            version_updates=self._version_updates,
-            prompt_cursor=self._prompts.cursor,
-            unfinished_prompts=sorted({*snapshot.prompts, *self._prompts.unfinished}),
-            queue=replace(snapshot, version=self._version, update=self._version_updates[self._version], closed=False),
+            param_version=version,
+            version_updates={**self._version_updates, version: self._train_step},
+            prompt_cursor=max([cursor, *(prompt + 1 for prompt in snapshot.prompts)]),
+            unfinished_prompts=sorted({*snapshot.prompts, *waiting}),
+            queue=replace(snapshot, version=version, update=self._train_step, closed=False),
         )
         await self._checkpoints.save(state, trainer=self._trainer)

@@ -155,7 +155,8 @@ class QueueClient:
         except BaseException as error:  # cancelled, or no answer
             if keep:
                 self._unreceived.append(ticket)
-            await self._withdraw(what, ticket, error)
+            if await self._withdraw(what, ticket, error) and not keep:
+                self._settled.add(ticket)
             raise
         self._settled.add(ticket)
         return result
@@ -183,12 +184,14 @@ class QueueClient:
             )
         return result
 
-    async def _withdraw(self, what: str, ticket: str, error: BaseException) -> None:
-        """Take a call back."""
+    async def _withdraw(self, what: str, ticket: str, error: BaseException) -> bool:
+        """Take a call back; whether the queue confirmed it."""
         try:
             await self._call(f"withdraw of {what}", self._handle.withdraw, ticket)
         except QueueUnavailable as unavailable:
             error.add_note(str(unavailable))
+            return False
+        return True
 
     async def _call(self, what: str, method: RemoteMethod, *args: Any, allow_s: float = 0.0, **kwargs: Any) -> Any:
         """One bounded round trip; `allow_s` is what the queue itself was asked to wait."""

@@ -15,6 +15,7 @@ from message_queue.contract import Admission, Batch, PutResult, QueueError, Queu
 from message_queue.ledger import LedgerRecord, LedgerTotal
 from message_queue.queue import TrajectoryQueue
 from message_queue.staleness import StalenessConfig
+from message_queue.tickets import EndedTickets
 from message_queue.wire import EncodedGroup
 
 WITHDRAWN = "admission withdrawn: its caller was cancelled"
@@ -47,6 +48,7 @@ class QueueService:
         )
         self._calls: dict[str, asyncio.Task[Any]] = {}
         self._withdrawn: set[str] = set()
+        self._ended = EndedTickets()
 
     # ---- calls that wait
 
@@ -100,7 +102,8 @@ class QueueService:
         """
         task = self._calls.get(ticket)
         if task is None:
-            self._withdrawn.add(ticket)
+            if ticket not in self._ended:
+                self._withdrawn.add(ticket)
             return
         task.cancel()
         await asyncio.wait({task})
@@ -152,6 +155,10 @@ class QueueService:
     ) -> Any:
         for done in settled:
             self._calls.pop(done, None)
+            self._withdrawn.discard(done)
+            self._ended.add(done)
+        if ticket in self._ended:
+            raise QueueError(f"call {ticket} is over; its message came twice, or after it was withdrawn")
         if ticket not in self._calls:
             self._calls[ticket] = asyncio.create_task(start(), name=ticket)
         return await self._slice(self._calls[ticket], ticket=ticket, wait_s=wait_s)

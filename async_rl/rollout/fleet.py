@@ -45,7 +45,7 @@ class Member:
     replica: FleetReplica
     in_flight: int = 0
     busy_seconds: float = 0.0
-    calls: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+    calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])  # in the order they began
 
     @property
     def name(self) -> str:
@@ -107,7 +107,8 @@ class ReplicaFleet:
         self._live = tuple(other for other in self._live if other is not member)
         now = asyncio.get_running_loop().time()
         for call in member.calls:
-            call.reschedule(now)
+            if not call.expired():  # else it is ending by itself
+                call.reschedule(now)
         if self._on_lost is not None:
             self._on_lost(f"replica {member.name} is lost, {len(self._live)} left: {reason}")
 
@@ -127,11 +128,11 @@ class ReplicaFleet:
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                member.calls.add(deadline)
+                member.calls[deadline] = None
                 try:
                     yield
                 finally:
-                    member.calls.discard(deadline)
+                    member.calls.pop(deadline, None)
         except TimeoutError:
             if not deadline.expired():
                 raise

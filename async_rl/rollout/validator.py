@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from agent_loop.loop import AgentLoop, Prompt
+from agent_loop.loop import AgentLoop, Prompt, RolloutError
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import ResumeRouting, Trajectory
 
@@ -25,7 +26,7 @@ class ValidationResult:
 
 
 class Validator:
-    """Rolls every held-out prompt once. Its trajectories never enter the queue."""
+    """Rolls every held-out prompt once. Its trajectories never enter the queue; a failed rollout counts as reward 0."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Validator:
         async with asyncio.TaskGroup() as rollouts:
             for i, (prompt, trajectory) in enumerate(zip(self._prompts, trajectories, strict=True)):
                 session = f"validation{self._round}-{i}"
-                rollouts.create_task(self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session))
+                rollouts.create_task(self._roll(prompt, trajectory, session))
         versions = np.concatenate([t.param_versions()[t.loss_mask()] for t in trajectories])
         return ValidationResult(
             success_rate=float(np.mean([t.reward or 0.0 for t in trajectories])),
@@ -57,3 +58,7 @@ class Validator:
             min_version=int(versions.min(initial=versions.max(initial=-1))),
             max_version=int(versions.max(initial=-1)),
         )
+
+    async def _roll(self, prompt: Prompt, trajectory: Trajectory, session: str) -> None:
+        with contextlib.suppress(RolloutError):
+            await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)

@@ -13,7 +13,7 @@ import numpy as np
 from agent_loop.engine import GenerateRequest
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.routing import ReplicaRouter
-from tests.virtual_time import run_in_virtual_time
+from async_rl.simulate.virtual_time import run_in_virtual_time
 
 PROMPT = 200
 STAY, RULE = math.inf, 1.25

@@ -1,0 +1,188 @@
+"""Processes of a simulated cluster: calls that take their time, get lost, come twice, or find nobody alive.
+
+A process takes the calls of one caller in the order in which they were made, as Ray's actors do; answers come back in
+any order. A dead process does nothing any more and fails every call on it; a hung one never answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextvars import ContextVar, copy_context
+from typing import Any, Protocol
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from async_rl.simulate.scenario import Fault
+from async_rl.simulate.virtual_time import NumberedTask
+
+LEAST_S = 1e-6  # between two calls that a process takes
+
+_process: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class Surroundings(Protocol):
+    """What a process needs to know of the world."""
+
+    def fault(self, point: str) -> Fault | None:
+        """What goes wrong at `point` this time."""
+        ...
+
+    def note(self, who: str, what: str, *details: object) -> None:
+        """Write a line of the trace."""
+        ...
+
+    def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
+        """A process answered a call; the answer is on its way."""
+        ...
+
+
+def adopt(task: NumberedTask) -> None:
+    """Count a new task among those of the process that starts it."""
+    process = _process.get()
+    if process is not None:
+        process.tasks[task] = None
+        task.add_done_callback(process.forget)
+
+
+class _Method:
+    def __init__(self, process: Process, name: str) -> None:
+        self._process = process
+        self._name = name
+
+    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        return self._process.send(self._name, args, kwargs)
+
+
+class Process:
+    """A handle with `method.remote(...)`, and the process behind it.
+
+    Args:
+        host: what runs in the process.
+        latency_s: mean of one way.
+    """
+
+    def __init__(self, name: str, host: object, *, world: Surroundings, latency_s: float, draw: random.Random) -> None:
+        self.process_name = name
+        self.tasks: dict[NumberedTask, None] = {}
+        self.dead: str | None = None
+        self.hung = False
+        self.cut_off = False  # from a driver that is dead
+        self._host = host
+        self._world = world
+        self._latency_s = latency_s
+        self._draw = draw
+        self._free_at = 0.0
+
+    def __getattr__(self, name: str) -> _Method:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Method(self, name)
+
+    def forget(self, task: asyncio.Task[Any]) -> None:
+        """A task of this process has ended."""
+        self.tasks.pop(task, None)  # type: ignore[arg-type]
+
+    def die(self, cause: str) -> None:
+        """End the process: its tasks stop where they are, and whoever waits for it hears that it is dead."""
+        if self.dead is not None:
+            return
+        self.dead = cause
+        self._world.note(self.process_name, "dies", cause)
+        for task in list(self.tasks):
+            task.cancel()
+
+    def run_inside(self, call: Any, *args: Any) -> Any:
+        """Result of a plain function that runs in the process."""
+        context = copy_context()
+        context.run(_process.set, self)
+        return context.run(call, *args)
+
+    # ---- a call
+
+    def send(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        """The answer to come."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Any] = loop.create_future()
+        if self.cut_off:
+            reply.set_exception(RayActorError())
+            return reply
+        delay = self._latency()
+        fault = self._world.fault(f"message/{self.process_name}")
+        again = None
+        match fault and fault.kind:
+            case "late message":
+                assert fault is not None
+                delay += fault.amount
+            case "message twice":
+                assert fault is not None
+                again = fault.amount
+            case "process dies" | "queue dies":
+                loop.call_later(delay / 2, self.die, "killed")
+            case "process hangs":
+                self.hung = True
+            case _:
+                pass
+        self._free_at = max(loop.time() + delay, self._free_at + LEAST_S)
+        loop.call_at(self._free_at, self._deliver, method, args, kwargs, reply)
+        if again is not None:
+            self._free_at += LEAST_S
+            loop.call_at(self._free_at + again, self._deliver, method, args, kwargs, loop.create_future())
+        return reply
+
+    def _deliver(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]) -> None:
+        if self.hung or self.cut_off:
+            return
+        if self.dead is not None:
+            self._answer(reply, error=RayActorError())
+            return
+        context = copy_context()
+        context.run(_process.set, self)
+        loop = asyncio.get_running_loop()
+        name = f"{self.process_name}.{method}"
+        loop.create_task(self._run(method, args, kwargs, reply), name=name, context=context)  # noqa: RUF006 - in `tasks`
+
+    async def _run(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]
+    ) -> None:
+        result, error = None, None
+        try:
+            result = await getattr(self._host, method)(*args, **kwargs)
+        except asyncio.CancelledError:
+            error = RayActorError()
+        except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
+            error = RayTaskError(method, "", cause).as_instanceof_cause()
+        if self.dead is None and not self.hung and not self.cut_off:
+            self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
+            if error is None:
+                self._world.called(self.process_name, method, args, result)
+        elif self.dead is not None:
+            error = RayActorError()
+        if not self.hung:
+            self._answer(reply, result=result, error=error)
+
+    def _answer(self, reply: asyncio.Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._latency(), _settle, reply, result, error)
+
+    def _latency(self) -> float:
+        return self._latency_s * self._draw.expovariate(1.0)
+
+
+def _settle(reply: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if reply.done():
+        return
+    if error is None:
+        reply.set_result(result)
+    else:
+        reply.set_exception(error)
+        reply.exception()  # a caller may not be waiting any more
+
+
+def _told(result: object) -> object:
+    """What the trace shows of an answer."""
+    if result is None or isinstance(result, int | str):
+        return result
+    if isinstance(result, list | tuple):
+        return len(result)
+    group = getattr(result, "group", None)
+    return type(result).__name__ if group is None else f"group {group}"

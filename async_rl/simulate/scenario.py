@@ -1,0 +1,169 @@
+"""What one seed stands for: the settings of a run, how fast its parts are, and what goes wrong when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import get_args
+
+from async_rl.engines.replica import KeptKV
+from async_rl.simulate.bad_answers import BAD_ANSWERS
+from async_rl.weights.publisher import OnUpdate
+from message_queue.staleness import Policy
+from message_queue.trajectory import ResumeRouting
+
+UNAVAILABLE = "unavailable rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The `at`-th time that the run passes `point`, `kind` happens there; amount: seconds, tokens or rows."""
+
+    number: int
+    point: str
+    at: int
+    kind: str
+    amount: float
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.point}[{self.at}]: {self.kind} ({self.amount:g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A way to fail.
+
+    weight: how often, relative to the others. ends_run: the run may stop, and is started again. loses_replica: the
+    replica may leave the fleet. drops_group: a group may be dropped.
+    """
+
+    points: tuple[str, ...]
+    weight: float = 1.0
+    first: tuple[int, int] = (0, 40)
+    amount: tuple[float, float] = (0.0, 0.0)
+    ends_run: bool = False
+    loses_replica: bool = False
+    drops_group: bool = False
+
+
+R = "{replica}"
+KINDS: dict[str, Kind] = {
+    # an engine and one request
+    "late answer": Kind(points=(f"generate/{R}",), amount=(0.1, 15.0)),
+    "no answer": Kind(points=(f"generate/{R}",), ends_run=True, loses_replica=True, weight=0.5),
+    "gives up": Kind(points=(f"generate/{R}",), amount=(0, 8), drops_group=True),
+    "aborts by itself": Kind(points=(f"generate/{R}",), amount=(0, 8), weight=3),
+    UNAVAILABLE: Kind(points=(f"answer/{R}",), first=(0, 60), amount=(1, 6)),
+    **{name: Kind(points=(f"answer/{R}",), first=(0, 60), drops_group=True, weight=0.3) for name in BAD_ANSWERS},
+    # an engine as a whole
+    "engine dies": Kind(points=(f"generate/{R}", f"load/{R}"), first=(0, 20), loses_replica=True),
+    "process dies": Kind(points=(f"message/{R}", f"load/{R}"), first=(0, 200), loses_replica=True, weight=2),
+    "process hangs": Kind(points=(f"message/{R}",), first=(0, 200), loses_replica=True),
+    # weights
+    "late weights": Kind(points=(f"load/{R}",), first=(0, 6), amount=(0.5, 15.0), weight=2),
+    "weights never loaded": Kind(points=(f"load/{R}",), first=(0, 6), loses_replica=True),
+    "weights that did not arrive": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
+    "weights of another version": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
+    "weights refused": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
+    # messages
+    "late message": Kind(points=("message/queue", f"message/{R}"), first=(0, 300), amount=(0.05, 8.0), weight=3),
+    "message twice": Kind(points=("message/queue",), first=(0, 300), amount=(0.0, 0.5), weight=2),
+    # the queue, the trainer, the driver
+    "queue dies": Kind(points=("message/queue",), first=(0, 300), ends_run=True),
+    "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), ends_run=True, weight=2),
+    "slow trainer": Kind(points=("train", "export", "save"), first=(0, 6), amount=(0.5, 30.0)),
+    "driver dies": Kind(points=("turn",), first=(20, 6000), ends_run=True, weight=3),
+    "stop is asked for": Kind(points=("turn",), first=(20, 6000), weight=1),
+    # tools and rewards
+    "tool says no": Kind(points=("tool",), first=(0, 20)),
+    "tool is broken": Kind(points=("tool",), first=(0, 20), drops_group=True),
+    "slow tool": Kind(points=("tool", "reward"), first=(0, 20), amount=(0.5, 4.0)),
+    "no end of a tool": Kind(points=("tool",), first=(0, 20)),
+    "reward fails": Kind(points=("reward",), first=(0, 20), drops_group=True),
+    "no end of a reward": Kind(points=("reward",), first=(0, 20), drops_group=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Settings of the run as in the run config, and how long things take, in virtual seconds.
+
+    latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
+    """
+
+    seed: int
+    steps: int
+    batch_groups: int
+    trajectories_per_group: int
+    max_staleness: int
+    policy: Policy
+    publish_every: int
+    on_update: OnUpdate
+    kv: KeptKV
+    resume_routing: ResumeRouting
+    max_ready: int | None
+    rank_code_rows: bool
+    max_turns: int
+    max_tokens: int
+    checkpoint_every: int
+    validation: bool
+    replicas: int
+    edge: bool
+    latency_s: float
+    token_s: tuple[float, ...]
+    train_s: float
+    load_s: float
+    tool_s: float
+    faults: tuple[Fault, ...]
+
+
+def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
+    """The scenario of a seed; without faults only its schedule is random."""
+    draw = random.Random(f"scenario {seed}")
+    replicas = draw.choice((1, 2, 2, 3))
+    batch_groups = draw.randint(1, 4)
+    publish_every = draw.choice((1, 1, 1, 2, 3))
+    on_update: OnUpdate = draw.choice(get_args(OnUpdate))
+    return Scenario(
+        seed=seed,
+        steps=draw.randint(2, 6),
+        batch_groups=batch_groups,
+        trajectories_per_group=draw.randint(1, 3),
+        max_staleness=draw.choice((0, 1, 1, 2, 4)) + publish_every - 1,
+        policy=draw.choice(get_args(Policy)),
+        publish_every=publish_every,
+        on_update=on_update,
+        kv=draw.choice(get_args(KeptKV)) if on_update == "keep" else "recompute",
+        resume_routing=draw.choice(("append", "append", *get_args(ResumeRouting))),
+        max_ready=draw.choice((None, None, batch_groups, batch_groups + 2)),
+        rank_code_rows=draw.random() < 0.2,
+        max_turns=draw.randint(1, 4),
+        max_tokens=draw.choice((16, 32, 48)),
+        checkpoint_every=draw.choice((0, 1, 1, 2)),
+        validation=draw.random() < 0.1,
+        replicas=replicas,
+        edge=draw.random() < 0.5,
+        latency_s=draw.choice((0.0005, 0.005, 0.05)),
+        token_s=tuple(draw.choice((0.002, 0.02, 0.1)) for _ in range(replicas)),
+        train_s=draw.choice((0.01, 0.3, 2.0)),
+        load_s=draw.choice((0.01, 0.2, 1.0)),
+        tool_s=draw.choice((0.01, 0.3)),
+        faults=_draw_faults(draw, replicas=replicas) if faults else (),
+    )
+
+
+def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
+    """None for one seed in eight, else up to eight."""
+    names, weights = list(KINDS), [kind.weight for kind in KINDS.values()]
+    count = draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
+    return tuple(
+        _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)
+    )
+
+
+def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -> Fault:
+    kind = KINDS[name]
+    point = draw.choice(kind.points).format(replica=f"replica-{draw.randrange(replicas)}")
+    low, high = kind.first
+    at = low + int((high - low) * draw.random() ** 2)  # early ones more often: runs differ in length
+    return Fault(number, point, at, name, round(draw.uniform(*kind.amount), 3))

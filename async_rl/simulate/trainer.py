@@ -1,0 +1,133 @@
+"""A trainer whose weights are a hash of everything it was trained on, and tools and rewards that take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+
+from agent_loop.loop import Prompt, RolloutError
+from agent_loop.reward import Completion
+from agent_loop.tools import ToolError
+from async_rl.handles import TrainerError
+from async_rl.simulate.scenario import Fault, Scenario
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import WeightVersion
+
+INITIAL = hashlib.blake2b(b"initial weights", digest_size=8).hexdigest()
+session_of_task: ContextVar[str] = ContextVar("session", default="")
+NO_END_S = 1e6  # longer than any time-out
+
+
+class TrainerWorld(Protocol):
+    """What trainer and tools need to know of the world."""
+
+    scenario: Scenario
+
+    def fault(self, point: str) -> Fault | None: ...
+    def note(self, who: str, what: str, *details: object) -> None: ...
+    def check_batch(self, batch: TensorDict, *, train_step: int) -> None: ...
+    def exported(self, weights: WeightVersion, *, updates: int) -> None: ...
+    def tool_called(self) -> None: ...
+
+
+class SimulatedTrainer:
+    """See `async_rl.pipeline.Trainer`. digest: of the weights now. train_step: updates they hold."""
+
+    def __init__(self, world: TrainerWorld) -> None:
+        self.digest = INITIAL
+        self.train_step = 0
+        self._world = world
+
+    async def train(self, batch: TensorDict) -> dict[str, float]:
+        await self._work("train", seconds=self._world.scenario.train_s)
+        self._world.check_batch(batch, train_step=self.train_step)
+        content = hashlib.blake2b(self.digest.encode(), digest_size=8)
+        for name in ("token_ids", "behaviour_logprobs", "advantages"):
+            content.update(batch[name].numpy().tobytes())
+        self.digest = content.hexdigest()
+        self.train_step += 1
+        self._world.note("trainer", "train", self.train_step, self.digest)
+        return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
+
+    async def export(self, directory: Path, *, version: int) -> WeightUpdate:
+        await self._work("export", seconds=self._world.scenario.train_s / 4)
+        weights = WeightVersion(version, self.digest)
+        self._world.exported(weights, updates=self.train_step)
+        self._world.note("trainer", "export", version, self.digest)
+        return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=weights)
+
+    async def save(self, directory: Path) -> None:
+        await self._work("save", seconds=self._world.scenario.train_s / 4)
+        directory.mkdir()  # noqa: ASYNC240 - as blocking as an instant of virtual time
+        state = {"digest": self.digest, "train_step": self.train_step}
+        (directory / "state.json").write_text(json.dumps(state))
+
+    async def restore(self, directory: Path) -> None:
+        state = json.loads((directory / "state.json").read_text())
+        self.digest, self.train_step = state["digest"], state["train_step"]
+
+    async def _work(self, what: str, *, seconds: float) -> None:
+        fault = self._world.fault(what)
+        if fault is not None and fault.kind == "slow trainer":
+            seconds += fault.amount
+        await asyncio.sleep(seconds)
+        if fault is not None and fault.kind == "trainer fails":
+            raise TrainerError(f"trainer rank 0: process died during {what}")
+
+
+class LookupTool:
+    """A Tool without arguments that answers a short word."""
+
+    name = "lookup"
+    description = "says a word"
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+    def __init__(self, world: TrainerWorld) -> None:
+        self._world = world
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        fault, seconds = self._world.fault("tool"), self._world.scenario.tool_s
+        self._world.tool_called()
+        match fault and fault.kind:
+            case "tool says no":
+                raise ToolError("no")
+            case "tool is broken":
+                raise RolloutError("the tool is out of order")
+            case "slow tool":
+                assert fault is not None
+                seconds += fault.amount
+            case "no end of a tool":
+                seconds = NO_END_S
+            case _:
+                pass
+        await asyncio.sleep(seconds)
+        return "yes"
+
+
+class ParityReward:
+    """1 where the number of letters is odd."""
+
+    def __init__(self, world: TrainerWorld) -> None:
+        self._world = world
+
+    async def score(self, prompt: Prompt, *, completion: Completion) -> float:
+        fault, seconds = self._world.fault("reward"), self._world.scenario.tool_s
+        match fault and fault.kind:
+            case "reward fails":
+                raise ValueError("no such answer")
+            case "slow tool":
+                assert fault is not None
+                seconds += fault.amount
+            case "no end of a reward":
+                seconds = NO_END_S
+            case _:
+                pass
+        await asyncio.sleep(seconds)
+        return float(sum(map(len, completion.turns)) % 2)

@@ -1,0 +1,288 @@
+"""The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
+
+driver     Pipeline, Rollouter, agent loops, Publisher, fleet, router, Recorder, Checkpoints   (real)
+messages   QueueClient, ReplicaHandle (real) -> Process (simulated: late, twice, never)
+queue      QueueService, TrajectoryQueue                                                       (real)
+replica    ReplicaHost, RequestInbox, RequestGate (real) -> SimulatedReplica
+trainer    SimulatedTrainer; tools and reward are simulated too
+watched by Oracle
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+
+from agent_loop.chat import Chat
+from agent_loop.engine import GenerateRequest
+from agent_loop.loop import Message, Prompt
+from agent_loop.tools import describe_tool
+from async_rl.checkpoints import RunState, read_run_state
+from async_rl.run import causes
+from async_rl.simulate import model
+from async_rl.simulate.engine import Answered
+from async_rl.simulate.oracle import Oracle, Violation
+from async_rl.simulate.processes import adopt
+from async_rl.simulate.run import Run, checkpoints_of
+from async_rl.simulate.scenario import KINDS, Fault, Scenario
+from async_rl.simulate.trainer import LookupTool, session_of_task
+from async_rl.simulate.virtual_time import Deadlock, NumberedTask, VirtualTimeLoop
+from message_queue.tokens import Int32Array, WeightVersion
+
+STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
+STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
+CLEAN_UP_TURNS = 2_000
+
+Event = tuple[float, str, str, tuple[object, ...]]
+
+
+class World:
+    """One scenario, run to its end.
+
+    Args:
+        directory: empty; for checkpoints, metrics and ledger.
+        loop: the virtual-time loop that it will run on.
+    """
+
+    def __init__(self, scenario: Scenario, *, directory: Path, loop: VirtualTimeLoop) -> None:
+        self.scenario = scenario
+        self.directory = directory
+        self.events: list[Event] = []
+        self.violation: Violation | None = None
+        self.fired: list[Fault] = []
+        self.tool = LookupTool(self)
+        self.chat = Chat(model.SimulatedTokenizer(), end_of_turn="<end>", tools=[describe_tool(self.tool)])
+        self.oracle = Oracle(
+            scenario, expected_prompt=self.prompt_ids, excused=self._drops_are_excused, serving=self._serving
+        )
+        self.run: Run | None = None
+        self._loop = loop
+        self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
+        self._passed: Counter[str] = Counter()
+        self._progress = (0.0, 0)
+        self._turn = 0
+        self._tasks: dict[NumberedTask, None] = {}
+        self._cleaning = 0
+        threads = random.Random(f"threads {scenario.seed}")
+        loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s
+        loop.on_task = self._on_task
+        loop.on_turn = self._on_turn
+        loop.set_exception_handler(lambda _loop, _context: None)
+
+    # ---- what the parts ask and tell
+
+    def fault(self, point: str) -> Fault | None:
+        """What goes wrong at `point` this time."""
+        at = self._passed[point]
+        self._passed[point] = at + 1
+        fault = self._faults.get((point, at))
+        if fault is not None:
+            self.fired.append(fault)
+            self.note("fault", str(fault))
+        return fault
+
+    def note(self, who: str, what: str, *details: object) -> None:
+        """Write a line of the trace."""
+        self.events.append((self._loop.time(), who, what, details))
+
+    def weights(self, digest: str) -> model.Weights:
+        return self.oracle.weights(digest)
+
+    def answered(self, answer: Answered) -> None:
+        self.note(answer.session, "answered", answer.request, answer.start, answer.tokens)
+        self.oracle.answered(answer)
+
+    def loaded_by(self, replica: str, weights: WeightVersion) -> None:
+        self.note(replica, "loaded", weights.version)
+        self.judge(self.oracle.loaded_by, replica, weights)
+
+    def exported(self, weights: WeightVersion, *, updates: int) -> None:
+        self.oracle.exported(weights, updates=updates)
+
+    def tool_called(self) -> None:
+        self.note(session_of_task.get(), "tool")
+        self.oracle.tool_called(session_of_task.get())
+
+    def forced(self, request: GenerateRequest) -> None:
+        """Rows that an engine is made to use are rows that some version gave."""
+        if request.forced_experts is None:
+            return
+        contexts = model.contexts(request.token_ids.tolist())
+        every = [self.oracle.weights(digest) for digest in self.oracle.forced_digests()]
+        for context, row in zip(contexts, request.forced_experts.experts.tolist(), strict=False):
+            if not any(row == weights.row(context) for weights in every):
+                self.fail(Violation("rows", f"{request.request_id} forces a row that no version gave: {row}"))
+
+    def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
+        """A process answered a call."""
+        if process == "queue" and self.run is not None:
+            self.judge(self.oracle.queue_called, method, args, result)
+            self.judge(self.oracle.check_ledger, self.run.queue_state())
+
+    def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
+        """The trainer is about to train."""
+        self.judge(self.oracle.check_batch, batch, train_step=train_step)
+        self._progress = (self._loop.time(), self._turn)
+
+    def judge(self, check: Any, *args: Any, **kwargs: Any) -> None:
+        """Call a check of the oracle; the first violation ends the world."""
+        try:
+            check(*args, **kwargs)
+        except Violation as violation:
+            self.fail(violation)
+
+    def fail(self, violation: Violation) -> None:
+        """Note the first violation and end the run."""
+        if self.violation is None:
+            self.violation = violation
+            self.note("oracle", str(violation))
+        self._kill_driver("a violation")
+
+    def kill(self, replica: str) -> None:
+        """End the process of a replica."""
+        if self.run is not None:
+            self.run.processes[replica].die("killed")
+
+    # ---- prompts
+
+    def train_prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, messages=(Message(role="user", content=f"{index:03d}"),))
+
+    def prompt_ids(self, index: int) -> Int32Array:
+        """int32 [n], what a trajectory of prompt `index` starts with."""
+        text = f"<user>{index:03d}<end><assistant>"
+        return np.array(model.SimulatedTokenizer().encode(text), np.int32)
+
+    # ---- from start to end
+
+    async def live(self) -> None:
+        """Run, and run again from the newest checkpoint as often as something broke that was to break."""
+        restarts = sum(KINDS[f.kind].ends_run or KINDS[f.kind].loses_replica for f in self.scenario.faults)
+        stops = sum(f.kind == "stop is asked for" for f in self.scenario.faults)
+        for start in range(restarts + stops + 1):
+            if await self._live_once(start) or self.violation is not None:
+                return
+        self.fail(Violation("progress", f"not done after {restarts + stops + 1} starts"))
+
+    async def _live_once(self, start: int) -> bool:
+        """One start of the run; True at its end or where an invariant is broken."""
+        fired = len(self.fired)
+        self.note("world", "start", start)
+        self._progress = (self._loop.time(), self._turn)
+        run = self.run = Run(self, number=start, state=self._newest_state())
+        self.judge(self.oracle.begin, run.state)
+        work = asyncio.create_task(run.go(), name="driver")
+        done, error = False, None
+        try:
+            done = await work
+        except asyncio.CancelledError:
+            error = "killed"
+        except BaseException as failure:  # noqa: BLE001 - whatever ends the driver; the world goes on
+            error = "; ".join(causes(failure))
+        finally:
+            await self._clean_up()
+        self.note("world", "ended", done, error)
+        self.judge(self.oracle.records, run.records())
+        if error is not None and error != "killed":
+            self._require_excuse(error, self.fired[fired:])
+        if error is None:
+            self.judge(self.oracle.check_records_complete, run.ledger_lines())
+        if done:
+            self.judge(self.oracle.finish, self._newest_state(), train_step=run.trainer.train_step)
+        return done
+
+    def _newest_state(self) -> RunState:
+        latest = checkpoints_of(self).latest()
+        return RunState() if latest is None else read_run_state(latest)
+
+    def _require_excuse(self, error: str, fired: list[Fault]) -> None:
+        """A run may only fail for what was broken on purpose."""
+        assert self.run is not None
+        lost = len(self.run.fleet.lost) == self.scenario.replicas
+        if lost or any(KINDS[fault.kind].ends_run for fault in fired):
+            return
+        self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+
+    def _serving(self) -> list[str]:
+        assert self.run is not None
+        every = [f"replica-{i}" for i in range(self.scenario.replicas)]
+        return [name for name in every if name not in self.run.fleet.lost]
+
+    def _drops_are_excused(self) -> bool:
+        return any(KINDS[fault.kind].drops_group for fault in self.fired)
+
+    # ---- the loop
+
+    def _on_task(self, task: NumberedTask) -> None:
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+        adopt(task)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)  # type: ignore[arg-type]
+
+    def _on_turn(self) -> None:
+        self._turn += 1
+        if self._cleaning:
+            if self._turn > self._cleaning + CLEAN_UP_TURNS:
+                raise Deadlock("what a dead driver left behind does not end")
+            return
+        fault = self.fault("turn")
+        if fault is not None and self.run is not None:
+            if fault.kind == "driver dies":
+                self._kill_driver("the driver died")
+            else:
+                self.run.pipeline.request_stop()
+        since, turn = self._progress
+        if self._loop.time() > since + STANDSTILL_S or self._turn > turn + STANDSTILL_TURNS:
+            waited = f"{self._loop.time() - since:.0f} s and {self._turn - turn} turns of the event loop"
+            self._progress = (self._loop.time(), self._turn)
+            self.fail(Violation("progress", f"no train step in {waited}"))
+
+    def _kill_driver(self, cause: str) -> None:
+        """Stop every task where it is; what they still do on their way out reaches nobody."""
+        self._cleaning = self._turn
+        self.note("world", "kill", cause)
+        if self.run is not None:
+            for process in self.run.processes.values():
+                process.cut_off = True
+        for task in list(self._tasks):
+            if task.get_name() != "world":
+                task.cancel()
+
+    async def _clean_up(self) -> None:
+        """End whatever a run left behind."""
+        assert self.run is not None
+        self._cleaning = self._turn
+        for process in self.run.processes.values():
+            process.cut_off = True
+        while left := [task for task in self._tasks if task.get_name() != "world"]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+        self._cleaning = 0
+
+
+def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
+    """Run a world on its loop; a standstill is a violation."""
+
+    async def named(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name("world")
+        await work
+
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(named(world.live()))
+    except Deadlock as deadlock:
+        with contextlib.suppress(Violation):
+            world.violation = world.violation or Violation("progress", str(deadlock))

@@ -1,0 +1,295 @@
+"""Defects planted in the real code, each with the invariant that is broken by it. None may go unnoticed."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from agent_loop.segments import SegmentDecoder
+from agent_loop.tools import PauseGate, ToolRunner
+from async_rl.checkpoints import RunState
+from async_rl.observe.recorder import Recorder
+from async_rl.pipeline import Pipeline
+from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.validator import Validator
+from async_rl.simulate import engine
+from async_rl.weights.publisher import Publisher
+from message_queue.holdings import Holdings
+from message_queue.ledger import Ledger
+from message_queue.queue import TrajectoryQueue
+from message_queue.rows import HeldRows
+from message_queue.staleness import StalenessBudget
+from message_queue.tickets import EndedTickets
+from message_queue.trajectory import Trajectory
+from message_queue.versions import PublishedVersions
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """plant: called with monkeypatch. broken: invariants, one of which is found broken."""
+
+    plant: object
+    broken: tuple[str, ...]
+
+
+def a_bound_that_is_one_too_large(patch):
+    def is_expired(self, admitted_update, *, next_update):
+        return self.staleness(admitted_update, next_update=next_update) > self.max_staleness + 1
+
+    patch.setattr(StalenessBudget, "is_expired", is_expired)
+
+
+def a_lag_that_is_told_too_small(patch):
+    whole = Pipeline._train_on
+
+    async def train_on(self, batch):
+        return await whole(self, replace(batch, update=max(0, batch.update - 1)))
+
+    patch.setattr(Pipeline, "_train_on", train_on)
+
+
+def rows_that_a_resumed_request_brings_again_are_appended(patch):
+    whole = SegmentDecoder._request
+
+    def request(self, trajectory, left):
+        asked = whole(self, trajectory, left)
+        return replace(asked, rows_held=max(0, asked.rows_held - 1))
+
+    def add(self, rows, *, version):
+        count = len(rows.experts) - max(0, self._count - rows.first_position)
+        fresh = rows.experts[: max(0, count)]
+        block = next(iter(_blocks_of(fresh, version)), None)
+        if block is not None:
+            self._append(block)
+
+    patch.setattr(SegmentDecoder, "_request", request)
+    patch.setattr(HeldRows, "add", add)
+
+
+def _blocks_of(experts, version):
+    from message_queue.rows import _Block
+
+    if len(experts):
+        yield _Block(len(experts), version, experts)
+
+
+def rows_that_are_held_are_replaced_on_a_resume(patch):
+    whole = Trajectory.__init__
+
+    def init(self, *, routing, resume_routing="append"):
+        whole(self, routing=routing, resume_routing="replace" if resume_routing == "append" else resume_routing)
+
+    patch.setattr(Trajectory, "__init__", init)
+
+
+def a_drop_that_is_not_counted(patch):
+    whole = Ledger.dropped
+
+    def dropped(self, group, **of):
+        whole(self, group, **of)
+        self._dropped -= 1
+
+    patch.setattr(Ledger, "dropped", dropped)
+
+
+def a_group_that_is_trained_without_a_record(patch):
+    whole = Recorder.ledger
+
+    def ledger(self, records):
+        whole(self, [r for r in records if not (r["outcome"] == "trained" and r["group"] % 3 == 1)])
+
+    patch.setattr(Recorder, "ledger", ledger)
+
+
+def a_version_that_goes_back(patch):
+    def load(self, version):
+        self._served = max(0, version - 1) if version > 1 else version
+
+    patch.setattr(PublishedVersions, "load", load)
+
+
+def a_replica_that_is_left_out_of_a_publish(patch):
+    whole = Publisher._load
+
+    async def load(self, replica, update):
+        if replica.name == "replica-1":
+            await replica.stats()
+            return publisher_load(pause_seconds=0.0, aborted=0, frozen=0)
+        return await whole(self, replica, update)
+
+    from async_rl.weights.publisher import _Load as publisher_load
+
+    patch.setattr(Publisher, "_load", load)
+
+
+def tokens_that_are_all_stamped_with_the_newest_version(patch):
+    whole = engine.cut_into_segments
+
+    def cut(request, *, spans, **of):
+        return whole(request, spans=[(spans[-1][0], sum(count for _, count in spans))], **of)
+
+    patch.setattr(engine, "cut_into_segments", cut)
+
+
+def a_group_that_is_handed_out_twice(patch):
+    whole = Holdings.take
+
+    def take(self, groups, *, update):
+        groups = list(groups)
+        whole(self, groups, update=update)
+        if update == 1:
+            first = groups[0]
+            self.ready[first.group] = first
+            self._ready_updates[first.admitted_update] += 1
+            self._outstanding[first.admitted_update] += 1
+
+    patch.setattr(Holdings, "take", take)
+
+
+def a_tool_that_runs_twice(patch):
+    whole = ToolRunner.run
+
+    async def run(self, calls):
+        await whole(self, calls[:1])
+        return await whole(self, calls)
+
+    patch.setattr(ToolRunner, "run", run)
+
+
+def a_resumed_request_that_gets_its_whole_budget_again(patch):
+    whole = SegmentDecoder._request
+
+    def request(self, trajectory, left):
+        asked = whole(self, trajectory, left)
+        return replace(asked, max_new_tokens=left + trajectory.turns[-1].num_sampled)
+
+    patch.setattr(SegmentDecoder, "_request", request)
+
+
+def a_new_version_that_wakes_nobody(patch):
+    async def loaded(self, version):
+        async with self._changed:
+            self._versions.load(version)
+
+    patch.setattr(TrajectoryQueue, "loaded", loaded)
+
+
+def tools_that_stay_paused(patch):
+    patch.setattr(PauseGate, "resume", lambda self: None)
+
+
+def a_put_that_wakes_nobody(patch):
+    whole = TrajectoryQueue.put
+
+    async def put(self, group):
+        notify, self._changed.notify_all = self._changed.notify_all, lambda: None
+        try:
+            return await whole(self, group)
+        finally:
+            self._changed.notify_all = notify
+
+    patch.setattr(TrajectoryQueue, "put", put)
+
+
+def a_call_that_begins_again_when_its_message_comes_twice(patch):
+    patch.setattr(EndedTickets, "__contains__", lambda self, ticket: False)
+    patch.setattr(EndedTickets, "add", lambda self, ticket: None)
+
+
+def a_timeout_that_is_expiring_is_moved(patch):
+    def lose(self, member, *, reason):
+        if member.name not in self._lost:
+            self._lost[member.name] = reason
+            self._live = tuple(other for other in self._live if other is not member)
+            for call in member.calls:
+                call.reschedule(asyncio.get_running_loop().time())
+
+    patch.setattr(ReplicaFleet, "lose", lose)
+
+
+def a_failed_validation_rollout_that_ends_the_run(patch):
+    async def roll(self, prompt, trajectory, session):
+        await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)
+
+    patch.setattr(Validator, "_roll", roll)
+
+
+def a_checkpoint_that_repeats_the_prompt_being_admitted(patch):
+    async def save(self):
+        snapshot = await self._queue.snapshot()
+        await self._checkpoints.save(_state(self, snapshot, self._prompts.cursor), trainer=self._trainer)
+
+    patch.setattr(Pipeline, "_save", save)
+
+
+def a_checkpoint_that_skips_the_prompt_being_admitted(patch):
+    async def save(self):
+        snapshot = await self._queue.snapshot()
+        unfinished = [p for p in snapshot.prompts if p < self._prompts.cursor]
+        state = replace(_state(self, snapshot, self._prompts.cursor), unfinished_prompts=unfinished)
+        await self._checkpoints.save(state, trainer=self._trainer)
+
+    patch.setattr(Pipeline, "_save", save)
+
+
+def _state(pipeline, snapshot, cursor):
+    version = pipeline._version + (pipeline._version_updates[pipeline._version] < pipeline._train_step)
+    return RunState(
+        train_step=pipeline._train_step,
+        param_version=version,
+        version_updates={**pipeline._version_updates, version: pipeline._train_step},
+        prompt_cursor=cursor,
+        unfinished_prompts=sorted({*snapshot.prompts, *pipeline._prompts.unfinished}),
+        queue=replace(snapshot, version=version, update=pipeline._train_step, closed=False),
+    )
+
+
+def weights_of_a_checkpoint_under_an_old_version(patch):
+    whole = Pipeline._save
+
+    async def save(self):
+        updates = self._version_updates
+        self._version_updates = {**updates, self._version: self._train_step}
+        try:
+            checkpoints = self._checkpoints
+            self._checkpoints = _Relabel(checkpoints, updates)
+            await whole(self)
+        finally:
+            self._checkpoints, self._version_updates = checkpoints, updates
+
+    patch.setattr(Pipeline, "_save", save)
+
+
+class _Relabel:
+    def __init__(self, checkpoints, updates):
+        self._checkpoints, self._updates = checkpoints, updates
+
+    async def save(self, state, *, trainer):
+        queue = replace(state.queue, update=self._updates[state.param_version])
+        await self._checkpoints.save(replace(state, version_updates=self._updates, queue=queue), trainer=trainer)
+
+
+MUTATIONS = {
+    plant.__name__: Mutation(plant, broken)
+    for plant, broken in (
+        (a_bound_that_is_one_too_large, ("staleness",)),
+        (a_lag_that_is_told_too_small, ("staleness",)),
+        (rows_that_a_resumed_request_brings_again_are_appended, ("rows",)),
+        (rows_that_are_held_are_replaced_on_a_resume, ("rows",)),
+        (a_drop_that_is_not_counted, ("ledger",)),
+        (a_group_that_is_trained_without_a_record, ("ledger",)),
+        (a_version_that_goes_back, ("versions",)),
+        (a_replica_that_is_left_out_of_a_publish, ("versions",)),
+        (tokens_that_are_all_stamped_with_the_newest_version, ("provenance",)),
+        (a_group_that_is_handed_out_twice, ("exactly once",)),
+        (a_tool_that_runs_twice, ("exactly once",)),
+        (a_resumed_request_that_gets_its_whole_budget_again, ("exactly once",)),
+        (a_checkpoint_that_repeats_the_prompt_being_admitted, ("exactly once",)),
+        (a_checkpoint_that_skips_the_prompt_being_admitted, ("exactly once",)),
+        (a_call_that_begins_again_when_its_message_comes_twice, ("exactly once",)),
+        (a_new_version_that_wakes_nobody, ("progress",)),
+        (a_put_that_wakes_nobody, ("progress",)),
+        (tools_that_stay_paused, ("progress",)),
+        (a_timeout_that_is_expiring_is_moved, ("failure",)),
+        (a_failed_validation_rollout_that_ends_the_run, ("failure",)),
+        (weights_of_a_checkpoint_under_an_old_version, ("staleness",)),
+    )
+}

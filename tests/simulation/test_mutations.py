@@ -1,0 +1,34 @@
+"""The simulator finds what it is there to find: each planted defect, within 1,000 seeds."""
+
+import gc
+
+import pytest
+
+from async_rl.simulate.oracle import INVARIANTS
+from async_rl.simulate.outcome import run_seed
+from tests.simulation.mutations import MUTATIONS
+
+SEEDS = 1000
+
+
+def first_broken(seeds):
+    for seed in seeds:
+        outcome = run_seed(seed)
+        if outcome.invariant is not None:
+            return outcome
+        if seed % 50 == 49:
+            gc.collect()
+    return None
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_defect_is_found(name, monkeypatch):
+    mutation = MUTATIONS[name]
+    mutation.plant(monkeypatch)
+    outcome = first_broken(range(SEEDS))
+    assert outcome is not None, f"{SEEDS} seeds hold every invariant in spite of: {name}"
+    assert outcome.invariant in mutation.broken, outcome.text
+
+
+def test_every_invariant_has_a_defect_that_breaks_it():
+    assert {invariant for mutation in MUTATIONS.values() for invariant in mutation.broken} == set(INVARIANTS)

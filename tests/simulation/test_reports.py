@@ -1,0 +1,35 @@
+"""What a person gets who broke something: the invariant, the fewest faults, the command, the trace."""
+
+import re
+
+import pytest
+
+from async_rl.simulate.__main__ import main
+from async_rl.simulate.outcome import run_seed, shrink
+from tests.simulation.mutations import a_call_that_begins_again_when_its_message_comes_twice as plant
+
+
+@pytest.fixture
+def failed(monkeypatch):
+    plant(monkeypatch)
+    return next(o for seed in range(1000) if (o := run_seed(seed)).invariant and len(o.fired) > 1)
+
+
+def test_faults_that_do_not_matter_are_left_out(failed):
+    fewest = shrink(failed)
+    assert fewest.invariant == failed.invariant
+    assert len(fewest.fired) == 1 and "message twice" in fewest.fired[0]
+
+
+def test_a_broken_seed_is_reported_with_the_command_that_replays_it(failed, capsys):
+    assert main(["--seeds", "1", "--start", str(failed.seed)]) == 1
+    shown = capsys.readouterr().out
+    assert f"seed {failed.seed} breaks {failed.invariant}" in shown
+    command = re.search(r"python -m async_rl.simulate (--seed .*)", shown).group(1)
+    assert main(command.split()) == 1
+    assert f"broken: {failed.invariant}" in capsys.readouterr().out
+
+
+def test_a_seed_that_is_well_cannot_be_shrunk():
+    with pytest.raises(ValueError, match="breaks no invariant"):
+        shrink(run_seed(0))

@@ -1,0 +1,78 @@
+"""Random schedules with faults hold every invariant, and a seed means the same run everywhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from async_rl.simulate.__main__ import main, run_seeds
+from async_rl.simulate.many import Tally
+from async_rl.simulate.outcome import run_scenario, run_seed
+from async_rl.simulate.scenario import KINDS, draw_scenario
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 1000
+HASHES = "from async_rl.simulate.outcome import run_seed; print([run_seed(seed).trace_hash for seed in range({})])"
+A_SET_OF_NAMES = """
+from async_rl.rollout.fleet import ReplicaFleet
+whole = ReplicaFleet.__init__
+ReplicaFleet.__init__ = lambda self, replicas, **of: whole(
+    self, [next(r for r in replicas if r.name == name) for name in {r.name for r in replicas}], **of)
+"""
+
+
+def test_every_invariant_holds_under_faults():
+    tally = Tally()
+    for outcome in run_seeds(range(SEEDS), jobs=2):
+        tally.add(outcome)
+    assert not tally.failed, [(outcome.command, outcome.text) for outcome in tally.failed[:5]]
+    assert set(tally.faults) == set(KINDS), f"these never happened: {set(KINDS) - set(tally.faults)}"
+
+
+def hashes(code, *, hash_seed):
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return made.stdout
+
+
+def test_a_seed_gives_the_same_trace_in_every_process():
+    here = f"{[run_seed(seed).trace_hash for seed in range(25)]}\n"
+    assert hashes(HASHES.format(25), hash_seed="77") == here
+
+
+def test_a_choice_that_depends_on_the_process_gives_another_trace():
+    code = A_SET_OF_NAMES + HASHES.format(4)
+    assert len({hashes(code, hash_seed=str(number)) for number in range(3)}) > 1
+
+
+def test_seeds_differ():
+    assert len({run_seed(seed).trace_hash for seed in range(8)}) == 8
+
+
+def test_without_faults_nothing_is_lost_and_the_run_starts_once():
+    for seed in range(8):
+        world = run_scenario(draw_scenario(seed, faults=False))
+        assert world.violation is None and not world.fired
+        assert [what for _, who, what, _ in world.events if who == "world"] == ["start", "ended"]
+
+
+def test_a_seed_that_is_well_says_so(capsys):
+    assert main(["--seed", "0", "--trace"]) == 0
+    shown = capsys.readouterr().out
+    assert "every invariant held" in shown and "replica-0" in shown
+
+
+def test_seeds_are_counted(capsys):
+    assert main(["--seeds", "4", "--start", "3", "--jobs", "2"]) == 0
+    assert "4 of 4 seeds held every invariant" in capsys.readouterr().out
+
+
+def test_arguments_that_make_no_sense_are_refused(capsys):
+    for argv in (["--seeds", "0"], ["--trace"], ["--faults", "1"]):
+        try:
+            main(argv)
+        except SystemExit as exit_:
+            assert exit_.code == 2
+        else:
+            raise AssertionError(argv)
+    assert "name it with --seed" in capsys.readouterr().err
