@@ -90,7 +90,7 @@ def random_model(name: str) -> Any:
         )  # fmt: skip
     return transformers.DeepseekV3Config(
         **common, **small, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=16, n_shared_experts=1,
-        num_experts_per_tok=4, n_group=2, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5,
+        num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=1, routed_scaling_factor=2.5,
         norm_topk_prob=True, q_lora_rank=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
         v_head_dim=128,
     )  # fmt: skip
