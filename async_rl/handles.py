@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -193,12 +193,20 @@ class TrainerHandle:
 
     Args:
         routing: of the model; None for a dense one.
+        routed_layers: TrainerRank.routed_layers of each rank; empty while the ranks start.
     """
 
-    def __init__(self, actors: list[ActorHandle[Any]], *, routing: RoutingSpec | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        actors: list[ActorHandle[Any]],
+        *,
+        routing: RoutingSpec | None,
+        routed_layers: Sequence[tuple[int, ...]],
+        timeout_s: float,
+    ) -> None:
         self._actors = actors
         self._routing = routing
-        self._routed_layers: list[tuple[int, ...]] = []  # of each rank
+        self._routed_layers = routed_layers
         self._timeout_s = timeout_s
 
     @classmethod
@@ -218,7 +226,8 @@ class TrainerHandle:
             TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote()
             for i in range(config.ranks)
         ]
-        handle = cls(actors, routing=read_model_info(checkpoint).routing, timeout_s=timeout_s)
+        routing = read_model_info(checkpoint).routing
+        handle = cls(actors, routing=routing, routed_layers=(), timeout_s=timeout_s)
         rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
         common = {
             "config": config,
@@ -229,8 +238,8 @@ class TrainerHandle:
             "rendezvous": rendezvous,
         }
         starts = [a.start.remote(rank=i, **common) for i, a in enumerate(actors)]
-        handle._routed_layers = await handle._all("start", starts)
-        return handle
+        routed_layers = await handle._all("start", starts)
+        return cls(actors, routing=routing, routed_layers=routed_layers, timeout_s=timeout_s)
 
     async def train(self, batch: TensorDict) -> dict[str, float]:
         """One batch; see TrainerRank.train. Each rank is sent the routing rows of its own layers."""

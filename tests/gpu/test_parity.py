@@ -17,7 +17,8 @@ pytestmark = [
 ]
 
 FLOAT32_TOLERANCE = 1e-5  # kernels are chosen by shape, and sum in other orders
-BFLOAT16_RATIO = 1.5
+BFLOAT16_RATIO = 2.0
+BFLOAT16_ROUNDOFF = 2.0**-8  # the loss is one number, and may be close by luck on one GPU
 CELLS = [
     Cell(family=family, layout=layout, replay=replay, recompute=recompute, packing=packing, dtype=dtype)
     for layout in LAYOUTS
@@ -49,4 +50,8 @@ def test_a_layout_is_within_rounding_of_one_gpu(cell, results):
         return
     alone = results[cell.on_one_rank.name]
     for name in ("loss", "logprobs", "gradients"):
-        assert getattr(found, name) <= BFLOAT16_RATIO * max(getattr(alone, name), 1e-3), (name, found, alone)
+        assert getattr(found, name) <= BFLOAT16_RATIO * max(getattr(alone, name), BFLOAT16_ROUNDOFF), (
+            name,
+            found,
+            alone,
+        )

@@ -155,17 +155,19 @@ def run_cells(cells: list[Cell], folder: Path) -> Iterator[tuple[Cell, Differenc
 
 
 def make_references(cells: list[Cell], folder: Path) -> None:
-    """Checkpoints and what one rank gives, where `folder` has them not, in a process of its own."""
-    absent = {c.reference: c for c in cells if not (folder / c.reference).exists()}
-    if not absent:
-        return
-    for family in {c.family for c in absent.values()}:
-        if not (folder / family).exists():
-            make_checkpoint(family, folder / family)
-    wanted = [Cell(family=c.family, layout="single", replay=c.replay) for c in absent.values()]
-    for cell, difference in _Ranks(1, wanted, folder, keep=True).results():
-        if difference.error:
-            raise RuntimeError(f"one rank fails by itself at {cell.name}: {difference.error}")
+    """Checkpoints and what one rank, this process, gives, where `folder` has them not."""
+    from async_rl.train.distributed import ProcessGroups
+
+    absent = {c.reference: Cell(family=c.family, layout="single", replay=c.replay) for c in cells}
+    absent = {name: cell for name, cell in absent.items() if not (folder / name).exists()}
+    for name, cell in absent.items():
+        if not (folder / cell.family).exists():
+            make_checkpoint(cell.family, folder / cell.family)
+        groups = ProcessGroups(cell.config(), rank=0, world_size=1, rendezvous=None)
+        try:
+            torch.save(update(cell, folder / cell.family, rank=0), folder / name)
+        finally:
+            groups.close()
 
 
 def make_checkpoint(family: str, folder: Path) -> Path:
@@ -179,9 +181,9 @@ def make_checkpoint(family: str, folder: Path) -> Path:
 
 
 class _Ranks:
-    """Processes that run `cells` one after the other until one fails; with `keep` what they give is kept in files."""
+    """Processes that run `cells` one after the other until one fails."""
 
-    def __init__(self, ranks: int, cells: list[Cell], folder: Path, *, keep: bool = False) -> None:
+    def __init__(self, ranks: int, cells: list[Cell], folder: Path) -> None:
         context = torch.multiprocessing.get_context("spawn")
         self._cells = cells
         layouts = list(dict.fromkeys(c.layout for c in cells))
@@ -189,7 +191,7 @@ class _Ranks:
         addresses = {name: f"{store.host}:{store.port}" for name, store in self._stores.items()}
         self._results, sending = context.Pipe(duplex=False)
         self._processes = [
-            context.Process(target=_rank, args=(rank, ranks, cells, folder, addresses, sending, keep), daemon=True)
+            context.Process(target=_rank, args=(rank, ranks, cells, folder, addresses, sending), daemon=True)
             for rank in range(ranks)
         ]
         for process in self._processes:
@@ -227,7 +229,7 @@ class _Ranks:
         self._results.close()
 
 
-def _rank(rank, ranks, cells, folder, addresses, sending, keep):
+def _rank(rank, ranks, cells, folder, addresses, sending):
     from async_rl.train.distributed import ProcessGroups
 
     warnings.simplefilter("ignore")
@@ -243,11 +245,8 @@ def _rank(rank, ranks, cells, folder, addresses, sending, keep):
                 groups = ProcessGroups(config, rank=rank, world_size=ranks, rendezvous=addresses[layout])
                 torch.set_num_threads(1)
             result = update(cell, folder / cell.family, rank=rank)
-            if rank > 0:
-                continue
-            if keep:
-                torch.save(result, folder / cell.reference)
-            sending.send(compare(result, torch.load(folder / cell.reference, weights_only=False)))
+            if rank == 0:
+                sending.send(compare(result, torch.load(folder / cell.reference, weights_only=False)))
         except BaseException:  # noqa: BLE001 - whatever it is, the table shows it
             # Short enough to be written at once: ranks share the pipe.
             sending.send(Difference(error=f"rank {rank}: {traceback.format_exc()[-2000:]}"))

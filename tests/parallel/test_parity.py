@@ -31,11 +31,11 @@ SOUND = [
     cell("qwen3_moe", "ep2-dp2-distopt", "R2", "full", "packed"),
     cell("deepseek_v3", "pp2-vpp2-ep2", "R3", "none", "padded"),
     cell("qwen3_moe", "pp4", "R3", "full", "packed"),
-    cell("qwen3_moe", "pp2", "R3", "full", "packed", ROUNDED),
-    cell("deepseek_v3", "pp2", "R2", "full", "packed", ROUNDED),
+    cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", ROUNDED),
+    cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", ROUNDED),
 ]
-BROKEN = [cell("qwen3_moe", "pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]
-BROKEN += [cell("deepseek_v3", "pp2", "R2", "full", "packed", fault) for fault in ("drop-layer", "shift-token")]
+BROKEN = [cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]
+BROKEN += [cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", fault) for fault in ("drop-layer", "shift-token")]
 
 
 @pytest.fixture(scope="module")

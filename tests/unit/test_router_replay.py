@@ -155,6 +155,7 @@ def test_metrics_are_of_each_layer_and_of_all_and_every_key_has_a_meaning():
     assert metrics["routing/overlap_layer1"] == pytest.approx(5 / 6)
     assert metrics["routing/overlap_layer3"] == 0
     assert metrics["routing/fallback_fraction"] == 0.25
+    assert metrics["routing/gate_mass_layer3"] == pytest.approx(scores[0].softmax(-1)[5:].sum().item())
     assert metrics["routing/fallback_fraction_layer3"] == 0.5
     assert 0 < metrics["routing/gate_mass_layer3"] < metrics["routing/gate_mass"] < metrics["routing/gate_mass_layer1"]
     assert all(metric_of(key) is not None for key in metrics)
