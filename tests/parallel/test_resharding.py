@@ -38,14 +38,9 @@ DEEPSEEK_LINKS = {
     "expert": {"parallel": ParallelConfig(expert=2)},
     "expert-split": {"parallel": ParallelConfig(expert=2), **SPLIT},
 }
-TIED_LINKS = {
-    "pipeline-split": {"parallel": ParallelConfig(pipeline=2), **SPLIT},
-    "tensor": {"parallel": ParallelConfig(tensor=2)},
-}
 MODELS = {
-    "qwen": (qwen3_moe_config(rope_theta=1000.0), {"links": QWEN_LINKS}),
+    "qwen": (qwen3_moe_config(rope_theta=1000.0, tie_word_embeddings=True), {"links": QWEN_LINKS}),
     "deepseek": (deepseek_v3_config(), {"links": DEEPSEEK_LINKS, "settings": BFLOAT16, "layers": 2}),
-    "tied": (qwen3_moe_config(tie_word_embeddings=True), {"links": TIED_LINKS}),
 }
 CASES = [(family, name) for family, (_, chain) in MODELS.items() for name in (*chain["links"], "one")]
 
