@@ -1,6 +1,8 @@
 """Carries a checkpoint through a chain of layouts: each restores what the one before saved, and saves it again."""
 
 import multiprocessing
+import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -9,9 +11,12 @@ from pathlib import Path
 
 import torch
 
+from async_rl.folders import partial_folder
 from async_rl.train.distributed import open_store
+from async_rl.train.model import ParallelConfig
 from tests.parallel.ranks import ADAM, LIMIT_S
 from tests.parallel.support import make_batch, make_supervised_batch, start_trainer
+from tests.unit.killed_saves import kill_before_touch
 
 NEXT_SEEDS = (3, 4)
 
@@ -92,11 +97,17 @@ class Chain:
 
 
 def run_chains(chains, *, ranks):
-    """Every link of every chain, in processes that go through all of them."""
+    """Every link of every chain, in processes that go through all of them.
+
+    At last rank 1 is killed while the ranks save over folder / killed of the first chain, a copy of folder / begin.
+    """
     context = multiprocessing.get_context("spawn")
     stores = [[open_store("127.0.0.1") for _ in chain.links] for chain in chains]
     addresses = [[f"{store.host}:{store.port}" for store in of_chain] for of_chain in stores]
-    processes = [context.Process(target=_rank, args=(rank, ranks, chains, addresses)) for rank in range(ranks)]
+    last = open_store("127.0.0.1")
+    shutil.copytree(chains[0].folder / "begin", chains[0].folder / "killed")
+    arguments = (ranks, chains, addresses, f"{last.host}:{last.port}")
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
@@ -105,7 +116,7 @@ def run_chains(chains, *, ranks):
             process.kill()
 
 
-def _rank(rank, ranks, chains, addresses):
+def _rank(rank, ranks, chains, addresses, last):
     warnings.simplefilter("ignore")
     for chain, of_chain in zip(chains, addresses, strict=True):
         before = chain.folder / "begin"
@@ -121,3 +132,21 @@ def _rank(rank, ranks, chains, addresses):
             except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
                 (chain.folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
                 sys.exit(1)  # the other rank waits in a collective and fails when this one is gone
+    _save_until_killed(chains[0], rank=rank, ranks=ranks, rendezvous=last)
+
+
+def _save_until_killed(chain, *, rank, **settings):
+    """Rank 1 is killed when it opens the file of its tensors; the others write down what they are told."""
+    folder = chain.folder / "killed"
+    trainer = start_trainer(
+        chain.checkpoint, optimizer=ADAM, rank=rank, **settings, **chain.settings, parallel=ParallelConfig(tensor=2)
+    )
+    trainer.restore(folder)
+    trainer.train(make_batch(seed=3, layers=chain.layers))
+    if rank == 1:
+        kill_before_touch(0, partial_folder(folder) / "__1_0.distcp")
+    try:
+        trainer.save(folder)
+    except Exception as error:  # noqa: BLE001 - gloo has no class of its own for it
+        (chain.folder / "told").write_text(str(error))
+    os._exit(0)  # a group that has lost a rank cannot be left in order

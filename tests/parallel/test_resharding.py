@@ -9,7 +9,7 @@ from async_rl.train.losses import LossConfig
 from async_rl.train.model import ParallelConfig
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import Chain, run_chains, whole_tensors
-from tests.parallel.support import VOCAB, distance
+from tests.parallel.support import VOCAB, distance, start_trainer
 from tests.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [
@@ -47,11 +47,12 @@ CASES = [(family, name) for family, (_, chain) in MODELS.items() for name in (*c
 
 @dataclass
 class Outcome:
-    """expected: what one rank gives that was never restored. results: of every link. saved: tensors of every link."""
+    """expected: what one rank gives that was never restored. results and saved: of every link; saved: tensors."""
 
     expected: dict
     results: dict
     saved: dict
+    chain: Chain
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def outcomes(tmp_path_factory):
             assert isinstance(result, dict), f"{family} {name}: {result}"
         results["one"] = chain.end("one", **SPLIT)
         saved = {name: whole_tensors(chain.folder / name) for name in ("begin", *results)}
-        found[family] = Outcome(expected[family], results, saved)
+        found[family] = Outcome(expected[family], results, saved, chain)
     return found
 
 
@@ -127,3 +128,15 @@ def test_everything_is_in_it(outcomes):
     assert names >= weights | {f"{kind}.{name}" for kind in state for name in weights}
     assert names >= {"decoder.layers.1.mlp.router.expert_bias", "reference.decoder.layers.1.mlp.router.expert_bias"}
     assert saved["optimizer.float32.output_layer.weight"].dtype == torch.float32
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(outcomes):
+    chain = outcomes["qwen"].chain
+    assert (chain.folder / "told").read_text()
+    assert (chain.folder / "killed.partial").is_dir()
+    trainer = start_trainer(chain.checkpoint, optimizer=ADAM)
+    trainer.restore(chain.folder / "killed")
+    trainer.close()
+    assert not (chain.folder / "killed.partial").exists()
+    held = whole_tensors(chain.folder / "killed")
+    assert all(torch.equal(held[name], tensor) for name, tensor in outcomes["qwen"].saved["begin"].items())
