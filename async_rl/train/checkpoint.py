@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from async_rl.folders import partial_folder, publish_folder, recover_folder
 from async_rl.train.shards import read_shards, write_shards
 
+Value = TypeVar("Value")
 FORMAT = 2
 _MANIFEST = "trainer.json"
 
@@ -47,10 +48,14 @@ class Manifest:
 
 
 class Ranks(Protocol):
-    """The ranks that share a checkpoint; every call is collective."""
+    """The ranks that share a checkpoint."""
 
-    def barrier(self) -> None: ...
-    def gather(self, value: object) -> list[Any]: ...
+    rank: int
+    size: int
+
+    def gather(self, value: object) -> list[Any]:
+        """The value of every rank. Collective."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,32 +65,32 @@ class _Document:
     files: dict[str, str]
 
 
-def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, rank: int, ranks: Ranks) -> None:
+def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: Ranks) -> None:
     """Write nested shards as checkpoint `directory`; the folder appears when all is on disk. Collective.
 
     Raises:
         OSError: no room or no permission, on every rank; a checkpoint that was there stays.
     """
     try:
-        _write(directory, state, manifest, rank=rank, ranks=ranks)
+        _write(directory, state, manifest, ranks=ranks)
     except OSError:
-        _on_first_rank(lambda: recover_folder(directory), rank=rank, ranks=ranks)  # a full disk has its room back
+        _on_first_rank(lambda: recover_folder(directory), ranks)  # a full disk has its room back
         raise
 
 
-def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, rank: int, ranks: Ranks) -> None:
+def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks: Ranks) -> None:
     partial = partial_folder(directory)
 
     def begin() -> None:
         recover_folder(directory)
         partial.mkdir(parents=True)
 
-    _on_first_rank(begin, rank=rank, ranks=ranks)
+    _on_first_rank(begin, ranks)
     try:
         write_shards(partial, state)
     except CheckpointException as error:
         raise _os_error(error, partial) from error
-    mine = [path for path in partial.iterdir() if _writer(path) == rank]
+    mine = [path for path in partial.iterdir() if _writer(path) == ranks.rank]
     files = {name: value for part in ranks.gather(_hashes(mine)) for name, value in part.items()}
     document = msgspec.json.encode(_Document(format=FORMAT, manifest=manifest, files=files))
 
@@ -93,10 +98,10 @@ def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, rank: 
         (partial / _MANIFEST).write_bytes(document)
         publish_folder(directory)
 
-    _on_first_rank(finish, rank=rank, ranks=ranks)
+    _on_first_rank(finish, ranks)
 
 
-def read_manifest(directory: Path, *, model: Mapping[str, Any], rank: int, ranks: Ranks) -> Manifest:
+def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: Ranks) -> Manifest:
     """What is in checkpoint `directory`, once every file is seen to be as it was written. Collective.
 
     Args:
@@ -105,9 +110,8 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], rank: int, ranks
     Raises:
         TrainerCheckpointError: no such folder, damaged, of another format or model; the same on every rank.
     """
-    _on_first_rank(lambda: recover_folder(directory), rank=rank, ranks=ranks)
-    document = _read_document(directory)
-    mine = [directory / name for name in sorted(document.files)[rank :: len(ranks.gather(None))]]
+    document = _on_first_rank(lambda: _read_document(directory), ranks)
+    mine = [directory / name for name in sorted(document.files)[ranks.rank :: ranks.size]]
     wrong = [problem for part in ranks.gather(_problems(mine, document.files)) for problem in part]
     if wrong:
         raise TrainerCheckpointError(f"{directory} is damaged: {'; '.join(wrong)}; restore from an older checkpoint")
@@ -143,17 +147,18 @@ def model_fields(megatron: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     return msgspec.json.decode(msgspec.json.encode({**megatron, **others}, enc_hook=str))
 
 
-def _on_first_rank(work: Callable[[], None], *, rank: int, ranks: Ranks) -> None:
-    """Do it on rank 0; an OSError is raised on every rank."""
-    failure: OSError | None = None
-    if rank == 0:
+def _on_first_rank(work: Callable[[], Value], ranks: Ranks) -> Value:
+    """Do it on rank 0; every rank returns its result or raises its error."""
+    outcome: tuple[Value | None, Exception | None] = None, None
+    if ranks.rank == 0:
         try:
-            work()
-        except OSError as error:
-            failure = error
-    failures: Sequence[OSError | None] = ranks.gather(failure)
-    if failures[0] is not None:
-        raise failures[0]
+            outcome = work(), None
+        except (OSError, TrainerCheckpointError) as error:
+            outcome = None, error
+    value, failure = ranks.gather(outcome)[0]
+    if failure is not None:
+        raise failure
+    return value
 
 
 def _writer(path: Path) -> int:
@@ -162,6 +167,7 @@ def _writer(path: Path) -> int:
 
 
 def _read_document(directory: Path) -> _Document:
+    recover_folder(directory)
     path = directory / _MANIFEST
     try:
         data = path.read_bytes()

@@ -37,6 +37,7 @@ class ProcessGroups:
     def __init__(self, config: TrainerConfig, *, rank: int, world_size: int, rendezvous: str | None) -> None:
         if world_size != config.ranks:
             raise RuntimeError(f"world_size is {world_size}, but trainer.ranks is {config.ranks}; start as many ranks")
+        self.rank, self.size = rank, world_size
         self.device = _device(rank)
         self._owned = not dist.is_initialized()
         if self._owned:

@@ -143,9 +143,10 @@ def _load_split_state(part: DistributedOptimizer, held: dict[Any, dict[str, Tens
     for state in part.optimizer.state.values():
         state.pop("step", None)
     part.load_parameter_state_from_fully_reshardable(held)
-    if isinstance(part.optimizer, HybridDeviceOptimizer):
+    optimizer: Any = part.optimizer
+    if isinstance(optimizer, HybridDeviceOptimizer):
         # Else each share keeps the whole tensor alive that it was cut from.
-        for state in part.optimizer.state.values():
+        for state in optimizer.state.values():
             state.update({name: state[name].clone() for name in _MOMENTS})
 
 

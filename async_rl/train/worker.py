@@ -57,7 +57,6 @@ class TrainerRank:
         torch.set_num_threads(config.threads)
         self._config = config
         self._loss = loss
-        self._rank = rank
         self._info = read_model_info(checkpoint)
         self._groups = ProcessGroups(config, rank=rank, world_size=world_size, rendezvous=rendezvous)
         self._model = build_model(checkpoint, config=config, device=self._groups.device)
@@ -164,7 +163,7 @@ class TrainerRank:
             reference=self._reference is not None,
         )
         state = self._state(loading=False, reference=manifest.reference, random=True)
-        save_state(directory, state, manifest=manifest, rank=self._rank, ranks=self._groups)
+        save_state(directory, state, manifest=manifest, ranks=self._groups)
 
     def restore(self, directory: Path) -> None:
         """Continue from `save`: exactly where the layout is the same, and in any other.
@@ -175,7 +174,7 @@ class TrainerRank:
         Raises:
             TrainerCheckpointError: no such folder, damaged, of another format or of another model.
         """
-        manifest = read_manifest(directory, model=self._model_fields(), rank=self._rank, ranks=self._groups)
+        manifest = read_manifest(directory, model=self._model_fields(), ranks=self._groups)
         same_layout = manifest.layout == self._layout()
         reference = manifest.reference and self._reference is not None
         weights = live_tensors(model_shards(self._model.chunks))
@@ -289,7 +288,7 @@ class TrainerRank:
             }
         if random:
             state["random"] = object_of_rank(
-                "random", self._groups.random_state(), rank=self._rank, ranks=self._config.ranks
+                "random", self._groups.random_state(), rank=self._groups.rank, ranks=self._groups.size
             )
         return state
 

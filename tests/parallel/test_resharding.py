@@ -1,16 +1,23 @@
 """A checkpoint of one layout goes on in every other: the same state bit for bit, and the same next steps."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import ParallelConfig
-from tests.parallel.resharding import begin, restore_here, run_chain, whole_tensors
-from tests.parallel.support import VOCAB, distance
+from tests.parallel.ranks import ADAM
+from tests.parallel.resharding import Chain, run_chains, whole_tensors
+from tests.parallel.support import VOCAB, distance, start_trainer
 from tests.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
+    ),
     pytest.mark.timeout(300),
 ]
 
@@ -23,7 +30,6 @@ QWEN_LINKS = {
     "tensor-expert-split": {"parallel": ParallelConfig(tensor=2, expert=2, expert_tensor=1), **SPLIT},
     "context": {"parallel": ParallelConfig(context=2)},
     "expert-tensor": {"parallel": ParallelConfig(expert_tensor=2)},
-    "data": {},
 }
 # bfloat16 weights with float32 ones beside them, frozen weights of a KL term; DeepSeek-V3 has the rest of it.
 BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": LossConfig(kl_coefficient=0.1)}
@@ -31,68 +37,50 @@ DEEPSEEK_LINKS = {
     "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},
     "expert": {"parallel": ParallelConfig(expert=2)},
     "expert-split": {"parallel": ParallelConfig(expert=2), **SPLIT},
-    "data-split": SPLIT,
-    "tensor": {"parallel": ParallelConfig(tensor=2)},
 }
-TIED_LINKS = {
-    "pipeline-split": {"parallel": ParallelConfig(pipeline=2), **SPLIT},
-    "tensor": {"parallel": ParallelConfig(tensor=2)},
-    "pipeline": {"parallel": ParallelConfig(pipeline=2)},
+MODELS = {
+    "qwen": (qwen3_moe_config(rope_theta=1000.0, tie_word_embeddings=True), {"links": QWEN_LINKS}),
+    "deepseek": (deepseek_v3_config(), {"links": DEEPSEEK_LINKS, "settings": BFLOAT16, "layers": 2}),
 }
+CASES = [(family, name) for family, (_, chain) in MODELS.items() for name in (*chain["links"], "one")]
 
 
-class Chain:
-    """One rank saves, `links` carry it on, one rank restores it from the last of them."""
+@dataclass
+class Outcome:
+    """expected: what one rank gives that was never restored. results and saved: of every link; saved: tensors."""
 
-    def __init__(self, config, links, folder, *, layers=3, **settings):
-        checkpoint = save_checkpoint(config, folder / "model", seed=3)
-        self.expected = begin(checkpoint, folder / "begin", layers=layers, **settings)
-        self.results = run_chain(
-            checkpoint,
-            folder / "begin",
-            {name: {**settings, **changes} for name, changes in links.items()},
-            folder,
-            ranks=2,
-            layers=layers,
+    expected: dict
+    results: dict
+    saved: dict
+    chain: Chain
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """One rank saves, two carry it on through the links, one restores it from the last of them."""
+    folder = tmp_path_factory.mktemp("chains")
+    chains = {
+        family: Chain(
+            checkpoint=save_checkpoint(config, folder / family / "model", seed=3), folder=folder / family, **chain
         )
-        for name, result in self.results.items():
-            assert isinstance(result, dict), f"{name}: {result}"
-        self.results["one"] = restore_here(
-            checkpoint, folder / list(links)[-1], folder / "one", layers=layers, **settings, **SPLIT
-        )
-        self.saved = {name: whole_tensors(folder / name) for name in ("begin", *self.results)}
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return Chain(qwen3_moe_config(rope_theta=1000.0), QWEN_LINKS, tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory):
-    return Chain(deepseek_v3_config(), DEEPSEEK_LINKS, tmp_path_factory.mktemp("deepseek"), layers=2, **BFLOAT16)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return Chain(qwen3_moe_config(tie_word_embeddings=True), TIED_LINKS, tmp_path_factory.mktemp("tied"))
-
-
-CASES = [
-    (family, name)
-    for family, links in (("qwen", QWEN_LINKS), ("deepseek", DEEPSEEK_LINKS), ("tied", TIED_LINKS))
-    for name in (*links, "one")
-]
-
-
-@pytest.fixture
-def chain(request, family):
-    return request.getfixturevalue(family)
+        for family, (config, chain) in MODELS.items()
+    }
+    expected = {family: chain.begin() for family, chain in chains.items()}
+    run_chains(list(chains.values()), ranks=2)
+    found = {}
+    for family, chain in chains.items():
+        results = {name: chain.result(name) for name in chain.links}
+        for name, result in results.items():
+            assert isinstance(result, dict), f"{family} {name}: {result}"
+        results["one"] = chain.end("one", **SPLIT)
+        saved = {name: whole_tensors(chain.folder / name) for name in ("begin", *results)}
+        found[family] = Outcome(expected[family], results, saved, chain)
+    return found
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_the_whole_state_passes_through_a_layout_bit_for_bit(chain, name):
-    before, after = chain.saved["begin"], chain.saved[name]
+def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, name):
+    before, after = outcomes[family].saved["begin"], outcomes[family].saved[name]
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         rows = VOCAB if key.endswith(("word_embeddings.weight", "output_layer.weight")) else None
@@ -100,24 +88,34 @@ def test_the_whole_state_passes_through_a_layout_bit_for_bit(chain, name):
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_a_restart_in_the_same_layout_is_exact(chain, name):
-    result = chain.results[name]
+def test_a_restart_in_the_same_layout_is_exact(outcomes, family, name):
+    result = outcomes[family].results[name]
     assert str(result["repeated"]["metrics"]) == str(result["metrics"])  # nan is nan
     weights = result["repeated"]["weights"]
     assert all(torch.equal(weights[key], tensor) for key, tensor in result["weights"].items())
 
 
 @pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[0] != "deepseek"])
-def test_the_next_steps_are_those_of_the_layout_before(chain, name):
-    for ours, theirs in zip(chain.results[name]["metrics"], chain.expected["metrics"], strict=True):
+def test_the_next_steps_are_those_of_the_layout_before(outcomes, family, name):
+    got, expected = outcomes[family].results[name], outcomes[family].expected
+    for ours, theirs in zip(got["metrics"], expected["metrics"], strict=True):
+        assert theirs["grad_norm"] > ADAM.clip_grad  # so that clipping is seen, too
         for key in ("loss", "grad_norm", "entropy", "mismatch/k1"):
             assert ours[key] == pytest.approx(theirs[key], rel=2e-6, abs=1e-8), key
         assert ours["lr"] == theirs["lr"]
-    assert distance(chain.results[name]["weights"], chain.expected["weights"]) <= 2e-6
+    assert distance(got["weights"], expected["weights"]) <= 2e-6
 
 
-def test_everything_is_in_it(deepseek):
-    names = set(deepseek.saved["begin"])
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_random_numbers_begin_anew_in_another_layout_and_go_on_in_the_same(outcomes, family, name):
+    got, expected = outcomes[family].results[name], outcomes[family].expected
+    assert torch.equal(got["repeated"]["draw"], got["draw"])
+    assert not torch.equal(got["draw"], expected["draw"])
+
+
+def test_everything_is_in_it(outcomes):
+    saved = outcomes["deepseek"].saved["begin"]
+    names = set(saved)
     weights = {
         "embedding.word_embeddings.weight",
         "output_layer.weight",
@@ -129,4 +127,16 @@ def test_everything_is_in_it(deepseek):
     state = ("optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.float32", "reference")
     assert names >= weights | {f"{kind}.{name}" for kind in state for name in weights}
     assert names >= {"decoder.layers.1.mlp.router.expert_bias", "reference.decoder.layers.1.mlp.router.expert_bias"}
-    assert deepseek.saved["begin"]["optimizer.float32.output_layer.weight"].dtype == torch.float32
+    assert saved["optimizer.float32.output_layer.weight"].dtype == torch.float32
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(outcomes):
+    chain = outcomes["qwen"].chain
+    assert (chain.folder / "told").read_text()
+    assert (chain.folder / "killed.partial").is_dir()
+    trainer = start_trainer(chain.checkpoint, optimizer=ADAM)
+    trainer.restore(chain.folder / "killed")
+    trainer.close()
+    assert not (chain.folder / "killed.partial").exists()
+    held = whole_tensors(chain.folder / "killed")
+    assert all(torch.equal(held[name], tensor) for name, tensor in outcomes["qwen"].saved["begin"].items())
