@@ -134,7 +134,10 @@ class Run:
 
     def records(self) -> list[Any]:
         """What became of the groups of this start, whoever was told."""
-        return [*self.ledger_lines(), *self._service._queue.drain_records()]  # pyright: ignore[reportPrivateUsage]
+        service = self._service
+        told = self.ledger_lines()
+        kept = [*service._records, *service._queue.drain_records()]  # pyright: ignore[reportPrivateUsage]
+        return [*told, *(record for record in kept if record not in told)]
 
     def ledger_lines(self) -> list[Any]:
         """`ledger.jsonl`."""

@@ -16,6 +16,7 @@ from message_queue.holdings import Holdings
 from message_queue.ledger import Ledger
 from message_queue.queue import TrajectoryQueue
 from message_queue.rows import HeldRows
+from message_queue.service import QueueService
 from message_queue.staleness import StalenessBudget
 from message_queue.tickets import EndedTickets
 from message_queue.trajectory import Trajectory
@@ -194,6 +195,13 @@ def a_call_that_begins_again_when_its_message_comes_twice(patch):
     patch.setattr(EndedTickets, "add", lambda self, ticket: None)
 
 
+def ledger_records_that_are_forgotten_before_they_arrive(patch):
+    async def drain_records(self, received):
+        return self._queue.drain_records()
+
+    patch.setattr(QueueService, "drain_records", drain_records)
+
+
 def a_timeout_that_is_expiring_is_moved(patch):
     def lose(self, member, *, reason):
         if member.name not in self._lost:
@@ -276,10 +284,11 @@ MUTATIONS = {
         (rows_that_are_held_are_replaced_on_a_resume, ("rows",)),
         (a_drop_that_is_not_counted, ("ledger",)),
         (a_group_that_is_trained_without_a_record, ("ledger",)),
+        (ledger_records_that_are_forgotten_before_they_arrive, ("ledger",)),
         (a_version_that_goes_back, ("versions",)),
         (a_replica_that_is_left_out_of_a_publish, ("versions",)),
         (tokens_that_are_all_stamped_with_the_newest_version, ("provenance",)),
-        (a_group_that_is_handed_out_twice, ("exactly once",)),
+        (a_group_that_is_handed_out_twice, ("exactly once", "ledger")),
         (a_tool_that_runs_twice, ("exactly once",)),
         (a_resumed_request_that_gets_its_whole_budget_again, ("exactly once",)),
         (a_checkpoint_that_repeats_the_prompt_being_admitted, ("exactly once",)),
