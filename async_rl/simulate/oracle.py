@@ -137,11 +137,14 @@ class Oracle:
         """Digests of all versions so far."""
         return list(self._digests.values())
 
-    def queue_called(self, method: str, args: tuple[Any, ...], result: object) -> None:
+    def admitted(self, admissions: Sequence[Admission]) -> None:
+        """The queue holds groups of these admissions."""
+        for admission in admissions:
+            self._admitted(admission)
+
+    def queue_called(self, method: str, args: tuple[Any, ...]) -> None:
         """The queue did something."""
-        if isinstance(result, Admission):
-            self._admitted(result)
-        elif method == "publish":
+        if method == "publish":
             version = args[0]
             _require("versions", version > self._published, "published {} after {}", version, self._published)
             self._published = version
@@ -182,10 +185,13 @@ class Oracle:
             if group is None:
                 continue
             _require("ledger", group not in self._ended, "group {} ended twice: {}", group, record)
-            _require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "open":
                 continue
             self._ended[group] = outcome
+            withdrawn = outcome == "dropped" and record["reason"].startswith("admission withdrawn")
+            if withdrawn and group not in self._admissions:  # it came and went unseen
+                self._admissions[group] = Admission(group=group, prompt=-1, admitted_version=0, admitted_update=0)
+            _require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "dropped":
                 self._check_reason(record)
                 self._dropped_prompts.add(self._admissions[group].prompt)

@@ -124,8 +124,10 @@ class World:
     def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
         """A process answered a call."""
         if process == "queue" and self.run is not None:
-            self.judge(self.oracle.queue_called, method, args, result)
-            self.judge(self.oracle.check_ledger, self.run.queue_state())
+            state = self.run.queue_state()
+            self.judge(self.oracle.admitted, state.unfinished)
+            self.judge(self.oracle.queue_called, method, args)
+            self.judge(self.oracle.check_ledger, state)
 
     def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
         """The trainer is about to train."""
@@ -190,6 +192,7 @@ class World:
         finally:
             await self._clean_up()
         self.note("world", "ended", done, error)
+        self.judge(self.oracle.admitted, run.queue_state().unfinished)
         self.judge(self.oracle.records, run.records())
         if error is not None and error != "killed":
             self._require_excuse(error, self.fired[fired:])
@@ -289,7 +292,10 @@ def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
         task = asyncio.current_task()
         assert task is not None
         task.set_name("world")
-        await work
+        try:
+            await work
+        finally:
+            loop.on_turn = None
 
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:

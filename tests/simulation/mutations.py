@@ -25,10 +25,17 @@ from message_queue.versions import PublishedVersions
 
 @dataclass(frozen=True)
 class Mutation:
-    """plant: called with monkeypatch. broken: invariants, one of which is found broken."""
+    """plant: called with monkeypatch. broken: invariants, one of which is found broken.
+
+    kinds: faults without one of which the defect cannot show, so that seeds without them need not be run.
+    """
 
     plant: object
     broken: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+
+    def may_show(self, scenario):
+        return not self.kinds or any(fault.kind in self.kinds for fault in scenario.faults)
 
 
 def a_bound_that_is_one_too_large(patch):
@@ -276,15 +283,15 @@ class _Relabel:
 
 
 MUTATIONS = {
-    plant.__name__: Mutation(plant, broken)
-    for plant, broken in (
+    plant.__name__: Mutation(plant, broken, tuple(kinds))
+    for plant, broken, *kinds in (
         (a_bound_that_is_one_too_large, ("staleness",)),
         (a_lag_that_is_told_too_small, ("staleness",)),
         (rows_that_a_resumed_request_brings_again_are_appended, ("rows",)),
         (rows_that_are_held_are_replaced_on_a_resume, ("rows",)),
         (a_drop_that_is_not_counted, ("ledger",)),
         (a_group_that_is_trained_without_a_record, ("ledger",)),
-        (ledger_records_that_are_forgotten_before_they_arrive, ("ledger",)),
+        (ledger_records_that_are_forgotten_before_they_arrive, ("ledger",), "message twice"),
         (a_version_that_goes_back, ("versions",)),
         (a_replica_that_is_left_out_of_a_publish, ("versions",)),
         (tokens_that_are_all_stamped_with_the_newest_version, ("provenance",)),
@@ -293,12 +300,12 @@ MUTATIONS = {
         (a_resumed_request_that_gets_its_whole_budget_again, ("exactly once",)),
         (a_checkpoint_that_repeats_the_prompt_being_admitted, ("exactly once",)),
         (a_checkpoint_that_skips_the_prompt_being_admitted, ("exactly once",)),
-        (a_call_that_begins_again_when_its_message_comes_twice, ("exactly once",)),
+        (a_call_that_begins_again_when_its_message_comes_twice, ("exactly once", "ledger"), "message twice"),
         (a_new_version_that_wakes_nobody, ("progress",)),
         (a_put_that_wakes_nobody, ("progress",)),
         (tools_that_stay_paused, ("progress",)),
-        (a_timeout_that_is_expiring_is_moved, ("failure",)),
-        (a_failed_validation_rollout_that_ends_the_run, ("failure",)),
+        (a_timeout_that_is_expiring_is_moved, ("failure",), "process hangs"),
+        (a_failed_validation_rollout_that_ends_the_run, ("failure",), "reward fails", "tool is broken", "gives up"),
         (weights_of_a_checkpoint_under_an_old_version, ("staleness",)),
     )
 }
