@@ -89,7 +89,12 @@ class Oracle:
         self._trained_prompts = {s: p for s, p in self._trained_prompts.items() if s <= state.train_step}
         self.account(state)
 
-    def account(self, state: RunState) -> None:
+    def checkpointed(self, state: RunState, records: Sequence[Mapping[str, Any]]) -> None:
+        """A checkpoint was written; records: what became of groups so far."""
+        dropped = [r["group"] for r in records if r["outcome"] == "dropped"]
+        self.account(state, dropped={self._admissions[g].prompt for g in dropped if g in self._admissions})
+
+    def account(self, state: RunState, *, dropped: Collection[int] = ()) -> None:
         """Every prompt up to the cursor was trained once, dropped, or is to be admitted again."""
         trained = [p for step, prompts in self._trained_prompts.items() if step <= state.train_step for p in prompts]
         left = [*trained, *state.unfinished_prompts]
@@ -97,7 +102,7 @@ class Oracle:
         _require("exactly once", not twice, "prompts {} are trained twice, or trained and still to do", twice)
         beyond = sorted(p for p in left if p >= state.prompt_cursor)
         _require("exactly once", not beyond, "prompts {} will be admitted again: the cursor is {}", beyond, state)
-        lost = sorted(set(range(state.prompt_cursor)) - set(left) - self._dropped_prompts)
+        lost = sorted(set(range(state.prompt_cursor)) - set(left) - self._dropped_prompts - set(dropped))
         _require("exactly once", not lost, "prompts {} are neither trained, dropped, nor to be admitted again", lost)
         expected = state.train_step * self._scenario.batch_groups
         _require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)

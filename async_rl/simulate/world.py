@@ -129,6 +129,11 @@ class World:
             self.judge(self.oracle.queue_called, method, args)
             self.judge(self.oracle.check_ledger, state)
 
+    def checkpointed(self, state: RunState) -> None:
+        """A checkpoint was written."""
+        assert self.run is not None
+        self.judge(self.oracle.checkpointed, state, self.run.records())
+
     def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
         """The trainer is about to train."""
         self.judge(self.oracle.check_batch, batch, train_step=train_step)

@@ -10,6 +10,10 @@ from async_rl.simulate.scenario import draw_scenario
 from tests.simulation.mutations import MUTATIONS
 
 SEEDS = 1000
+KNOWN = {  # a seed that finds it, tried first; for what takes more than a few dozen to find
+    "a_timeout_that_is_expiring_is_moved": 357,
+    "ledger_records_that_are_forgotten_before_they_arrive": 697,
+}
 
 
 def first_broken(mutation, seeds):
@@ -25,7 +29,7 @@ def first_broken(mutation, seeds):
 def test_a_planted_defect_is_found(name, monkeypatch):
     mutation = MUTATIONS[name]
     mutation.plant(monkeypatch)
-    outcome = first_broken(mutation, range(SEEDS))
+    outcome = first_broken(mutation, [*([KNOWN[name]] if name in KNOWN else []), *range(SEEDS)])
     assert outcome is not None, f"{SEEDS} seeds hold every invariant in spite of: {name}"
     assert outcome.invariant in mutation.broken, outcome.text
 
