@@ -82,6 +82,7 @@ class QueueClient:
         self._numbers = itertools.count()
         self._settled: set[str] = set()
         self._unreceived: list[str] = []
+        self._received = 0  # ledger records
 
     # ---- calls that wait
 
@@ -132,10 +133,12 @@ class QueueClient:
         return await self._call("snapshot()", self._handle.snapshot)
 
     async def drain_records(self) -> list[LedgerRecord]:
-        return await self._call("drain_records()", self._handle.drain_records)
+        records: list[LedgerRecord] = await self._call("drain_records()", self._handle.drain_records, self._received)
+        self._received += len(records)
+        return records
 
     async def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
-        return await self._call("closing_records()", self._handle.closing_records)
+        return await self._call("closing_records()", self._handle.closing_records, self._received)
 
     # ---- inside
 

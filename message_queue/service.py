@@ -49,6 +49,8 @@ class QueueService:
         self._calls: dict[str, asyncio.Task[Any]] = {}
         self._withdrawn: set[str] = set()
         self._ended = EndedTickets()
+        self._records: list[LedgerRecord] = []  # after the first `received`, not known to have arrived
+        self._received = 0
 
     # ---- calls that wait
 
@@ -137,11 +139,16 @@ class QueueService:
     async def snapshot(self) -> QueueSnapshot:
         return self._queue.snapshot()
 
-    async def drain_records(self) -> list[LedgerRecord]:
-        return self._queue.drain_records()
+    async def drain_records(self, received: int) -> list[LedgerRecord]:
+        """`TrajectoryQueue.drain_records`, where the caller has the first `received` of all; the others are kept."""
+        self._records += self._queue.drain_records()
+        del self._records[: max(0, received - self._received)]
+        self._received = max(received, self._received)
+        return list(self._records)
 
-    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
-        return self._queue.closing_records()
+    async def closing_records(self, received: int) -> list[LedgerRecord | LedgerTotal]:
+        """`TrajectoryQueue.closing_records`, where the caller has the first `received` of all."""
+        return [*await self.drain_records(received), *self._queue.closing_records()]
 
     # ---- inside
 

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -91,7 +91,7 @@ def _report(failed: Outcome) -> None:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[object]:
+def _progress(total: int) -> Generator[Callable[[], None]]:
     """A progress bar on a terminal, nothing elsewhere; yields what is called after each seed."""
     if not sys.stderr.isatty():
         yield lambda: None

@@ -89,7 +89,12 @@ class Oracle:
         self._trained_prompts = {s: p for s, p in self._trained_prompts.items() if s <= state.train_step}
         self.account(state)
 
-    def account(self, state: RunState) -> None:
+    def checkpointed(self, state: RunState, records: Sequence[Mapping[str, Any]]) -> None:
+        """A checkpoint was written; records: what became of groups so far."""
+        dropped = [r["group"] for r in records if r["outcome"] == "dropped"]
+        self.account(state, dropped={self._admissions[g].prompt for g in dropped if g in self._admissions})
+
+    def account(self, state: RunState, *, dropped: Collection[int] = ()) -> None:
         """Every prompt up to the cursor was trained once, dropped, or is to be admitted again."""
         trained = [p for step, prompts in self._trained_prompts.items() if step <= state.train_step for p in prompts]
         left = [*trained, *state.unfinished_prompts]
@@ -97,7 +102,7 @@ class Oracle:
         _require("exactly once", not twice, "prompts {} are trained twice, or trained and still to do", twice)
         beyond = sorted(p for p in left if p >= state.prompt_cursor)
         _require("exactly once", not beyond, "prompts {} will be admitted again: the cursor is {}", beyond, state)
-        lost = sorted(set(range(state.prompt_cursor)) - set(left) - self._dropped_prompts)
+        lost = sorted(set(range(state.prompt_cursor)) - set(left) - self._dropped_prompts - set(dropped))
         _require("exactly once", not lost, "prompts {} are neither trained, dropped, nor to be admitted again", lost)
         expected = state.train_step * self._scenario.batch_groups
         _require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
@@ -137,11 +142,14 @@ class Oracle:
         """Digests of all versions so far."""
         return list(self._digests.values())
 
-    def queue_called(self, method: str, args: tuple[Any, ...], result: object) -> None:
+    def admitted(self, admissions: Sequence[Admission]) -> None:
+        """The queue holds groups of these admissions."""
+        for admission in admissions:
+            self._admitted(admission)
+
+    def queue_called(self, method: str, args: tuple[Any, ...]) -> None:
         """The queue did something."""
-        if isinstance(result, Admission):
-            self._admitted(result)
-        elif method == "publish":
+        if method == "publish":
             version = args[0]
             _require("versions", version > self._published, "published {} after {}", version, self._published)
             self._published = version
@@ -182,10 +190,13 @@ class Oracle:
             if group is None:
                 continue
             _require("ledger", group not in self._ended, "group {} ended twice: {}", group, record)
-            _require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "open":
                 continue
             self._ended[group] = outcome
+            withdrawn = outcome == "dropped" and record["reason"].startswith("admission withdrawn")
+            if withdrawn and group not in self._admissions:  # it came and went unseen
+                self._admissions[group] = Admission(group=group, prompt=-1, admitted_version=0, admitted_update=0)
+            _require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "dropped":
                 self._check_reason(record)
                 self._dropped_prompts.add(self._admissions[group].prompt)

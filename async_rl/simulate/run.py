@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.engine import SamplingConfig
@@ -12,7 +13,7 @@ from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, ToolRunner
 from async_rl.actors import ReplicaHost
 from async_rl.batch.advantage import AdvantageConfig
-from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
+from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, SavesTrainer
 from async_rl.data.prompts import PromptSource
 from async_rl.handles import ReplicaHandle
 from async_rl.observe.recorder import Recorder, StepRecord
@@ -74,10 +75,23 @@ class _Session:
         await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
 
 
+class _WatchedCheckpoints(Checkpoints):
+    """Has the oracle judge each checkpoint."""
+
+    world: World
+
+    async def save(self, state: RunState, *, trainer: SavesTrainer) -> Path:
+        path = await super().save(state, trainer=trainer)
+        self.world.checkpointed(state)
+        return path
+
+
 def checkpoints_of(world: World) -> Checkpoints:
     """The checkpoints that all starts share."""
     config = CheckpointConfig(every=world.scenario.checkpoint_every)
-    return Checkpoints(world.directory / "checkpoints", config=config)
+    made = _WatchedCheckpoints(world.directory / "checkpoints", config=config)
+    made.world = world
+    return made
 
 
 class Run:
@@ -134,7 +148,10 @@ class Run:
 
     def records(self) -> list[Any]:
         """What became of the groups of this start, whoever was told."""
-        return [*self.ledger_lines(), *self._service._queue.drain_records()]  # pyright: ignore[reportPrivateUsage]
+        service, told = self._service, self.ledger_lines()
+        ended = service._queue._ledger._ended  # pyright: ignore[reportPrivateUsage]
+        kept = [*service._records, *ended]  # pyright: ignore[reportPrivateUsage]
+        return [*told, *(record for record in kept if record not in told)]
 
     def ledger_lines(self) -> list[Any]:
         """`ledger.jsonl`."""

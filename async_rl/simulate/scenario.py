@@ -33,8 +33,9 @@ class Fault:
 class Kind:
     """A way to fail.
 
-    weight: how often, relative to the others. ends_run: the run may stop, and is started again. loses_replica: the
-    replica may leave the fleet. drops_group: a group may be dropped.
+    points: where it may happen; "turn/x" is any turn of the event loop, hence any await of x. first: the range of `at`
+    elsewhere. weight: how often, relative to the others. ends_run: the run may stop, and is started again.
+    loses_replica: the replica may leave the fleet. drops_group: a group may be dropped.
     """
 
     points: tuple[str, ...]
@@ -47,6 +48,7 @@ class Kind:
 
 
 R = "{replica}"
+TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
 KINDS: dict[str, Kind] = {
     # an engine and one request
     "late answer": Kind(points=(f"generate/{R}",), amount=(0.1, 15.0)),
@@ -57,8 +59,10 @@ KINDS: dict[str, Kind] = {
     **{name: Kind(points=(f"answer/{R}",), first=(0, 60), drops_group=True, weight=0.3) for name in BAD_ANSWERS},
     # an engine as a whole
     "engine dies": Kind(points=(f"generate/{R}", f"load/{R}"), first=(0, 20), loses_replica=True),
-    "process dies": Kind(points=(f"message/{R}", f"load/{R}"), first=(0, 200), loses_replica=True, weight=2),
-    "process hangs": Kind(points=(f"message/{R}",), first=(0, 200), loses_replica=True),
+    "process dies": Kind(
+        points=(f"message/{R}", f"load/{R}", f"turn/{R}"), first=(0, 200), loses_replica=True, weight=2
+    ),
+    "process hangs": Kind(points=(f"message/{R}",), first=(0, 200), loses_replica=True, weight=2),
     # weights
     "late weights": Kind(points=(f"load/{R}",), first=(0, 6), amount=(0.5, 15.0), weight=2),
     "weights never loaded": Kind(points=(f"load/{R}",), first=(0, 6), loses_replica=True),
@@ -67,13 +71,13 @@ KINDS: dict[str, Kind] = {
     "weights refused": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
     # messages
     "late message": Kind(points=("message/queue", f"message/{R}"), first=(0, 300), amount=(0.05, 8.0), weight=3),
-    "message twice": Kind(points=("message/queue",), first=(0, 300), amount=(0.0, 0.5), weight=2),
+    "message twice": Kind(points=("message/queue",), first=(0, 300), amount=(0.0, 0.5), weight=5),
     # the queue, the trainer, the driver
-    "queue dies": Kind(points=("message/queue",), first=(0, 300), ends_run=True),
+    "queue dies": Kind(points=("message/queue", "turn/queue"), first=(0, 300), ends_run=True),
     "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), ends_run=True, weight=2),
     "slow trainer": Kind(points=("train", "export", "save"), first=(0, 6), amount=(0.5, 30.0)),
-    "driver dies": Kind(points=("turn",), first=(20, 6000), ends_run=True, weight=3),
-    "stop is asked for": Kind(points=("turn",), first=(20, 6000), weight=1),
+    "driver dies": Kind(points=("turn/driver",), ends_run=True, weight=3),
+    "stop is asked for": Kind(points=("turn/driver",)),
     # tools and rewards
     "tool says no": Kind(points=("tool",), first=(0, 20)),
     "tool is broken": Kind(points=("tool",), first=(0, 20), drops_group=True),
@@ -140,7 +144,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         max_turns=draw.randint(1, 4),
         max_tokens=draw.choice((16, 32, 48)),
         checkpoint_every=draw.choice((0, 1, 1, 2)),
-        validation=draw.random() < 0.1,
+        validation=draw.random() < 0.2,
         replicas=replicas,
         edge=draw.random() < 0.5,
         latency_s=draw.choice((0.0005, 0.005, 0.05)),
@@ -164,6 +168,6 @@ def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
 def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -> Fault:
     kind = KINDS[name]
     point = draw.choice(kind.points).format(replica=f"replica-{draw.randrange(replicas)}")
-    low, high = kind.first
+    low, high = TURNS if point.startswith("turn/") else kind.first
     at = low + int((high - low) * draw.random() ** 2)  # early ones more often: runs differ in length
     return Fault(number, point, at, name, round(draw.uniform(*kind.amount), 3))

@@ -82,8 +82,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return future
 
     def _number_task(
-        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], context: Context | None = None
-    ) -> NumberedTask:
+        self, loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None
+    ) -> asyncio.Future[Any]:
         task = NumberedTask(work, number=next(self._numbers), loop=loop, context=context)
         self.on_task(task)
         return task

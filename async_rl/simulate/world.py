@@ -68,7 +68,8 @@ class World:
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
         self._passed: Counter[str] = Counter()
         self._progress = (0.0, 0)
-        self._turn = 0
+        self._turn_faults = {fault.at: fault for fault in scenario.faults if fault.point.startswith("turn/")}
+        self._turn = self._living_turns = 0
         self._tasks: dict[NumberedTask, None] = {}
         self._cleaning = 0
         threads = random.Random(f"threads {scenario.seed}")
@@ -85,8 +86,7 @@ class World:
         self._passed[point] = at + 1
         fault = self._faults.get((point, at))
         if fault is not None:
-            self.fired.append(fault)
-            self.note("fault", str(fault))
+            self._happened(fault)
         return fault
 
     def note(self, who: str, what: str, *details: object) -> None:
@@ -124,8 +124,15 @@ class World:
     def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
         """A process answered a call."""
         if process == "queue" and self.run is not None:
-            self.judge(self.oracle.queue_called, method, args, result)
-            self.judge(self.oracle.check_ledger, self.run.queue_state())
+            state = self.run.queue_state()
+            self.judge(self.oracle.admitted, state.unfinished)
+            self.judge(self.oracle.queue_called, method, args)
+            self.judge(self.oracle.check_ledger, state)
+
+    def checkpointed(self, state: RunState) -> None:
+        """A checkpoint was written."""
+        assert self.run is not None
+        self.judge(self.oracle.checkpointed, state, self.run.records())
 
     def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
         """The trainer is about to train."""
@@ -190,6 +197,7 @@ class World:
         finally:
             await self._clean_up()
         self.note("world", "ended", done, error)
+        self.judge(self.oracle.admitted, run.queue_state().unfinished)
         self.judge(self.oracle.records, run.records())
         if error is not None and error != "killed":
             self._require_excuse(error, self.fired[fired:])
@@ -226,6 +234,20 @@ class World:
         task.add_done_callback(self._forget)
         adopt(task)
 
+    def _fault_of_turn(self, run: Run, fault: Fault) -> None:
+        self._happened(fault)
+        match fault.kind:
+            case "driver dies":
+                self._kill_driver("the driver died")
+            case "stop is asked for":
+                run.pipeline.request_stop()
+            case _:
+                run.processes[fault.point.removeprefix("turn/")].die("killed")
+
+    def _happened(self, fault: Fault) -> None:
+        self.fired.append(fault)
+        self.note("fault", str(fault))
+
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)  # type: ignore[arg-type]
 
@@ -235,12 +257,9 @@ class World:
             if self._turn > self._cleaning + CLEAN_UP_TURNS:
                 raise Deadlock("what a dead driver left behind does not end")
             return
-        fault = self.fault("turn")
-        if fault is not None and self.run is not None:
-            if fault.kind == "driver dies":
-                self._kill_driver("the driver died")
-            else:
-                self.run.pipeline.request_stop()
+        self._living_turns += 1
+        if self._living_turns in self._turn_faults and self.run is not None:
+            self._fault_of_turn(self.run, self._turn_faults[self._living_turns])
         since, turn = self._progress
         if self._loop.time() > since + STANDSTILL_S or self._turn > turn + STANDSTILL_TURNS:
             waited = f"{self._loop.time() - since:.0f} s and {self._turn - turn} turns of the event loop"
@@ -278,7 +297,10 @@ def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
         task = asyncio.current_task()
         assert task is not None
         task.set_name("world")
-        await work
+        try:
+            await work
+        finally:
+            loop.on_turn = None
 
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:

@@ -28,6 +28,20 @@ async def test_a_call_whose_result_arrived_does_not_begin_again():
     assert (await service.snapshot()).next_group == 2
 
 
+async def test_ledger_records_are_kept_until_their_caller_has_them():
+    service = QueueService(batch_groups=1, staleness=StalenessConfig(max_staleness=3))
+    for number in range(3):
+        await service.admit(number, ticket=f"driver/{number}", settled=(), wait_s=1)
+        await service.drop(number, reason="failed: for once", segments=0, tokens=0)
+    first = [record["group"] for record in await service.drain_records(0)]
+    again = [record["group"] for record in await service.drain_records(0)]
+    assert first == again == [0, 1, 2]
+    assert [record["group"] for record in await service.drain_records(2)] == [2]
+    assert [record["group"] for record in await service.drain_records(1)] == [2]  # a message that came late
+    *records, total = await service.closing_records(2)
+    assert [record["group"] for record in records] == [2] and total["dropped"] == 3
+
+
 def test_few_tickets_are_remembered_one_by_one():
     ended = EndedTickets()
     for number in [0, 2, 1, 3, 5]:

@@ -6,15 +6,19 @@ import pytest
 
 from async_rl.simulate.oracle import INVARIANTS
 from async_rl.simulate.outcome import run_seed
+from async_rl.simulate.scenario import draw_scenario
 from tests.simulation.mutations import MUTATIONS
 
 SEEDS = 1000
+KNOWN = {  # a seed that finds it, tried first; for what takes more than a few dozen to find
+    "a_timeout_that_is_expiring_is_moved": 357,
+    "ledger_records_that_are_forgotten_before_they_arrive": 697,
+}
 
 
-def first_broken(seeds):
+def first_broken(mutation, seeds):
     for seed in seeds:
-        outcome = run_seed(seed)
-        if outcome.invariant is not None:
+        if mutation.may_show(draw_scenario(seed)) and (outcome := run_seed(seed)).invariant is not None:
             return outcome
         if seed % 50 == 49:
             gc.collect()
@@ -25,7 +29,7 @@ def first_broken(seeds):
 def test_a_planted_defect_is_found(name, monkeypatch):
     mutation = MUTATIONS[name]
     mutation.plant(monkeypatch)
-    outcome = first_broken(range(SEEDS))
+    outcome = first_broken(mutation, [*([KNOWN[name]] if name in KNOWN else []), *range(SEEDS)])
     assert outcome is not None, f"{SEEDS} seeds hold every invariant in spite of: {name}"
     assert outcome.invariant in mutation.broken, outcome.text
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from async_rl.simulate.__main__ import main, run_seeds
 from async_rl.simulate.many import Tally
 from async_rl.simulate.outcome import run_scenario, run_seed
@@ -21,6 +23,7 @@ ReplicaFleet.__init__ = lambda self, replicas, **of: whole(
 """
 
 
+@pytest.mark.timeout(900)
 def test_every_invariant_holds_under_faults():
     tally = Tally()
     for outcome in run_seeds(range(SEEDS), jobs=2):
