@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from message_queue.journal_disk import Disk
-from message_queue.journal_errors import JournalStepError
-from message_queue.journal_format import Entry, observation_entry, segment_entry
-from message_queue.journal_log import JournalConfig, JournalLog
-from message_queue.journal_open import GroupReader, Recovered, open_log
-from message_queue.journal_records import (
+from message_queue.journal.disk import Disk
+from message_queue.journal.errors import JournalStepError
+from message_queue.journal.format import Entry, observation_entry, segment_entry
+from message_queue.journal.log import JournalConfig, JournalLog
+from message_queue.journal.open import GroupReader, Recovered, open_log
+from message_queue.journal.records import (
     Admitted,
     Called,
     Checkpointed,
@@ -24,7 +24,7 @@ from message_queue.journal_records import (
     Taken,
     Trained,
 )
-from message_queue.journal_state import JournalStart
+from message_queue.journal.state import JournalStart
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 from tests.unit.groups import SPEC, routed
 

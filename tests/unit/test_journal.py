@@ -225,7 +225,7 @@ async def test_the_journal_of_another_run_is_refused(tmp_path):
 
 
 async def test_a_journal_of_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("message_queue.journal_format.FORMAT", 99)
+    monkeypatch.setattr("message_queue.journal.format.FORMAT", 99)
     await (await open_journal(tmp_path))[0].close()
     monkeypatch.undo()
     with pytest.raises(JournalFormatError, match="format 99, this program reads 1"):

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from message_queue.journal_errors import JournalError, JournalStepError
-from message_queue.journal_groups import GroupState, LiveGroup, Span, Step
-from message_queue.journal_records import (
+from message_queue.journal.errors import JournalError, JournalStepError
+from message_queue.journal.groups import GroupState, LiveGroup, Span, Step
+from message_queue.journal.records import (
     Admitted,
     Body,
     Checkpointed,

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from message_queue.contract import Admission
-from message_queue.journal_records import Admitted, Called, Closed, Content, LiveHead, Observed, Sampled
+from message_queue.journal.records import Admitted, Called, Closed, Content, LiveHead, Observed, Sampled
 from message_queue.trajectory import ResumeRouting
 
 

@@ -9,15 +9,15 @@ from typing import TypeVar
 import numpy as np
 
 from message_queue.contract import Admission
-from message_queue.journal_disk import Disk, DiskFile
-from message_queue.journal_errors import JournalBroken, JournalBusy, JournalError, disk_error
-from message_queue.journal_files import JournalFiles, read_record
-from message_queue.journal_format import MAX_RUN_BYTES
-from message_queue.journal_groups import GroupState, LiveGroup, Span
-from message_queue.journal_log import JournalConfig, JournalLog
-from message_queue.journal_records import Called, Closed, Observed, Sampled
-from message_queue.journal_recovery import RecoveryReport, Replay
-from message_queue.journal_state import JournalStart, JournalState
+from message_queue.journal.disk import Disk, DiskFile
+from message_queue.journal.errors import JournalBroken, JournalBusy, JournalError, disk_error
+from message_queue.journal.files import JournalFiles, read_record
+from message_queue.journal.format import MAX_RUN_BYTES
+from message_queue.journal.groups import GroupState, LiveGroup, Span
+from message_queue.journal.log import JournalConfig, JournalLog
+from message_queue.journal.records import Called, Closed, Observed, Sampled
+from message_queue.journal.recovery import RecoveryReport, Replay
+from message_queue.journal.state import JournalStart, JournalState
 from message_queue.ledger import LedgerCounts
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
