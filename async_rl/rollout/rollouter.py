@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
-from message_queue.queue import Admission
+from async_rl.rollout.recorded import NoRolloutLog, RecordedTrajectory, RolloutLog
+from message_queue.contract import Admission
+from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.tokens import ContractError, RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
@@ -34,6 +37,7 @@ class Rollouter:
         routing: what a routing row means; None when the run captures none.
         trajectories_per_group: n.
         resume_routing: what becomes of rows that a resumed generation computes again.
+        log: where rollouts are written down as they grow.
     """
 
     def __init__(
@@ -43,7 +47,9 @@ class Rollouter:
         routing: RoutingSpec | None,
         trajectories_per_group: int,
         resume_routing: ResumeRouting = "append",
+        log: RolloutLog | None = None,
     ) -> None:
+        self._log = log or NoRolloutLog()
         self._loop = loop
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
@@ -58,19 +64,26 @@ class Rollouter:
             self._cancelled[group] = reason
             task.cancel()
 
-    async def roll(self, prompt: Prompt, admission: Admission) -> PromptGroup | DroppedGroup:
+    async def roll(
+        self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
+    ) -> PromptGroup | DroppedGroup:
         """Run all trajectories of one prompt.
+
+        Args:
+            held: trajectories of the group from before a restart, which go on; closed ones are left as they are.
 
         Raises:
             EngineError: the engines cannot serve; that is a failed stage, not a failed rollout.
         """
-        trajectories = [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in range(self._n)]
+        trajectories = self._trajectories(admission.group, held)
         task = asyncio.current_task()
         assert task is not None
         self._running[admission.group] = task
         expired = False
         try:
             failure = await self._run_all(prompt, admission, trajectories)
+            if failure is None:
+                await self._log.flush()
         except asyncio.CancelledError:
             failure = self._cancelled.get(admission.group)
             if failure is None:
@@ -96,12 +109,26 @@ class Rollouter:
             trajectories=trajectories,
         )
 
+    def _trajectories(self, group: int, held: Sequence[Trajectory]) -> list[Trajectory]:
+        """All trajectories of a group, each as far as it is held."""
+        begun = held or [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in range(self._n)]
+
+        def recorded(number: int, trajectory: Trajectory) -> Trajectory:
+            def record(at: int, what: RolloutStep) -> None:
+                self._log.append(RolloutRecord(group=group, trajectory=number, at=at, what=what))
+
+            return RecordedTrajectory(trajectory, record=record)
+
+        return [recorded(number, trajectory) for number, trajectory in enumerate(begun)]
+
     async def _run_all(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]) -> str | None:
         """Fill all trajectories side by side; None, or why the group failed."""
         salt = f"v{admission.admitted_version}"
         try:
             async with asyncio.TaskGroup() as rollouts:
                 for i, trajectory in enumerate(trajectories):
+                    if trajectory.closed:
+                        continue
                     session = f"g{admission.group}-t{i}"
                     rollouts.create_task(
                         self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)

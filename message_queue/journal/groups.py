@@ -121,9 +121,13 @@ class LiveGroup:
         """Sampled tokens."""
         return sum(p.sampled for p in self.progress)
 
-    def reopen(self) -> None:
-        """Back to open: content was lost."""
-        self.state, self.taken_update, self.train_step, self.trained_tokens = GroupState.OPEN, None, None, 0
+    def restart(self, turn: int) -> None:
+        """It was taken or ready: ready again, or open where content was lost. Keeps the update it was taken at."""
+        self.train_step, self.trained_tokens = None, 0
+        if self.complete:
+            self.state, self.turn = GroupState.READY, turn
+        else:
+            self.state, self.taken_update = GroupState.OPEN, None
 
     def head(self) -> LiveHead:
         """The group in a Summary."""

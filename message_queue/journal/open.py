@@ -47,16 +47,18 @@ class RecoveredGroup:
 class Recovered:
     """Where a run goes on.
 
-    open: by id. ready: in the order to take them, those of `taken` first. taken: groups among `ready` that were taken,
-    and whose training the checkpoint does not hold. next_group: no smaller id is free, and what is smaller and not in
+    began: there was no journal yet. open: by id. ready: in the order to take them, those of `taken` first. taken: of
+    the groups among `ready` that were taken, and whose training the checkpoint does not hold, the optimizer updates of
+    the weights they were trained from. next_group: no smaller id is free, and what is smaller and not in
     `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed out before are in
     groups, or settled. version: newest that was published. version_updates: `param_version` -> optimizer updates, of
     it and of all that may have sampled a token of these groups. ledger: its `open` are these groups.
     """
 
+    began: bool
     open: tuple[RecoveredGroup, ...]
     ready: tuple[RecoveredGroup, ...]
-    taken: frozenset[int]
+    taken: Mapping[int, int]
     next_group: int
     prompt_cursor: int
     version: int
@@ -154,7 +156,6 @@ def _recover(
         replay.state = JournalState(start)
     report = _on_disk(disk, "cut the end of", replay.finish)
     state = replay.state
-    taken = frozenset(g.group for g in state.live.values() if g.state in (GroupState.TAKEN, GroupState.TRAINED))
     settled = state.restart(start)
     if durable:  # what a killed process wrote may not be on the disk yet, and the new file builds on it
         for file in replay.files.values():
@@ -174,15 +175,16 @@ def _recover(
         lost_content=tuple(lost for lost in report.lost_content if lost.group in state.live),
         set_aside=tuple(log.set_aside_damaged()),
     )
-    return log, _recovered(state, taken=taken, report=report)
+    return log, _recovered(state, began=replay.empty, report=report)
 
 
-def _recovered(state: JournalState, *, taken: frozenset[int], report: RecoveryReport) -> Recovered:
+def _recovered(state: JournalState, *, began: bool, report: RecoveryReport) -> Recovered:
     ready = sorted((g for g in state.live.values() if g.state is GroupState.READY), key=lambda g: g.turn)
     return Recovered(
+        began=began,
         open=tuple(_group(g) for g in state.live.values() if g.state is GroupState.OPEN),
         ready=tuple(map(_group, ready)),
-        taken=taken & {g.group for g in ready},
+        taken={g.group: g.taken_update for g in ready if g.taken_update is not None},
         next_group=state.next_group,
         prompt_cursor=state.prompt_cursor,
         version=state.version,

@@ -184,9 +184,7 @@ class JournalState:
         waiting = [group for group in self.live.values() if group.state is not GroupState.OPEN]
         waiting.sort(key=lambda g: (g.taken_update is None, g.taken_update or 0, g.turn))
         for turn, group in enumerate(waiting):
-            group.reopen()
-            if group.complete:
-                group.state, group.turn = GroupState.READY, turn
+            group.restart(turn)
         self.next_turn = len(waiting)
         self.next_group = max(self.next_group, start.next_group)
         self.prompt_cursor = max(self.prompt_cursor, start.prompt_cursor)

@@ -159,13 +159,14 @@ class Model:
         waiting.sort(key=lambda g: (self.groups[g]["taken"] or 0, self.groups[g]["turn"]))
         waiting.sort(key=lambda g: self.groups[g]["taken"] is None)
         for turn, g in enumerate(waiting):
-            self.groups[g].update(state="ready", turn=turn, taken=None, step=None)
+            self.groups[g].update(state="ready", turn=turn, step=None)
         self.turn = len(waiting)
 
     def view(self) -> dict[str, Any]:
         """What a restart gives back."""
         ready = sorted(self._in("ready"), key=lambda g: self.groups[g]["turn"])
         return {
+            "taken": {g: self.groups[g]["taken"] for g in ready if self.groups[g]["taken"] is not None},
             "open": {g: content_of(self.groups[g]["content"]) for g in self._in("open")},
             "ready": [(g, content_of(self.groups[g]["content"])) for g in ready],
             "ids": {g: tuple(self.groups[g][key] for key in ("prompt", "version", "update")) for g in self.groups},
@@ -214,6 +215,7 @@ def view_of(log: JournalLog, recovered: Recovered) -> dict[str, Any]:
     assert ledger.error == 0
     groups = [*recovered.open, *recovered.ready]
     return {
+        "taken": dict(recovered.taken),
         "open": {g.admission.group: stored(log, g.admission.group) for g in recovered.open},
         "ready": [(g.admission.group, stored(log, g.admission.group)) for g in recovered.ready],
         "ids": {a.group: (a.prompt, a.admitted_version, a.admitted_update) for a in (g.admission for g in groups)},
