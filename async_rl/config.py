@@ -35,6 +35,7 @@ from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import WarmStartConfig
 from async_rl.weights.publisher import OnUpdate
 from message_queue.client import QueueClientConfig
+from message_queue.journal import JournalConfig
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
@@ -142,6 +143,7 @@ class RunConfig:
     rollout: RolloutConfig
     sync: SyncConfig
     queue: QueueConfig
+    journal: JournalConfig
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     warm_start: WarmStartConfig

@@ -22,7 +22,7 @@ from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import WeightUpdate
 from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.contract import QueueSnapshot
+from message_queue.restart import JournalPlace
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutingSpec, TokenOutput, WeightVersion
 
@@ -39,14 +39,14 @@ def start_queue(
     batch_groups: int,
     staleness: StalenessConfig,
     max_ready: int | None,
-    restored: QueueSnapshot,
+    journal: JournalPlace,
     routing: RoutingSpec | None,
     config: QueueClientConfig,
     options: dict[str, Any],
 ) -> QueueClient:
-    """Start the queue's actor; the client is the driver's side of it."""
+    """Start the queue's actor; the client is the driver's side of it. Its journal is to be opened first."""
     actor = QueueActor.options(**options, max_restarts=0).remote(
-        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, restored=restored
+        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, journal=journal
     )
     return QueueClient(actor, name="driver", routing=routing, config=config)
 

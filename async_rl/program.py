@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 from agent_loop.loop import AgentLoop
 from agent_loop.tools import PauseGate
 from async_rl.actors import Placement, start_ray
-from async_rl.checkpoints import Checkpoints, RunState, read_run_state
-from async_rl.config import ConfigError, RunConfig
-from async_rl.data.prompts import PromptSource, prompt_order
+from async_rl.checkpoints import Checkpoints
+from async_rl.config import RunConfig
+from async_rl.data.prompts import prompt_order
 from async_rl.data.task import Task, build_task
 from async_rl.engines.select import check_engine
 from async_rl.handles import ReplicaHandle, TrainerHandle, start_queue
@@ -34,7 +34,9 @@ from async_rl.observe.recorder import Console, Recorder
 from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.resume import Resume
 from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.recorded import QueueRolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.validator import Validator
@@ -43,7 +45,9 @@ from async_rl.warm_start import run_warm_start, warm_start_folder
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import remove_directory
 from message_queue.client import QueueClient
+from message_queue.restart import Restored
 from message_queue.tokens import RoutingSpec
+from message_queue.trajectory import PromptGroup
 
 
 class Program:
@@ -54,8 +58,7 @@ class Program:
         self._task: Task = build_task(config.task, seed=config.seed)
         self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
         self._directory = config.output_dir
-        self._resume_from = _checkpoint_to_resume(config)
-        self._start = RunState() if self._resume_from is None else read_run_state(self._resume_from)
+        self._resume = Resume(config)
 
     async def run(self) -> bool:
         """Run to the end; True if all train steps were done, False after a stop request (Ctrl-C).
@@ -64,7 +67,6 @@ class Program:
             Exception: whatever made a stage fail; every process is stopped before it is raised.
         """
         config = self._config
-        self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / "config.yaml").write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
         async with contextlib.AsyncExitStack() as stack:
             console = open_console(total_train_steps=config.total_train_steps)
@@ -81,6 +83,8 @@ class Program:
             trainer, replicas, checkpoint = await self._start_workers(placement, stack, console)
             routing = self._captured_routing(read_model_info(checkpoint))
             queue = self._start_queue(placement, routing)
+            restored = await queue.open(timeout_s=config.cluster.start_timeout_s)
+            self._resume.rewind(restored, recorder)
             await self._name_processes(trainer, replicas)
             weights_directory = stack.enter_context(self._weights_directory())
             tools = PauseGate()
@@ -92,13 +96,20 @@ class Program:
                 tools=tools,
                 timeout_s=config.sync.timeout_s,
             )
-            if self._resume_from is not None:
-                await trainer.restore(self._resume_from / "trainer")
-                version = self._start.param_version
-                await publisher.publish(await trainer.export(weights_directory, version=version))
-                recorder.note(f"resumed from {self._resume_from}: step {self._start.train_step}, version {version}")
+            if self._resume.checkpoint is not None:
+                await trainer.restore(self._resume.checkpoint / "trainer")
             pipeline = self._build_pipeline(
-                queue, trainer, fleet, publisher, tools, recorder, trace, checkpoint, routing, weights_directory
+                queue,
+                trainer,
+                fleet,
+                publisher,
+                tools,
+                recorder,
+                trace,
+                checkpoint,
+                routing,
+                weights_directory,
+                restored,
             )
             try:
                 async with _stop_on_interrupt(pipeline, recorder):
@@ -106,6 +117,7 @@ class Program:
             finally:
                 with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
                     recorder.ledger(await queue.closing_records())
+                    await queue.close_journal()
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
             return finished
@@ -122,7 +134,7 @@ class Program:
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
-            restored=self._start.queue,
+            journal=self._resume.journal(routing),
             routing=routing,
             config=config.queue,
             options=placement.queue(),
@@ -228,6 +240,7 @@ class Program:
         checkpoint: Path,
         routing: RoutingSpec | None,
         weights_directory: Path,
+        restored: Restored[PromptGroup],
     ) -> Pipeline:
         config = self._config
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -255,15 +268,14 @@ class Program:
                 weights_directory=weights_directory,
                 replica_timeout_s=config.sync.timeout_s,
             ),
-            prompts=PromptSource(
-                self._order, cursor=self._start.prompt_cursor, unfinished=self._start.unfinished_prompts
-            ),
+            prompts=self._resume.prompts(self._order, restored),
             queue=queue,
             rollouter=Rollouter(
                 loop=loop,
                 routing=routing,
                 trajectories_per_group=config.rollout.trajectories_per_group,
                 resume_routing=config.rollout.resume_routing,
+                log=QueueRolloutLog(queue),
             ),
             trainer=trainer,
             publisher=publisher,
@@ -272,34 +284,14 @@ class Program:
             checkpoints=Checkpoints(self._directory / "checkpoints", config=config.checkpoint),
             recorder=recorder,
             trace=trace,
-            start=self._start,
+            start=self._resume.state,
+            restored=restored,
         )
 
     def _farewell(self, finished: bool) -> str:
         if finished:
             return f"done: {self._config.total_train_steps} train steps; everything is in {self._directory}"
         return f"stopped; continue with: python -m async_rl.run output_dir={self._directory} resume=auto"
-
-
-def _checkpoint_to_resume(config: RunConfig) -> Path | None:
-    """The checkpoint that `resume` asks for.
-
-    Raises:
-        ConfigError: `resume=never` on a run directory that holds a run.
-    """
-    latest = Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).latest()
-    match config.resume:
-        case "auto":
-            return latest
-        case "never":
-            if (config.output_dir / "metrics.jsonl").exists():
-                raise ConfigError(
-                    f"output_dir is {config.output_dir}, which holds a run, and resume=never; "
-                    "give another output_dir, remove it, or use resume=auto"
-                )
-            return None
-        case path:
-            return Path(path)
 
 
 def _closing(part: ReplicaHandle | TrainerHandle, timeout_s: float) -> Callable[[], Awaitable[None]]:

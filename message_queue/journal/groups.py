@@ -72,7 +72,7 @@ class Progress:
 class LiveGroup:
     """A group and where the records of its content are, in order.
 
-    turn: its place among the ready. trained_tokens: sampled tokens, once it was trained.
+    turn: its place among the ready, or among those taken with it. trained_tokens: sampled tokens, once it was trained.
     """
 
     __slots__ = (

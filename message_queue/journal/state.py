@@ -124,11 +124,12 @@ class JournalState:
                 self._admit(group, body)
             case Ready():
                 for ready in self._known([group]):
-                    ready.state, ready.turn = GroupState.READY, self.next_turn
-                    self.next_turn += 1
+                    ready.state = GroupState.READY
+                    self._place(ready)
             case Taken():
                 for taken in self._known(body.groups):
                     taken.state, taken.taken_update = GroupState.TAKEN, body.update
+                    self._place(taken)
             case Trained():
                 self._train(body)
             case Dropped():
@@ -203,6 +204,11 @@ class JournalState:
         self.next_group = max(self.next_group, group + 1)
         self.prompt_cursor = max(self.prompt_cursor, admitted.prompt + 1)
         self._admitted += 1
+
+    def _place(self, group: LiveGroup) -> None:
+        """Behind all that became ready, or were taken, before."""
+        group.turn = self.next_turn
+        self.next_turn += 1
 
     def _train(self, trained: Trained) -> None:
         for group, tokens in zip(trained.groups, trained.tokens, strict=True):

@@ -130,7 +130,8 @@ class Model:
                 group["state"], group["turn"], self.turn = "ready", self.turn, self.turn + 1
             case Taken():
                 for g in body.groups:
-                    self.groups[g].update(state="taken", taken=body.update)
+                    self.groups[g].update(state="taken", taken=body.update, turn=self.turn)
+                    self.turn += 1
             case Trained():
                 for g in body.groups:
                     self.groups[g].update(state="trained", step=body.train_step)
