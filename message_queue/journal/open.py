@@ -49,10 +49,11 @@ class Recovered:
 
     began: there was no journal yet. open: by id. ready: in the order to take them, those of `taken` first. taken: of
     the groups among `ready` that were taken, and whose training the checkpoint does not hold, the optimizer updates of
-    the weights they were trained from; in the order of their batch. next_group: no smaller id is free, and what is smaller and not in
-    `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed out before are in
-    groups, or settled. version: newest that was published. version_updates: `param_version` -> optimizer updates, of
-    it and of all that may have sampled a token of these groups. ledger: its `open` are these groups.
+    the weights they were trained from; in the order of their batch. next_group: no smaller id is free, and what is
+    smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
+    out before are in groups, or settled. version: newest that was published. version_updates: `param_version` ->
+    optimizer updates, of it and of all that may have sampled a token of these groups. ledger: its `open` are these
+    groups.
     """
 
     began: bool

@@ -22,8 +22,11 @@ STEPS = 7
 class MortalDisk(FakeDisk):
     """Dies after a number of writes; `seen` is a copy of the run directory as it was then."""
 
-    def __init__(self, directory: Path, seen: Path) -> None:
+    def __init__(self, directory: Path, seen: Path, *, before: FakeDisk | None = None) -> None:
         super().__init__()
+        if before is not None:
+            left = before.after_kill()
+            self.files = {name: file.copy(self) for name, file in left.files.items()}
         self.directory, self.seen = directory, seen
         self.writes_left: int | None = None
         self.dead = threading.Event()
@@ -99,10 +102,13 @@ class Life:
         run = asyncio.create_task(self.harness.run())
         dead = asyncio.create_task(asyncio.to_thread(disk.dead.wait))
         await asyncio.wait((run, dead), return_when=asyncio.FIRST_COMPLETED)
-        died = not run.done()
+        died = disk.dead.is_set()
         disk.dead.set()
+        await dead
+        if not died:
+            await run
+            return False
         run.cancel()
         with contextlib.suppress(BaseException):
             await run
-        await dead
-        return died
+        return True

@@ -212,6 +212,7 @@ class Harness:
         publish_timeout_s: float = 5.0,
         start: RunState | None = None,
         seed: int = 0,
+        checkpoint_every: int = 2,
         journal: JournalPlace | None = None,
         queue_config: QueueClientConfig = QUEUE,
     ) -> None:
@@ -250,7 +251,7 @@ class Harness:
             self.service = QueueService(**options, journal=journal)
             self.queue = QueueClient(Handle(self.service), name="driver", routing=SPEC, config=queue_config)
         self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
-        self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=2))
+        self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
         loop = Loop(engine, fail=loop_fail, limits=limits, turns=turns)
         self.rollouter = Rollouter(
             loop=loop,
