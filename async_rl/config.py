@@ -29,6 +29,7 @@ from async_rl.engines.replica import KeptKV
 from async_rl.engines.select import EngineConfig, check_engine
 from async_rl.engines.vllm_config import VllmConfig
 from async_rl.model_info import CheckpointError, read_model_info
+from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -144,6 +145,7 @@ class RunConfig:
     sync: SyncConfig
     queue: QueueConfig
     journal: JournalConfig
+    supervision: SupervisionConfig
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     warm_start: WarmStartConfig

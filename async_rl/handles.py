@@ -83,7 +83,11 @@ class ReplicaHandle:
             control_timeout_s=config.load_timeout_s,
         )
         started = actor.start.remote(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)
-        await handle._call("start", started, config.start_timeout_s)
+        try:
+            await handle._call("start", started, config.start_timeout_s)
+        except BaseException:
+            ray.kill(actor)  # it holds the place of the next one
+            raise
         return handle
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:

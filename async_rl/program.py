@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 
 import ray
@@ -216,13 +217,14 @@ class Program:
 
     @contextlib.contextmanager
     def _weights_directory(self) -> Generator[Path]:
-        """Where published versions are written: removed at the end."""
+        """Where published versions are written: removed at the end, and what a killed run left at the start."""
         sync = self._config.sync
-        if sync.transport == "disk":
-            assert sync.directory is not None
-            path = Path(tempfile.mkdtemp(prefix="async_rl-weights-", dir=sync.directory))
-        else:
-            path = Path(tempfile.mkdtemp(prefix="async_rl-weights-", dir="/dev/shm"))
+        parent = Path("/dev/shm") if sync.transport == "shm" else sync.directory
+        assert parent is not None
+        name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
+        path = parent / f"async_rl-weights-{name}"
+        remove_directory(path)
+        path.mkdir()
         try:
             yield path
         finally:

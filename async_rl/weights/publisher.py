@@ -74,6 +74,8 @@ class Publisher:
         self._on_update: OnUpdate = on_update
         self._kv: KeptKV = kv
         self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()  # a replica joins before a publish or after it
+        self._newest: WeightUpdate | None = None
 
     async def publish(self, update: WeightUpdate) -> PublishReport:
         """Return when every replica that is left serves `update`.
@@ -82,6 +84,29 @@ class Publisher:
             EngineError: a replica refused the version, or loaded something else.
             ReplicaLostError: no replica is left.
         """
+        async with self._turn:
+            self._newest = update
+            return await self._publish(update)
+
+    async def bring_up(self, replica: FleetReplica, *, slot: int) -> None:
+        """Load the newest version on a replica that was just started, and let it join the fleet.
+
+        Raises:
+            EngineError: it refused the version, or loaded something else. ReplicaLostError: it died, or took too long.
+        """
+        async with self._turn:
+            if (update := self._newest) is not None:
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._load(replica, update)
+                except TimeoutError as error:
+                    raise ReplicaLostError(
+                        f"{replica.name} did not load version {update.weights.version} (sync.timeout_s) within "
+                        f"{self._timeout_s} s"
+                    ) from error
+            self._fleet.join(replica, slot=slot)
+
+    async def _publish(self, update: WeightUpdate) -> PublishReport:
         begun = time.monotonic()
         self._tools.pause()
         try:

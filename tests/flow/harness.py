@@ -26,6 +26,7 @@ from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.recorded import QueueRolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
@@ -76,6 +77,7 @@ class FakeReplica(FakeEngine):
         die_at_load: int | None = None,
         die_after_resume: int | None = None,
         pause_s: float = 0.0,
+        stillborn: bool = False,
         **options,
     ) -> None:
         super().__init__(script, **options)
@@ -85,6 +87,8 @@ class FakeReplica(FakeEngine):
         self.die_at_load = die_at_load
         self.die_after_resume = die_after_resume
         self.pause_s = pause_s
+        if stillborn:
+            self.die("it did not start")
 
     async def pause(self):
         await asyncio.sleep(self.pause_s)
@@ -215,6 +219,8 @@ class Harness:
         checkpoint_every: int = 2,
         journal: JournalPlace | None = None,
         queue_config: QueueClientConfig = QUEUE,
+        supervision: SupervisionConfig | None = None,
+        new_replicas: Sequence[dict] = (),
     ) -> None:
         self.start = start = start or RunState()
         self.directory = directory
@@ -222,18 +228,9 @@ class Harness:
         self.restored = None
         script = SeededScript(seed, vocab_size=VOCAB, stop_token=STOP, mean_length=mean_length)
         each = [replica_options] if isinstance(replica_options, dict) else list(replica_options) or [{}]
+        common = {"token_s": token_s, "fail": engine_fail, "context_length": LIMITS.max_tokens}
         self.replicas = [
-            FakeReplica(
-                script,
-                **{
-                    "token_s": token_s,
-                    "fail": engine_fail,
-                    "context_length": LIMITS.max_tokens,
-                    "version": start.param_version,
-                    "name": f"fake-{i}",
-                    **options,
-                },
-            )
+            FakeReplica(script, **{**common, "version": start.param_version, "name": f"fake-{i}", **options})
             for i, options in enumerate(each)
         ]
         self.spy = Spy()
@@ -260,6 +257,7 @@ class Harness:
             resume_routing=resume_routing,
             log=None if journal is None else QueueRolloutLog(self.queue),
         )
+        publisher = Publisher(self.fleet, on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=publish_timeout_s)
         self._pipeline_options = {
             "config": PipelineConfig(
                 total_train_steps=steps,
@@ -272,9 +270,7 @@ class Harness:
             ),
             "rollouter": self.rollouter,
             "trainer": self.trainer,
-            "publisher": Publisher(
-                self.fleet, on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=publish_timeout_s
-            ),
+            "publisher": publisher,
             "replicas": self.fleet,
             "validator": Validator(
                 loop=Loop(engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)]
@@ -286,6 +282,18 @@ class Harness:
             "trace": Trace(None),
             "start": start,
         }
+        if supervision is not None:
+            news = iter(new_replicas)
+
+            async def start_replica(lost, /, *, slot, name):
+                made = FakeReplica(script, **{**common, "version": 0, "name": name, **next(news, {})})
+                await made.stats()  # it may be dead from the start
+                self.replicas.append(made)
+                return made
+
+            self._pipeline_options["replicas"] = Supervisor(
+                self.fleet, publisher, start=start_replica, config=supervision, note=self.spy.note
+            )
         if journal is None:
             self.build(PromptSource(Prompts(), cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
 
