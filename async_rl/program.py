@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 import ray
 from torch.utils.tensorboard import SummaryWriter
@@ -29,6 +29,7 @@ from async_rl.data.prompts import prompt_order
 from async_rl.data.task import Task, build_task
 from async_rl.engines.select import check_engine
 from async_rl.handles import ReplicaHandle, TrainerHandle, start_queue
+from async_rl.interrupt import stop_on_interrupt
 from async_rl.model_info import ModelInfo, read_model_info
 from async_rl.observe.console import open_console
 from async_rl.observe.recorder import Console, Recorder
@@ -36,10 +37,11 @@ from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.resume import Resume
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
 from async_rl.rollout.recorded import QueueRolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.supervisor import Supervisor
 from async_rl.rollout.validator import Validator
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import run_warm_start, warm_start_folder
@@ -60,6 +62,7 @@ class Program:
         self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
         self._directory = config.output_dir
         self._resume = Resume(config)
+        self._processes: dict[str, int] = {}
 
     async def run(self) -> bool:
         """Run to the end; True if all train steps were done, False after a stop request (Ctrl-C).
@@ -81,15 +84,15 @@ class Program:
             stack.callback(ray.shutdown)
             placement = Placement(config.cluster, ranks=config.trainer.ranks, replicas=config.engine.replicas)
             await placement.ready()
-            trainer, replicas, checkpoint = await self._start_workers(placement, stack, console)
+            trainer, started, checkpoint = await self._start_workers(placement, stack, console)
             routing = self._captured_routing(read_model_info(checkpoint))
             queue = self._start_queue(placement, routing)
             restored = await queue.open(timeout_s=config.cluster.start_timeout_s)
             self._resume.rewind(restored, recorder)
-            await self._name_processes(trainer, replicas)
+            await self._name_processes(trainer, started)
             weights_directory = stack.enter_context(self._weights_directory())
             tools = PauseGate()
-            fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
+            fleet = ReplicaFleet(started, on_lost=recorder.warn)
             publisher = Publisher(
                 fleet,
                 on_update=config.rollout.on_update,
@@ -99,10 +102,14 @@ class Program:
             )
             if self._resume.checkpoint is not None:
                 await trainer.restore(self._resume.checkpoint / "trainer")
+            replicas = self._supervise(
+                fleet, publisher, placement=placement, stack=stack, checkpoint=checkpoint, recorder=recorder
+            )
             pipeline = self._build_pipeline(
                 queue,
                 trainer,
                 fleet,
+                replicas,
                 publisher,
                 tools,
                 recorder,
@@ -113,7 +120,7 @@ class Program:
                 restored,
             )
             try:
-                async with _stop_on_interrupt(pipeline, recorder):
+                async with stop_on_interrupt(pipeline.request_stop, note=recorder.note):
                     finished = await pipeline.run()
             finally:
                 with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
@@ -191,29 +198,56 @@ class Program:
         self, placement: Placement, stack: contextlib.AsyncExitStack, checkpoint: Path
     ) -> list[ReplicaHandle]:
         config = self._config
-        capture = config.captures_routing
-        check_engine(config.engine, checkpoint=checkpoint, capture=capture, force=config.forces_routing)
+        check_engine(config.engine, checkpoint=checkpoint, capture=config.captures_routing, force=config.forces_routing)
+        async with asyncio.TaskGroup() as starts:
+            tasks = [
+                starts.create_task(self._start_replica(placement, stack, checkpoint, slot=i, name=f"replica-{i}"))
+                for i in range(config.engine.replicas)
+            ]
+        return [task.result() for task in tasks]
 
-        async def start(index: int) -> ReplicaHandle:
-            replica = await ReplicaHandle.start(
-                config.engine,
-                name=f"replica-{index}",
-                checkpoint=checkpoint,
-                capture_routing=capture,
-                options=placement.replica(index),
-            )
-            stack.push_async_callback(_closing(replica, config.cluster.stop_timeout_s))
+    async def _start_replica(
+        self, placement: Placement, stack: contextlib.AsyncExitStack, checkpoint: Path, *, slot: int, name: str
+    ) -> ReplicaHandle:
+        config = self._config
+        replica = await ReplicaHandle.start(
+            config.engine,
+            name=name,
+            checkpoint=checkpoint,
+            capture_routing=config.captures_routing,
+            options=placement.replica(slot),
+        )
+        stack.push_async_callback(_closing(replica, config.cluster.stop_timeout_s))
+        return replica
+
+    def _supervise(
+        self,
+        fleet: ReplicaFleet,
+        publisher: Publisher,
+        *,
+        placement: Placement,
+        stack: contextlib.AsyncExitStack,
+        checkpoint: Path,
+        recorder: Recorder,
+    ) -> Supervisor:
+        async def start(lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
+            await _closing(cast(ReplicaHandle, lost), self._config.cluster.stop_timeout_s)()
+            replica = await self._start_replica(placement, stack, checkpoint, slot=slot, name=name)
+            self._processes[name] = await replica.pid()
+            self._write_processes()
             return replica
 
-        async with asyncio.TaskGroup() as starts:
-            tasks = [starts.create_task(start(i)) for i in range(config.engine.replicas)]
-        return [task.result() for task in tasks]
+        return Supervisor(fleet, publisher, start=start, config=self._config.supervision, note=recorder.warn)
 
     async def _name_processes(self, trainer: TrainerHandle, replicas: list[ReplicaHandle]) -> None:
         """Write `processes.json`: which process id is which part, for whoever looks at a run from outside."""
         ranks = await trainer.pids()
-        pids = {f"trainer-{i}": pid for i, pid in enumerate(ranks)} | {r.name: await r.pid() for r in replicas}
-        (self._directory / "processes.json").write_text(json.dumps(pids) + "\n")
+        self._processes |= {f"trainer-{i}": pid for i, pid in enumerate(ranks)}
+        self._processes |= {replica.name: await replica.pid() for replica in replicas}
+        self._write_processes()
+
+    def _write_processes(self) -> None:
+        (self._directory / "processes.json").write_text(json.dumps(self._processes) + "\n")
 
     @contextlib.contextmanager
     def _weights_directory(self) -> Generator[Path]:
@@ -235,6 +269,7 @@ class Program:
         queue: QueueClient,
         trainer: TrainerHandle,
         fleet: ReplicaFleet,
+        replicas: Supervisor,
         publisher: Publisher,
         tools: PauseGate,
         recorder: Recorder,
@@ -281,7 +316,7 @@ class Program:
             ),
             trainer=trainer,
             publisher=publisher,
-            replicas=fleet,
+            replicas=replicas,
             validator=validator,
             checkpoints=Checkpoints(self._directory / "checkpoints", config=config.checkpoint),
             recorder=recorder,
@@ -304,28 +339,3 @@ def _closing(part: ReplicaHandle | TrainerHandle, timeout_s: float) -> Callable[
             await part.close(timeout_s=timeout_s)
 
     return close
-
-
-@contextlib.asynccontextmanager
-async def _stop_on_interrupt(pipeline: Pipeline, recorder: Recorder) -> AsyncGenerator[None]:
-    """First Ctrl-C or SIGTERM: finish the step and save. Second: stop at once."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    asked = False
-
-    def interrupt() -> None:
-        nonlocal asked
-        if asked and task is not None:
-            task.cancel()
-            return
-        asked = True
-        recorder.note("stopping after this train step; once more to stop at once")
-        pipeline.request_stop()
-
-    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
