@@ -25,8 +25,9 @@ were, and the replicas get the weights. Then the groups that were open go on in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 
 from agent_loop.loop import Prompt
@@ -34,11 +35,11 @@ from async_rl.batch.advantage import compute_advantages
 from async_rl.batch.collate import collate
 from async_rl.checkpoints import Checkpoints, RunState
 from async_rl.data.prompts import PromptSource
-from async_rl.observe.metrics import batch_metrics, staleness_histogram
+from async_rl.observe.metrics import batch_metrics, queue_metrics, staleness_histogram
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
 from async_rl.parts import GroupQueue, PipelineConfig, Replicas, Trainer
-from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.rollout.rollouter import DroppedGroup, Rollouter, without_failed
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate, discard_updates
@@ -130,10 +131,15 @@ class Pipeline:
                     ("watch", self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=self._config.replica_timeout_s)),
                 )
             }
-            await self._stage("train", self._train())
+            try:
+                await self._stage("train", self._train())
+            except StageError:
+                with contextlib.suppress(Exception):  # it must not hide why the stage failed
+                    await self._put_down(stages)
+                raise
             stages["feed"].cancel()
-            stages["rollout"].cancel()
             await self._updates.join()
+            await self._put_down(stages)
             await self._save()
             finished = not self._stop.is_set()
             if finished and self._validator is not None:
@@ -148,6 +154,16 @@ class Pipeline:
             await work
         except Exception as error:
             raise StageError(f"stage {name} failed") from error
+
+    async def _put_down(self, stages: Mapping[str, asyncio.Task[None]]) -> None:
+        """End the rollouts, with all that they generated written down."""
+        if self._restored is not None:
+            await self._publisher.interrupt()
+            await self._rollouter.flush()
+        stages["rollout"].cancel()
+        await asyncio.wait({stages["rollout"]})
+        if self._restored is not None:
+            await self._publisher.go_on()
 
     # ---- stages
 
@@ -257,11 +273,7 @@ class Pipeline:
                 task.cancel()
 
     async def _step(self, batch: Batch[PromptGroup], *, waited: float, begun: float, busy: float) -> None:
-        """Train on a batch, hand over the weights where they are due, and record it.
-
-        Args:
-            waited: seconds for the batch, since `begun`. busy: seconds that the replicas had been busy then.
-        """
+        """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
         with self._trace.span("train", f"step {self._train_step + 1}", groups=len(batch.groups)):
             metrics = await self._train_on(batch)
         if self._train_step % self._config.publish_every == 0 and self._train_step > self._replayed:
@@ -273,7 +285,7 @@ class Pipeline:
         await self._record(batch, metrics)
 
     async def _train_on(self, batch: Batch[PromptGroup]) -> dict[str, float]:
-        groups = batch.groups
+        groups = [without_failed(group) for group in batch.groups]
         advantages = compute_advantages(groups, self._config.advantage)
         tensors = await asyncio.to_thread(
             collate,
@@ -298,24 +310,12 @@ class Pipeline:
 
     async def _record(self, batch: Batch[PromptGroup], metrics: dict[str, float]) -> None:
         snapshot = await self._queue.snapshot()
-        counts = snapshot.ledger
-        metrics |= {
-            "train_step": self._train_step,
-            "param_version": self._version,
-            "queue/ready": snapshot.ready,
-            "queue/open": snapshot.open,
-            "sync/seconds": self._last_publish.seconds,
-            "sync/pause_seconds": self._last_publish.pause_seconds,
-            "ledger/admitted": counts.admitted,
-            "ledger/trained": counts.trained,
-            "ledger/dropped": counts.dropped,
-            "ledger/open": counts.open,
-            "ledger/error": counts.error,
-        }
+        metrics |= {"train_step": self._train_step, "param_version": self._version}
+        metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
         histogram = staleness_histogram(batch.groups, update=batch.update, version_updates=self._version_updates)
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=histogram))
         self._recorder.ledger(await self._queue.drain_records())
-        if counts.error:
+        if (counts := snapshot.ledger).error:
             raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")
 
     async def _request_validation(self) -> None:

@@ -19,6 +19,9 @@ MAX_NAME_BYTES = 40
 class Resume:
     """Read when it is made.
 
+    Args:
+        again: the run itself goes on, whatever it was begun with.
+
     checkpoint: its folder; None for a run that has none yet. state: of the driver by that checkpoint.
 
     Raises:
@@ -26,10 +29,10 @@ class Resume:
         ValueError: the checkpoint cannot be read.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, again: bool = False) -> None:
         self._config = config
         _require_writable(config.output_dir)
-        self.checkpoint = _checkpoint_to_resume(config)
+        self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
         self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)
 
     def journal(self, routing: RoutingSpec | None) -> JournalPlace:
@@ -93,16 +96,19 @@ def _require_writable(directory: Path) -> None:
         ) from error
 
 
+def _latest(config: RunConfig) -> Path | None:
+    return Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).latest()
+
+
 def _checkpoint_to_resume(config: RunConfig) -> Path | None:
     """The checkpoint that `resume` asks for.
 
     Raises:
         ConfigError: `resume=never` on a run directory that holds a run.
     """
-    latest = Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).latest()
     match config.resume:
         case "auto":
-            return latest
+            return _latest(config)
         case "never":
             if (config.output_dir / "metrics.jsonl").exists() or any(config.output_dir.glob("journal/*.journal")):
                 raise ConfigError(

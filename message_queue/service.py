@@ -10,6 +10,7 @@ With a journal every change is written to it before its caller is answered.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -79,6 +80,10 @@ class QueueService:
         """
         if self._journal is not None:
             await self._journal.close()
+
+    async def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
     # ---- calls that wait
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from agent_loop.engine import Engine, ReplicaLostError
 from async_rl.engines.replica import KeptKV, ReplicaStats
+from async_rl.rollout.bell import Bell
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
@@ -40,12 +41,14 @@ class Member:
     """A replica of the fleet.
 
     slot: its place among the replicas that the run was given. in_flight: requests that the router has there.
-    busy_seconds: as last read. calls: what `lose` ends.
+    num_answers: those answered; answered: rings with each. busy_seconds: as last read. calls: what `lose` ends.
     """
 
     replica: FleetReplica
     slot: int
     in_flight: int = 0
+    num_answers: int = 0
+    answered: Bell = field(default_factory=Bell)
     busy_seconds: float = 0.0
     calls: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 
@@ -74,7 +77,7 @@ class ReplicaFleet:
         self._num_slots = len(replicas)
         self._awaited = 0
         self._to_restart: asyncio.Queue[Member] | None = None
-        self._changed = asyncio.Event()  # replaced whenever a replica joins or is given up
+        self._changed = Bell()
         self._live = self._members
         self._lost: dict[str, str] = {}
         self._on_lost = on_lost
@@ -115,17 +118,22 @@ class ReplicaFleet:
         assert self._to_restart is not None
         return await self._to_restart.get()
 
+    def put_back(self, member: Member) -> None:
+        """A lost replica was not started anew yet; `next_lost` returns it again."""
+        assert self._to_restart is not None
+        self._to_restart.put_nowait(member)
+
     def join(self, replica: FleetReplica, *, slot: int) -> None:
         """A replica that was started in place of a lost one serves from now on."""
         member = Member(replica, slot)
         self._members, self._live = (*self._members, member), (*self._live, member)
         self._awaited -= 1
-        self._wake()
+        self._changed.ring()
 
     def give_up(self) -> None:
         """A lost replica is not started anew."""
         self._awaited -= 1
-        self._wake()
+        self._changed.ring()
 
     @property
     def lost(self) -> dict[str, str]:
@@ -202,10 +210,6 @@ class ReplicaFleet:
         return sum(member.busy_seconds for member in self._members) / self._num_slots
 
     # ---- inside
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     def _require_live(self, member: Member) -> None:
         if member.name in self._lost:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from async_rl.rollout.bell import Bell
 from message_queue.progress import RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
@@ -49,7 +50,7 @@ class QueueRolloutLog:
         self._queue = queue
         self._waiting: list[RolloutRecord] = []
         self._num_appended = self._num_written = 0
-        self._progress = asyncio.Event()  # replaced whenever something was written
+        self._progress = Bell()
         self._sending: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
@@ -76,16 +77,12 @@ class QueueRolloutLog:
                 records, self._waiting = self._waiting, []
                 await self._queue.append(records)
                 self._num_written += len(records)
-                self._wake()
+                self._progress.ring()
         except Exception as error:  # noqa: BLE001 - it is raised by every flush from now on
             self._failure = error
         finally:
             self._sending = None
-            self._wake()
-
-    def _wake(self) -> None:
-        progress, self._progress = self._progress, asyncio.Event()
-        progress.set()
+            self._progress.ring()
 
 
 class RecordedTrajectory(Trajectory):

@@ -52,7 +52,10 @@ class ReplicaRouter:
             member.in_flight += 1
             try:
                 async with self._fleet.calling(member):
-                    return await member.replica.generate(request)
+                    answer = await member.replica.generate(request)
+                member.num_answers += 1
+                member.answered.ring()
+                return answer
             except ReplicaLostError:
                 continue  # the fleet has noted it
             finally:

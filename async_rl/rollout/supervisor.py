@@ -20,7 +20,7 @@ from async_rl.weights.publisher import Publisher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
-    """At most max_restarts replicas are started anew within window_s; 0 starts none."""
+    """At most max_restarts parts of a kind, replicas or trainers and queue, are started anew in window_s; 0: none."""
 
     max_restarts: int = 3
     window_s: float = 600.0
@@ -30,6 +30,24 @@ class SupervisionConfig:
             raise ValueError(f"supervision.max_restarts is {self.max_restarts}; must be >= 0, where 0 restarts nothing")
         if not 0 < self.window_s < float("inf"):
             raise ValueError(f"supervision.window_s is {self.window_s}; must be a positive number of seconds")
+
+
+class RestartLimit:
+    """Counts restarts on the clock of the event loop."""
+
+    def __init__(self, config: SupervisionConfig) -> None:
+        self.max_restarts, self.window_s = config.max_restarts, config.window_s
+        self._restarts: deque[float] = deque()
+
+    def allows_one_more(self) -> bool:
+        """Whether there may be another restart, which is counted then."""
+        now = asyncio.get_running_loop().time()
+        while self._restarts and self._restarts[0] <= now - self.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) == self.max_restarts:
+            return False
+        self._restarts.append(now)
+        return True
 
 
 class StartsReplica(Protocol):
@@ -61,9 +79,8 @@ class Supervisor:
         self._fleet = fleet
         self._publisher = publisher
         self._start = start
-        self._config = config
+        self._limit = RestartLimit(config)
         self._note = note
-        self._restarts: deque[float] = deque()
         self._num_names = len(fleet.live)
         if config.max_restarts:
             fleet.supervise()
@@ -82,28 +99,27 @@ class Supervisor:
     # ---- inside
 
     async def _restart(self, member: Member) -> None:
-        while self._may_restart():
-            name = f"{member.name.rpartition('-')[0]}-{self._num_names}"
+        try:
+            await self._replace(member)
+        except asyncio.CancelledError:
+            self._fleet.put_back(member)  # for whoever watches next
+            raise
+
+    async def _replace(self, member: Member) -> None:
+        lost = member.name
+        while self._limit.allows_one_more():
+            name = f"{lost.rpartition('-')[0]}-{self._num_names}"
             self._num_names += 1
             try:
-                replica = await self._start(member.replica, slot=member.slot, name=name)
-                await self._publisher.bring_up(replica, slot=member.slot)
+                member.replica = await self._start(member.replica, slot=member.slot, name=name)
+                await self._publisher.bring_up(member.replica, slot=member.slot)
             except EngineError as error:
-                self._note(f"replica {name} did not start in place of {member.name}: {error}")
+                self._note(f"replica {name} did not start in place of {lost}: {error}")
             else:
-                self._note(f"replica {name} serves in place of {member.name}")
+                self._note(f"replica {name} serves in place of {lost}")
                 return
         self._note(
-            f"replica {member.name} is not restarted: {len(self._restarts)} restarts within "
-            f"{self._config.window_s:g} s (supervision.max_restarts)"
+            f"replica {lost} is not restarted: {self._limit.max_restarts} restarts within "
+            f"{self._limit.window_s:g} s (supervision.max_restarts)"
         )
         self._fleet.give_up()
-
-    def _may_restart(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        while self._restarts and self._restarts[0] <= now - self._config.window_s:
-            self._restarts.popleft()
-        if len(self._restarts) == self._config.max_restarts:
-            return False
-        self._restarts.append(now)
-        return True

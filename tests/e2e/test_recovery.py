@@ -21,9 +21,10 @@ OVERRIDES = (
     "total_train_steps=6",
     "checkpoint.every=3",
     "staleness.max_staleness=2",
-    "task.factory=tests.e2e.long_task:long_task",
+    "task.factory=tests.e2e.slow_task:slow_task",
     "rollout.groups_per_batch=2",
     "rollout.limits.max_tokens=160",
+    "rollout.limits.max_new_tokens_per_turn=24",
     "validation.prompts=0",
 )
 RUN = load_config([*SMALL, *OVERRIDES])
@@ -131,3 +132,29 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     prompts = [a["prompt"] for a in state["queue"]["unfinished"]]
     assert state["prompt_cursor"] == total["admitted"], "each prompt was admitted once"
     assert len(set(prompts)) == len(prompts) == total["open"]
+
+
+def test_a_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_starts):
+    process = start(tmp_path, warm_starts, *OVERRIDES, "total_train_steps=7")
+    notes = (
+        ("replica-0", "replica replica-1 serves in place of replica-0"),
+        ("trainer-0", "trainer rank 0: process died"),
+        ("queue", "trainer and queue start anew from the last checkpoint and the journal"),
+    )
+    for step, (victim, _) in zip((1, 3, 5), notes, strict=True):
+        wait_for_step(tmp_path, step, process)
+        psutil.Process(json.loads((tmp_path / "processes.json").read_text())[victim]).kill()
+    output = " ".join(finish(process).split())
+    assert process.returncode == 0, output
+    for _, note in notes:
+        assert note in output
+    assert output.count("trainer and queue start anew") == 2
+    steps = lines(tmp_path, "metrics.jsonl")
+    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6, 7]
+    for s in steps:
+        assert s["ledger/error"] == 0
+        assert s["staleness/max"] <= 2
+        assert s["routing/missing_fraction"] == 0
+    *groups, total = lines(tmp_path, "ledger.jsonl")
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 14, 0)
+    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))

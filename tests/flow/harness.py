@@ -24,7 +24,7 @@ from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.recorded import QueueRolloutLog
-from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.rollouter import FailureConfig, Rollouter
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.validator import Validator
@@ -140,8 +140,11 @@ class FakeTrainer:
 class Loop:
     """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance."""
 
-    def __init__(self, engine, *, fail=lambda prompt: None, limits=LIMITS, turns=1) -> None:
+    def __init__(
+        self, engine, *, fail=lambda prompt: None, reward_fail=lambda session: None, limits=LIMITS, turns=1
+    ) -> None:
         self._engine, self._fail, self._limits, self._turns = engine, fail, limits, turns
+        self._reward_fail = reward_fail
 
     async def run(self, prompt, *, trajectory, session, cache_salt):
         decoder = SegmentDecoder(
@@ -161,6 +164,8 @@ class Loop:
         while len(trajectory.turns) < self._turns and LIMITS.turn_budget(len(trajectory)) > 1:
             trajectory.observe(np.array([3], np.int32))
             reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
+        if (error := self._reward_fail(session)) is not None:
+            raise error
         info = {"refused_answers": float(decoder.num_refused)}
         trajectory.close(stop_reason=reason, reward=float(len(trajectory) % 2), info=info)
 
@@ -209,6 +214,8 @@ class Harness:
         trainer: FakeTrainer | None = None,
         engine_fail=lambda request: None,
         loop_fail=lambda prompt: None,
+        reward_fail=lambda session: None,
+        failure: FailureConfig | None = None,
         replica_options: dict | Sequence[dict] = (),
         resume_routing: str = "append",
         limits: TurnLimits = LIMITS,
@@ -249,13 +256,15 @@ class Harness:
             self.queue = QueueClient(Handle(self.service), name="driver", routing=SPEC, config=queue_config)
         self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
-        loop = Loop(engine, fail=loop_fail, limits=limits, turns=turns)
+        loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, limits=limits, turns=turns)
         self.rollouter = Rollouter(
             loop=loop,
             routing=SPEC,
             trajectories_per_group=3,
             resume_routing=resume_routing,
             log=None if journal is None else QueueRolloutLog(self.queue),
+            failure=failure,
+            note=self.spy.note,
         )
         publisher = Publisher(self.fleet, on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=publish_timeout_s)
         self._pipeline_options = {
