@@ -9,6 +9,7 @@ from async_rl.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.config import ConfigError, RunConfig
 from async_rl.data.prompts import PromptOrder, PromptSource
 from async_rl.observe.recorder import Recorder
+from message_queue.journal import JournalError, check_owner
 from message_queue.restart import JournalPlace, Restored
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup
@@ -25,7 +26,7 @@ class Resume:
     checkpoint: its folder; None for a run that has none yet. state: of the driver by that checkpoint.
 
     Raises:
-        ConfigError: the directory cannot be written, or holds a run where `resume=never`.
+        ConfigError: the directory cannot be written, or holds a run where `resume=never`, or the journal of another.
         ValueError: the checkpoint cannot be read.
     """
 
@@ -33,6 +34,10 @@ class Resume:
         self._config = config
         _require_writable(config.output_dir)
         self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
+        try:
+            check_owner(config.output_dir / "journal", run=run_name(config))
+        except JournalError as error:
+            raise ConfigError(str(error)) from error
         self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)
 
     def journal(self, routing: RoutingSpec | None) -> JournalPlace:

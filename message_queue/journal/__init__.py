@@ -15,7 +15,7 @@ from message_queue.journal.errors import (
 )
 from message_queue.journal.journal import Journal
 from message_queue.journal.log import JournalConfig
-from message_queue.journal.open import Recovered, RecoveredGroup
+from message_queue.journal.open import Recovered, RecoveredGroup, check_owner
 from message_queue.journal.recovery import Damage, LostContent, RecoveryReport
 from message_queue.journal.state import JournalStart
 from message_queue.journal.writer import JournalStats
@@ -39,4 +39,5 @@ __all__ = [
     "Recovered",
     "RecoveredGroup",
     "RecoveryReport",
+    "check_owner",
 ]

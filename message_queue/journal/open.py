@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from message_queue.contract import Admission
 from message_queue.journal.disk import Disk, DiskFile
 from message_queue.journal.errors import JournalBroken, JournalBusy, JournalError, disk_error
 from message_queue.journal.files import JournalFiles, read_record
-from message_queue.journal.format import MAX_RUN_BYTES
+from message_queue.journal.format import FILE_BYTES, MAX_RUN_BYTES, read_file_header
 from message_queue.journal.groups import GroupState, LiveGroup, Span
 from message_queue.journal.log import JournalConfig, JournalLog
 from message_queue.journal.records import Called, Closed, Observed, Sampled
@@ -113,6 +114,21 @@ class GroupReader:
         """Let go of the files."""
         for handle in {id(handle): handle for handle, _, _ in self.records}.values():
             handle.close()
+
+
+def check_owner(directory: Path, *, run: str) -> None:
+    """Refuse a directory that holds what this run cannot go on from, by its files' headers; without opening it.
+
+    Raises:
+        JournalFormatError, JournalRunError: it is of another format or run. JournalUnwritable: it cannot be read.
+    """
+    for path in sorted(directory.glob("*.journal")):
+        try:
+            with path.open("rb") as file:
+                head = memoryview(file.read(FILE_BYTES))
+        except OSError as error:
+            raise disk_error(error, what="read", path=str(path)) from error
+        read_file_header(head, run=run, path=str(path))
 
 
 def make_reader(log: JournalLog, group: int) -> GroupReader:
