@@ -90,7 +90,10 @@ class AgentLoop(Protocol):
     """
 
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
-        """Fill the empty `trajectory` and close it with its reward and stop reason.
+        """Fill `trajectory` and close it with its reward and stop reason.
+
+        It is empty, or what an earlier call left behind, and then the rollout goes on there: tokens that are held are
+        not sampled again. Tools of the last turn are called again where their replies are not held.
 
         Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
         trajectory grows as segments arrive, so that a caller sees what was generated even if the rollout fails; it is
@@ -101,9 +104,9 @@ class AgentLoop(Protocol):
             cache_salt: rollouts with different salts share no prefix cache.
 
         Raises:
-            RolloutError: the prompt does not fit, the reward failed, the engine gave up on a request, or its answers
-                broke the contract too often.
+            RolloutError: the prompt does not fit or is not the one that was begun, the reward failed, the engine gave
+                up on a request, or its answers broke the contract too often.
             EngineError: the engine cannot serve or gave no answer in time.
-            ContractError: the trajectory is not empty.
+            ContractError: the trajectory is closed.
         """
         ...

@@ -36,16 +36,22 @@ STOP_STRING_STRIDE = 64  # tokens decoded between two looks for a stop string: w
 
 
 def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int, limits: TurnLimits) -> None:
-    """Open an empty trajectory with its prompt.
+    """Open an empty trajectory with its prompt; one that was begun before is left as it is.
 
     Raises:
         PromptError: the prompt leaves no token to sample.
-        ContractError: the trajectory is not empty.
+        RolloutError: the trajectory was begun with another prompt.
+        ContractError: it is closed.
     """
+    if trajectory.closed:
+        raise ContractError(f"the trajectory of prompt {index} is closed; a rollout goes on with one that is open")
     if trajectory.turns:
-        raise ContractError(
-            f"the trajectory already holds {len(trajectory)} tokens; a rollout starts from an empty one"
-        )
+        if not np.array_equal(trajectory.turns[0].observation, token_ids):
+            raise RolloutError(
+                f"a trajectory of prompt {index} holds {len(trajectory)} tokens that begin with another prompt; the "
+                "data, the chat template or the tokenizer has changed since it was begun"
+            )
+        return
     if limits.turn_budget(len(token_ids)) < 1:
         raise PromptError(
             f"prompt {index} has {len(token_ids)} tokens and limits.max_tokens is {limits.max_tokens}; "
@@ -57,6 +63,12 @@ def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int,
 def sampled_tokens(turn: Turn) -> Int32Array:
     """What the model wrote in a turn, int32 [n]."""
     return np.concatenate([s.token_ids for s in turn.segments]) if turn.segments else np.zeros(0, np.int32)
+
+
+def budget_left(trajectory: Trajectory, limits: TurnLimits) -> int:
+    """Tokens that the last turn may still sample; 0 or less when it is full."""
+    sampled = trajectory.turns[-1].num_sampled
+    return limits.turn_budget(len(trajectory) - sampled) - sampled
 
 
 class SegmentDecoder:
@@ -100,7 +112,9 @@ class SegmentDecoder:
         self.num_refused = 0
 
     async def decode(self, trajectory: Trajectory, *, max_new_tokens: int) -> StopReason:
-        """Extend `trajectory` up to a stop token, a stop string, or by `max_new_tokens`, whatever interrupts it.
+        """Extend the last turn up to a stop token, a stop string, or by `max_new_tokens`, whatever interrupts it.
+
+        A turn that was begun before goes on, and one that had ended is left as it is.
 
         Segments without tokens are not appended: they sampled nothing, and the forward pass that samples next gives
         the rows. Returns STOP, TOOL_CALL or LENGTH, never ABORT. A last token that is a stop token is a STOP whatever
@@ -111,6 +125,8 @@ class SegmentDecoder:
                 before is kept.
             EngineError: the engine failed or gave no answer in time.
         """
+        if (ended := self._end(trajectory)) is not None:
+            return ended
         end, refused_in_a_row = len(trajectory) + max_new_tokens, 0
         while (left := end - len(trajectory)) > 0:
             request = self._request(trajectory, left)
@@ -141,6 +157,17 @@ class SegmentDecoder:
         return StopReason.LENGTH
 
     # ---- inside
+
+    def _end(self, trajectory: Trajectory) -> StopReason | None:
+        """Why the last turn ended; None where it goes on, as far as one can tell without asking the engine."""
+        turn = trajectory.turns[-1]
+        if not turn.num_sampled:
+            return None
+        sampled, last = sampled_tokens(turn), turn.segments[-1].stop_reason
+        stopped = int(sampled[-1]) in self._stop_token_ids
+        if stopped or (self._find_stop is not None and self._find_stop(sampled) is not None):
+            return StopReason.STOP
+        return last if last in (StopReason.STOP, StopReason.TOOL_CALL) else None
 
     def _append(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> bool:
         """Extend by what was sampled; whether the turn is at its end."""

@@ -6,7 +6,7 @@ from agent_loop.chat import Chat
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
-from agent_loop.segments import SegmentDecoder, observe_prompt, sampled_tokens
+from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from message_queue.trajectory import Trajectory
 
 
@@ -35,7 +35,7 @@ class SingleTurnLoop:
             find_stop=self._chat.find_stop,
         )
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
-        stop_reason = await decoder.decode(trajectory, max_new_tokens=self._limits.turn_budget(len(trajectory)))
+        stop_reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, self._limits))
         text = self._chat.text(sampled_tokens(trajectory.turns[-1]))
         reward = await score_in_time(
             self._reward,

@@ -9,7 +9,7 @@ from agent_loop.chat import Chat
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
-from agent_loop.segments import SegmentDecoder, observe_prompt, sampled_tokens
+from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.tools import ToolReply, ToolRunner, parse_tool_calls, truncate
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
@@ -72,7 +72,7 @@ class ToolUseLoop:
             find_stop=self._chat.find_stop,
         )
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
-        record = _Record()
+        record = self._so_far(trajectory)
         stop_reason = await self._turns(trajectory, decoder, record)
         completion = Completion(turns=tuple(record.texts), stop_reason=stop_reason)
         reward = await score_in_time(
@@ -88,9 +88,16 @@ class ToolUseLoop:
         }
         trajectory.close(stop_reason=stop_reason, reward=reward, info=info)
 
+    def _so_far(self, trajectory: Trajectory) -> _Record:
+        """What happened in the turns before the last one, as far as their tokens tell."""
+        record = _Record([self._chat.text(sampled_tokens(turn)) for turn in trajectory.turns[:-1]])
+        record.num_tool_calls = sum(len(parse_tool_calls(text)) for text in record.texts)
+        return record
+
     async def _turns(self, trajectory: Trajectory, decoder: SegmentDecoder, record: _Record) -> StopReason:
         while True:
-            stop_reason = await decoder.decode(trajectory, max_new_tokens=self._limits.turn_budget(len(trajectory)))
+            budget = budget_left(trajectory, self._limits)
+            stop_reason = await decoder.decode(trajectory, max_new_tokens=budget)
             turn = sampled_tokens(trajectory.turns[-1])
             record.texts.append(self._chat.text(turn))
             if stop_reason is StopReason.LENGTH:

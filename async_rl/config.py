@@ -7,7 +7,7 @@ value is refused before any process starts, with the field, the value and the wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
@@ -29,12 +29,15 @@ from async_rl.engines.replica import KeptKV
 from async_rl.engines.select import EngineConfig, check_engine
 from async_rl.engines.vllm_config import VllmConfig
 from async_rl.model_info import CheckpointError, read_model_info
+from async_rl.rollout.rollouter import FailureConfig
+from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import WarmStartConfig
 from async_rl.weights.publisher import OnUpdate
 from message_queue.client import QueueClientConfig
+from message_queue.journal import JournalConfig
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
@@ -62,7 +65,7 @@ class RolloutConfig:
         go on) or `drain` (let them finish). kv: with `keep`, whether their K/V is computed again by the new weights.
     resume_routing: rows of a prefix that was forwarded again: `append` (those held stay), `force` (the same, and the
         engine uses them), `replace` (the newest count) or `split` (each segment trains under those it saw).
-    max_failed_groups: so many failed groups in a row stop the run.
+    failure: what a failed rollout costs. max_failed_groups: so many failed groups in a row stop the run.
     """
 
     groups_per_batch: int
@@ -71,13 +74,14 @@ class RolloutConfig:
     kv: KeptKV = "recompute"
     resume_routing: ResumeRouting = "append"
     max_failed_groups: int = 16
+    failure: FailureConfig = field(default_factory=FailureConfig)
     sampling: SamplingConfig
     limits: TurnLimits
 
     def __post_init__(self) -> None:
-        for field in ("groups_per_batch", "trajectories_per_group", "max_failed_groups"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"rollout.{field} is {getattr(self, field)}; must be >= 1")
+        for name in ("groups_per_batch", "trajectories_per_group", "max_failed_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} is {getattr(self, name)}; must be >= 1")
         if self.kv == "keep" and self.on_update != "keep":
             raise ValueError(
                 f"rollout.kv is 'keep' with rollout.on_update={self.on_update}: nothing is in flight whose K/V could "
@@ -142,6 +146,8 @@ class RunConfig:
     rollout: RolloutConfig
     sync: SyncConfig
     queue: QueueConfig
+    journal: JournalConfig
+    supervision: SupervisionConfig
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     warm_start: WarmStartConfig
@@ -224,6 +230,11 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.trajectories_per_group is 1 with advantage.name={config.advantage.name}, which compares the "
             "trajectories of a group, so nothing would be trained; use more, or advantage.name=reinforce_plus_plus"
+        )
+    if config.rollout.failure.on_failed == "rest" and config.trainer.data_parallel > 1:
+        yield (
+            f"rollout.failure.on_failed is 'rest' with {config.trainer.data_parallel} data-parallel ranks, over which "
+            "a batch with failed rollouts does not divide; use rollout.failure.on_failed=drop"
         )
     if config.rollout.limits.max_tokens > config.engine.max_model_len:
         yield (

@@ -24,7 +24,7 @@ from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import WeightUpdate
 from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.contract import QueueSnapshot
+from message_queue.restart import JournalPlace
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutingSpec, TokenOutput, WeightVersion
 
@@ -36,21 +36,43 @@ class TrainerError(RuntimeError):
     """A trainer rank failed; names the rank, the call and the cause."""
 
 
+class TrainerLostError(TrainerError):
+    """A trainer rank is dead or silent; another set of ranks may go on from a checkpoint."""
+
+
+class QueueHandle(QueueClient):
+    """Driver side of the queue and of its process."""
+
+    def __init__(
+        self, actor: ActorHandle[Any], *, name: str, routing: RoutingSpec | None, config: QueueClientConfig
+    ) -> None:
+        super().__init__(actor, name=name, routing=routing, config=config)
+        self._actor = actor
+
+    async def pid(self, *, timeout_s: float) -> int:
+        """Process id of the actor, once it runs."""
+        return await self._call("pid()", self._actor.pid, allow_s=timeout_s)
+
+    def kill(self) -> None:
+        """End the process; what it was not asked to write down is lost."""
+        ray.kill(self._actor)
+
+
 def start_queue(
     *,
     batch_groups: int,
     staleness: StalenessConfig,
     max_ready: int | None,
-    restored: QueueSnapshot,
+    journal: JournalPlace,
     routing: RoutingSpec | None,
     config: QueueClientConfig,
     options: dict[str, Any],
-) -> QueueClient:
-    """Start the queue's actor; the client is the driver's side of it."""
+) -> QueueHandle:
+    """Start the queue's actor; the client is the driver's side of it. Its journal is to be opened first."""
     actor = QueueActor.options(**options, max_restarts=0).remote(
-        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, restored=restored
+        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, journal=journal
     )
-    return QueueClient(actor, name="driver", routing=routing, config=config)
+    return QueueHandle(actor, name="driver", routing=routing, config=config)
 
 
 class ReplicaHandle:
@@ -85,7 +107,11 @@ class ReplicaHandle:
             control_timeout_s=config.load_timeout_s,
         )
         started = actor.start.remote(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)
-        await handle._call("start", started, config.start_timeout_s)
+        try:
+            await handle._call("start", started, config.start_timeout_s)
+        except BaseException:
+            ray.kill(actor)  # it holds the place of the next one
+            raise
         return handle
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
@@ -294,7 +320,9 @@ class TrainerHandle:
 
     async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
         who = f"trainer rank {rank}"
-        return await _answer(ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerError)
+        return await _answer(
+            ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
+        )
 
 
 async def _answer(

@@ -17,34 +17,38 @@
 All but train are endless and run in the background; train is finite and is the body. A failed
 rollout is data (a dropped group with its reason); a failed stage is a crash with its cause. Only this module passes
 values between stages.
+
+Before them, after a restart, `catch up`: the batches that were taken after the checkpoint are trained again as they
+were, and the replicas get the weights. Then the groups that were open go on in `rollout`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
-
-from tensordict import TensorDict
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 
 from agent_loop.loop import Prompt
-from async_rl.batch.advantage import AdvantageConfig, compute_advantages
+from async_rl.batch.advantage import compute_advantages
 from async_rl.batch.collate import collate
 from async_rl.checkpoints import Checkpoints, RunState
 from async_rl.data.prompts import PromptSource
-from async_rl.observe.metrics import batch_metrics, staleness_histogram
+from async_rl.observe.metrics import batch_metrics, queue_metrics, staleness_histogram
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
-from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.parts import GroupQueue, PipelineConfig, Replicas, Trainer
+from async_rl.rollout.rollouter import DroppedGroup, Rollouter, without_failed
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate, discard_updates
-from message_queue.ledger import LedgerRecord
-from message_queue.queue import Admission, Batch, PutResult, QueueSnapshot
-from message_queue.trajectory import PromptGroup
+from message_queue.contract import Admission, Batch
+from message_queue.restart import Restored
+from message_queue.start import admission_of
+from message_queue.trajectory import PromptGroup, Trajectory
+
+__all__ = ["GroupQueue", "Pipeline", "PipelineConfig", "Replicas", "StageError", "Trainer"]
 
 WATCH_EVERY_S = 10.0  # between two signs of life of a replica
 
@@ -53,53 +57,13 @@ class StageError(RuntimeError):
     """A stage failed; the cause is chained."""
 
 
-class Trainer(Protocol):
-    """All trainer ranks as one."""
-
-    async def train(self, batch: TensorDict) -> dict[str, float]: ...
-    async def export(self, directory: Path, *, version: int) -> WeightUpdate: ...
-    async def save(self, directory: Path) -> None: ...
-
-
-class GroupQueue(Protocol):
-    """The trajectory queue, wherever it runs; see `message_queue.queue.TrajectoryQueue` for each call."""
-
-    async def admit(self, prompt: int) -> Admission: ...
-    async def put(self, group: PromptGroup) -> PutResult: ...
-    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> bool: ...
-    async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]: ...
-    async def expired(self) -> list[int]: ...
-    async def take(self) -> Batch[PromptGroup]: ...
-    async def trained(self, groups: Sequence[int], *, train_step: int) -> None: ...
-    async def publish(self, version: int, *, update: int) -> None: ...
-    async def loaded(self, version: int) -> None: ...
-    async def snapshot(self) -> QueueSnapshot: ...
-    async def drain_records(self) -> list[LedgerRecord]: ...
-
-
-class Replicas(Protocol):
-    """What the pipeline asks of the fleet; see `async_rl.rollout.fleet.ReplicaFleet`."""
-
-    async def busy_seconds(self) -> float: ...
-    async def watch(self, *, every_s: float, timeout_s: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig:
-    """What the pipeline itself decides; see the run config for the meaning of each value."""
-
-    total_train_steps: int
-    publish_every: int
-    validate_every: int
-    max_failed_groups: int
-    advantage: AdvantageConfig
-    weights_directory: Path
-    replica_timeout_s: float
-    kept_kv: bool = False
-
-
 class Pipeline:
-    """Runs the stages until the last train step, a stop request, or a failed stage."""
+    """Runs the stages until the last train step, a stop request, or a failed stage.
+
+    Args:
+        start: of the checkpoint; the trainer holds its weights.
+        restored: what the queue has of the run before; None where it has nothing and the replicas serve the weights.
+    """
 
     def __init__(
         self,
@@ -116,6 +80,7 @@ class Pipeline:
         recorder: Recorder,
         trace: Trace,
         start: RunState,
+        restored: Restored[PromptGroup] | None = None,
     ) -> None:
         self._config = config
         self._prompts = prompts
@@ -131,6 +96,8 @@ class Pipeline:
         self._train_step = start.train_step
         self._version = start.param_version
         self._version_updates = dict(start.version_updates)
+        self._restored = restored
+        self._replayed = start.train_step + (0 if restored is None else restored.replay)
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
         self._validations: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
@@ -148,7 +115,9 @@ class Pipeline:
         Raises:
             ExceptionGroup: of StageError, the cause of each chained.
         """
-        if self._train_step == 0 and self._validator is not None:
+        if self._restored is not None:
+            await self._stage("catch up", self._catch_up(self._restored))
+        if self._train_step == 0 and self._validator is not None and (self._restored is None or self._restored.began):
             await self._validate_now(0)
         async with asyncio.TaskGroup() as background:
             stages = {
@@ -162,10 +131,15 @@ class Pipeline:
                     ("watch", self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=self._config.replica_timeout_s)),
                 )
             }
-            await self._stage("train", self._train())
+            try:
+                await self._stage("train", self._train())
+            except StageError:
+                with contextlib.suppress(Exception):  # it must not hide why the stage failed
+                    await self._put_down(stages)
+                raise
             stages["feed"].cancel()
-            stages["rollout"].cancel()
             await self._updates.join()
+            await self._put_down(stages)
             await self._save()
             finished = not self._stop.is_set()
             if finished and self._validator is not None:
@@ -181,7 +155,36 @@ class Pipeline:
         except Exception as error:
             raise StageError(f"stage {name} failed") from error
 
+    async def _put_down(self, stages: Mapping[str, asyncio.Task[None]]) -> None:
+        """End the rollouts, with all that they generated written down."""
+        if self._restored is not None:
+            await self._publisher.interrupt()
+            await self._rollouter.flush()
+        stages["rollout"].cancel()
+        await asyncio.wait({stages["rollout"]})
+        if self._restored is not None:
+            await self._publisher.go_on()
+
     # ---- stages
+
+    async def _catch_up(self, restored: Restored[PromptGroup]) -> None:
+        """Train again what was trained after the checkpoint, then bring the weights to the replicas."""
+        self._version = max(self._version, restored.version)
+        self._version_updates |= restored.version_updates
+        for _ in range(restored.replay):
+            await self._step(await self._queue.take(), waited=0.0, begun=time.monotonic(), busy=0.0)
+        if not self._version and not restored.replay:
+            return  # the replicas began with these weights
+        known = self._version_updates[self._version] == self._train_step and not restored.replay
+        if not known:
+            self._version += 1
+            self._version_updates[self._version] = self._train_step
+            await self._queue.publish(self._version, update=self._train_step)
+        update = await self._trainer.export(self._config.weights_directory, version=self._version)
+        self._last_publish = await self._publisher.publish(update)
+        await self._queue.loaded(self._version)
+        if not known:
+            await self._save()
 
     async def _feed(self) -> None:
         while True:
@@ -192,13 +195,18 @@ class Pipeline:
 
     async def _rollout(self) -> None:
         async with asyncio.TaskGroup() as groups:
+            for held in self._restored.open if self._restored is not None else ():
+                prompt, admission = self._prompts.at(held.prompt), admission_of(held)
+                groups.create_task(
+                    self._roll(prompt, admission, held=held.trajectories), name=f"group-{admission.group}"
+                )
             while True:
                 prompt, admission = await self._admitted.get()
                 groups.create_task(self._roll(prompt, admission), name=f"group-{admission.group}")
 
-    async def _roll(self, prompt: Prompt, admission: Admission) -> None:
+    async def _roll(self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()) -> None:
         with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
-            outcome = await self._rollouter.roll(prompt, admission)
+            outcome = await self._rollouter.roll(prompt, admission, held=held)
         if isinstance(outcome, DroppedGroup):
             await self._queue.drop(
                 outcome.group, reason=outcome.reason, segments=outcome.segments, tokens=outcome.tokens
@@ -231,16 +239,7 @@ class Pipeline:
             batch = await self._take_or_stop()
             if batch is None:
                 return
-            waited = time.monotonic() - begun
-            with self._trace.span("train", f"step {self._train_step + 1}", groups=len(batch.groups)):
-                metrics = await self._train_on(batch)
-            if self._train_step % self._config.publish_every == 0:
-                await self._export()
-            seconds = time.monotonic() - begun
-            metrics["idle/trainer"] = waited / seconds
-            metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
-            metrics["throughput/tokens_per_s"] = sum(g.num_tokens for g in batch.groups) / seconds
-            await self._record(batch, metrics)
+            await self._step(batch, waited=time.monotonic() - begun, begun=begun, busy=busy)
             await self._request_validation()
             if self._checkpoints.due(self._train_step):
                 await self._save()
@@ -273,8 +272,20 @@ class Pipeline:
             for task in (take, stop):
                 task.cancel()
 
+    async def _step(self, batch: Batch[PromptGroup], *, waited: float, begun: float, busy: float) -> None:
+        """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
+        with self._trace.span("train", f"step {self._train_step + 1}", groups=len(batch.groups)):
+            metrics = await self._train_on(batch)
+        if self._train_step % self._config.publish_every == 0 and self._train_step > self._replayed:
+            await self._export()
+        seconds = time.monotonic() - begun
+        metrics["idle/trainer"] = waited / seconds
+        metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
+        metrics["throughput/tokens_per_s"] = sum(g.num_tokens for g in batch.groups) / seconds
+        await self._record(batch, metrics)
+
     async def _train_on(self, batch: Batch[PromptGroup]) -> dict[str, float]:
-        groups = batch.groups
+        groups = [without_failed(group) for group in batch.groups]
         advantages = compute_advantages(groups, self._config.advantage)
         tensors = await asyncio.to_thread(
             collate,
@@ -299,24 +310,12 @@ class Pipeline:
 
     async def _record(self, batch: Batch[PromptGroup], metrics: dict[str, float]) -> None:
         snapshot = await self._queue.snapshot()
-        counts = snapshot.ledger
-        metrics |= {
-            "train_step": self._train_step,
-            "param_version": self._version,
-            "queue/ready": snapshot.ready,
-            "queue/open": snapshot.open,
-            "sync/seconds": self._last_publish.seconds,
-            "sync/pause_seconds": self._last_publish.pause_seconds,
-            "ledger/admitted": counts.admitted,
-            "ledger/trained": counts.trained,
-            "ledger/dropped": counts.dropped,
-            "ledger/open": counts.open,
-            "ledger/error": counts.error,
-        }
+        metrics |= {"train_step": self._train_step, "param_version": self._version}
+        metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
         histogram = staleness_histogram(batch.groups, update=batch.update, version_updates=self._version_updates)
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=histogram))
         self._recorder.ledger(await self._queue.drain_records())
-        if counts.error:
+        if (counts := snapshot.ledger).error:
             raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")
 
     async def _request_validation(self) -> None:
@@ -337,14 +336,15 @@ class Pipeline:
     async def _save(self) -> None:
         """Checkpoint between two train steps; nothing is taken then."""
         cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # read first: later ones are in the snapshot
+        await self._queue.sync()
         snapshot = await self._queue.snapshot()
-        version = self._version + (self._version_updates[self._version] < self._train_step)  # that a restart publishes
         state = RunState(
             train_step=self._train_step,
-            param_version=version,
-            version_updates={**self._version_updates, version: self._train_step},
+            param_version=self._version,
+            version_updates=self._version_updates,
             prompt_cursor=max([cursor, *(prompt + 1 for prompt in snapshot.prompts)]),
             unfinished_prompts=sorted({*snapshot.prompts, *waiting}),
-            queue=replace(snapshot, version=version, update=self._train_step, closed=False),
+            queue=replace(snapshot, version=self._version, update=self._version_updates[self._version], closed=False),
         )
         await self._checkpoints.save(state, trainer=self._trainer)
+        await self._queue.checkpointed(self._train_step)

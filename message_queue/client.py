@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
+from message_queue.journal import JournalError
 from message_queue.ledger import LedgerError, LedgerRecord, LedgerTotal
+from message_queue.progress import RolloutRecord
+from message_queue.restart import Restored, decode_restored
 from message_queue.staleness import StalenessError
 from message_queue.tokens import ContractError, RoutingSpec
 from message_queue.trajectory import PromptGroup
 from message_queue.wire import check_rank_code, decode_group, encode_group
 
-REFUSALS = (QueueError, ContractError, LedgerError, StalenessError)
+REFUSALS = (QueueError, ContractError, LedgerError, StalenessError, JournalError)
 
 
 class RemoteMethod(Protocol):
@@ -59,8 +62,8 @@ class QueueClientConfig:
 class QueueClient:
     """The calls of `TrajectoryQueue`, with the same results and errors, on a queue in another process.
 
-    A call that is cancelled or that fails leaves nothing behind: an admission nobody heard of is dropped, and a batch
-    nobody received is what the next `take` of this client returns.
+    A call that is cancelled or that fails loses nothing: an admission nobody heard of is what the next `admit` of its
+    prompt returns, and a batch nobody received is what the next `take` of this client returns.
 
     Args:
         handle: of the actor that runs QueueService.
@@ -83,6 +86,15 @@ class QueueClient:
         self._settled: set[str] = set()
         self._unreceived: list[str] = []
         self._received = 0  # ledger records
+
+    async def open(self, *, timeout_s: float) -> Restored[PromptGroup]:
+        """Open the journal of the queue; see `QueueService.open`.
+
+        Args:
+            timeout_s: bound on reading it.
+        """
+        restored = await self._call("open the journal", self._handle.open, allow_s=timeout_s)
+        return decode_restored(restored, routing=self._routing)
 
     # ---- calls that wait
 
@@ -122,6 +134,18 @@ class QueueClient:
 
     async def loaded(self, version: int) -> None:
         await self._call(f"loaded(version={version})", self._handle.loaded, version)
+
+    async def append(self, records: Sequence[RolloutRecord]) -> None:
+        await self._call(f"append({len(records)} records)", self._handle.append, list(records))
+
+    async def sync(self) -> None:
+        await self._call("sync()", self._handle.sync)
+
+    async def checkpointed(self, train_step: int) -> None:
+        await self._call(f"checkpointed(train_step={train_step})", self._handle.checkpointed, train_step)
+
+    async def close_journal(self) -> None:
+        await self._call("close_journal()", self._handle.close_journal)
 
     async def close(self) -> None:
         await self._call("close()", self._handle.close)

@@ -91,7 +91,8 @@ class QueueSnapshot:
 
     next_group: the id of the next admission. next_update: updates of the batches whose training was acknowledged.
     version, update: newest weights that every replica serves.
-    ready, open, taken: groups in each state. unfinished: the admissions of all of them, by id.
+    ready, open, taken: groups in each state. replay: batches of the ready ones that are trained again.
+    unfinished: the admissions of all of them, by id.
     """
 
     next_group: int = 0
@@ -101,6 +102,7 @@ class QueueSnapshot:
     ready: int = 0
     open: int = 0
     taken: int = 0
+    replay: int = 0
     unfinished: tuple[Admission, ...] = ()
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
     closed: bool = False

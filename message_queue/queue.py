@@ -4,16 +4,16 @@
       open                        ready             taken
 
 Admission is counted in-flight first, so a group that starts is certain of its place in the staleness bound. State
-changes in one piece after the last await of a method: a method that is cancelled has changed nothing.
+changes in one piece with its record on its way: a method that is cancelled before that has changed nothing. After that
+it waits for the record only. An admission or a batch whose caller is cancelled then is what the next call gets.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Generic, TypeVar
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Generic, TypeVar, cast
 
 from message_queue.contract import (
     Admission,
@@ -26,10 +26,14 @@ from message_queue.contract import (
     QueueSnapshot,
     UnknownGroup,
 )
+from message_queue.delivery import check_delivery, check_staleness
 from message_queue.holdings import Holdings
 from message_queue.ledger import Ledger, LedgerRecord, LedgerTotal
-from message_queue.staleness import StalenessConfig, StalenessError, build_policy, oldest_update
-from message_queue.tokens import ContractError
+from message_queue.log import WRITTEN, NoLog, QueueLog
+from message_queue.progress import RolloutRecord
+from message_queue.schedule import Schedule
+from message_queue.staleness import StalenessConfig, build_policy
+from message_queue.start import QueueStart, queue_start, restore
 from message_queue.versions import PublishedVersions
 
 __all__ = [
@@ -46,7 +50,6 @@ __all__ = [
 ]
 
 G = TypeVar("G", bound=QueuedGroup)
-STOPPED = "stopped before it was trained: its prompt is admitted again"
 
 
 class TrajectoryQueue(Generic[G]):
@@ -57,8 +60,9 @@ class TrajectoryQueue(Generic[G]):
         staleness: the bound and what happens at it.
         max_ready: ready groups held before `put` waits; None where the staleness bound alone limits them.
         updates_per_batch: optimizer updates that the trainer makes from one batch.
-        restored: continue after this state. Its unfinished groups end as dropped; admit their prompts again. Give a
-            larger `next_group` where ids are known to have been handed out after the snapshot.
+        restored: continue after this state. Unfinished groups of a snapshot end as dropped; admit their prompts again.
+            Give it a larger `next_group` where ids are known to have been handed out after it.
+        log: records every change.
 
     Raises:
         ValueError: no batch could ever be taken; names the field and the value.
@@ -71,21 +75,26 @@ class TrajectoryQueue(Generic[G]):
         staleness: StalenessConfig,
         max_ready: int | None = None,
         updates_per_batch: int = 1,
-        restored: QueueSnapshot | None = None,
+        restored: QueueSnapshot | QueueStart[G] | None = None,
+        log: QueueLog | None = None,
     ) -> None:
         if max_ready is not None and max_ready < batch_groups:
             raise ValueError(f"max_ready is {max_ready}; one batch is {batch_groups} groups: raise it to that or None")
-        restored = restored or QueueSnapshot()
-        self._max_ready = max_ready
-        self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
-        self._budget = self._policy.budget
+        start = cast(QueueStart[G], queue_start(restored))
+        self._log = log or NoLog()
         self._changed = asyncio.Condition()
         self._closed = False
         self._held: Holdings[G] = Holdings()
-        self._next_group = restored.next_group
-        self._next_update = restored.next_update
-        self._versions = PublishedVersions(version=restored.version, update=restored.update)
-        self._ledger = _continued_ledger(restored)
+        self._next_group = start.next_group
+        policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
+        self._schedule = Schedule(
+            policy, self._held, max_ready=max_ready, next_update=start.next_update, replay=start.replay
+        )
+        self._versions = PublishedVersions(start.versions, served=start.served)
+        self._ledger = Ledger(before=start.ledger)
+        self._unheard: dict[int, Admission] = {}
+        self._unreceived: deque[Batch[G]] = deque()
+        restore(start, held=self._held, ledger=self._ledger)
 
     # ---- the rollout side
 
@@ -96,17 +105,29 @@ class TrajectoryQueue(Generic[G]):
             QueueClosed: nothing is admitted any more.
         """
         async with self._changed:
-            await self._until(self._can_admit, what="admit")
-            admission = Admission(
-                group=self._next_group,
-                prompt=prompt,
-                admitted_version=self._versions.served,
-                admitted_update=self._versions.served_update,
+            await self._until(
+                lambda: prompt in self._unheard or self._schedule.can_admit(self._versions.served_update), what="admit"
             )
-            self._next_group += 1
-            self._held.start(admission)
-            self._ledger.admitted(admission.group, version=admission.admitted_version)
-            return admission
+            admission, written = self._unheard.pop(prompt, None), cast(Awaitable[None], WRITTEN)
+            if admission is None:
+                admission = self._start_group(prompt)
+                written = self._log.admitted(admission)
+        try:
+            await written
+        except asyncio.CancelledError:
+            self.take_back(admission)
+            raise
+        return admission
+
+    def take_back(self, admission: Admission) -> None:
+        """Nobody heard of an admission: the next `admit` of its prompt returns it."""
+        if admission.group in self._held.open:
+            self._unheard[admission.prompt] = admission
+
+    async def append(self, records: Sequence[RolloutRecord]) -> None:
+        """Record how far rollouts are, in order. What belongs to a group that is not open any more is left out."""
+        for written in [self._log.appended(record) for record in records if record.group in self._held.open]:
+            await written
 
     async def put(self, group: G) -> PutResult:
         """Hand in a finished group. Waits while `max_ready` groups are ready and a batch of them can be taken.
@@ -120,16 +141,18 @@ class TrajectoryQueue(Generic[G]):
         """
         async with self._changed:
             self._check_delivery(group)
-            await self._until(lambda: self._is_expired(group.admitted_update) or self._has_room(), what="put")
+            await self._until(lambda: self._schedule.lets_in(group.admitted_update), what="put")
             self._check_delivery(group)  # it may have been given up while this call waited
             self._ledger.delivered(group.group, segments=group.num_segments, tokens=group.num_tokens)
-            if self._is_expired(group.admitted_update):
-                reason = self._expiry(group.admitted_update)
-                self._give_up(group.group, reason=reason)
-                return PutResult(expired=reason)
-            self._held.deliver(group)
-            self._changed.notify_all()
-            return PutResult()
+            expired = self._schedule.expiry(group.admitted_update)
+            if expired is not None:
+                written = self._give_up(group.group, reason=expired)
+            else:
+                self._held.deliver(group)
+                written = self._log.ready(group.group)
+                self._changed.notify_all()
+        await written
+        return PutResult(expired=expired)
 
     async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> bool:
         """Give up an open group; `segments` and `tokens` were generated in vain.
@@ -145,12 +168,13 @@ class TrajectoryQueue(Generic[G]):
             if group not in self._held.open:
                 self._require_known(group)
                 return False
-            self._give_up(group, reason=reason, segments=segments, tokens=tokens)
-            return True
+            written = self._give_up(group, reason=reason, segments=segments, tokens=tokens)
+        await written
+        return True
 
     def expired(self) -> list[int]:
         """Open groups that can no longer be trained; their rollouts are best cancelled and dropped (policy drop)."""
-        return self._hopeless()
+        return self._schedule.hopeless()
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         """Wait for open groups that can no longer be trained and are not in `known`.
@@ -159,8 +183,8 @@ class TrajectoryQueue(Generic[G]):
             QueueClosed: no group expires any more.
         """
         async with self._changed:
-            await self._until(lambda: not set(known).issuperset(self._hopeless()), what="wait_expired")
-            return [group for group in self._hopeless() if group not in known]
+            await self._until(lambda: not set(known).issuperset(self._schedule.hopeless()), what="wait_expired")
+            return [group for group in self._schedule.hopeless() if group not in known]
 
     # ---- the training side
 
@@ -175,21 +199,34 @@ class TrajectoryQueue(Generic[G]):
             StalenessError: a token is older than the bound. Nothing is taken.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self._batch_ready())
-            if not self._batch_ready():
+            await self._changed.wait_for(lambda: self._closed or self._unreceived or self._schedule.batch_ready())
+            if self._unreceived:
+                return self._unreceived.popleft()
+            if not self._schedule.batch_ready():
                 raise QueueClosed(
                     f"the queue is closed and {len(self._held.ready)} ready groups make no batch of "
-                    f"{self._budget.batch_groups}; {len(self._held.open)} groups stay open, "
+                    f"{self._schedule.budget.batch_groups}; {len(self._held.open)} groups stay open, "
                     f"{len(self._held.taken)} were taken and not acknowledged"
                 )
-            groups = self._policy.by_turn(self._held.ready.values())[: self._budget.batch_groups]
-            update, version_updates = self._next_update, self._check_staleness(groups)
+            groups, update = self._schedule.next_batch(), self._schedule.next_update
+            version_updates = check_staleness(
+                groups, self._versions.updates, budget=self._schedule.budget, next_update=update
+            )
             self._held.take(groups, update=update)
-            self._next_update += self._budget.updates_per_batch
-            for group in [g for g in self._held.ready.values() if self._is_expired(g.admitted_update)]:
-                self._give_up(group.group, reason=self._expiry(group.admitted_update))
+            self._schedule.advance()
+            written = [self._log.taken([g.group for g in groups], update=update)]
+            for group in list(self._held.ready.values()):
+                if (reason := self._schedule.expiry(group.admitted_update)) is not None:
+                    written.append(self._give_up(group.group, reason=reason))
             self._changed.notify_all()
-            return Batch(groups=groups, update=update, version_updates=version_updates)
+            batch = Batch(groups=groups, update=update, version_updates=version_updates)
+        try:
+            for record in written:
+                await record
+        except asyncio.CancelledError:
+            self._unreceived.append(batch)
+            raise
+        return batch
 
     async def trained(self, groups: Sequence[int], *, train_step: int) -> None:
         """Acknowledge groups of a taken batch; `train_step` is the optimizer step they took part in.
@@ -206,6 +243,8 @@ class TrajectoryQueue(Generic[G]):
             for group in groups:
                 self._held.end(group)
                 self._ledger.trained(group, train_step=train_step)
+            written = self._log.trained(groups, train_step=train_step)
+        await written
 
     async def publish(self, version: int, *, update: int) -> None:
         """The trainer published `version`, which holds `update` optimizer updates. Call it before a replica loads it.
@@ -214,12 +253,14 @@ class TrajectoryQueue(Generic[G]):
             QueueError: the version or its update goes back, or the update is of a batch that was never taken.
         """
         async with self._changed:
-            if update > self._next_update:
+            if update > self._schedule.next_update:
                 raise QueueError(
-                    f"published version {version} with {update} updates; batches up to update {self._next_update} "
-                    "were taken"
+                    f"published version {version} with {update} updates; batches up to update "
+                    f"{self._schedule.next_update} were taken"
                 )
             self._versions.publish(version, update=update)
+            written = self._log.published(version, update=update)
+        await written
 
     async def loaded(self, version: int) -> None:
         """Every replica serves `version`: groups admitted from now on start on it.
@@ -230,6 +271,14 @@ class TrajectoryQueue(Generic[G]):
         async with self._changed:
             self._versions.load(version)
             self._changed.notify_all()
+
+    async def sync(self) -> None:
+        """Return once all that was recorded so far is on the disk. Call it before a checkpoint is made."""
+        await self._log.synced()
+
+    async def checkpointed(self, train_step: int) -> None:
+        """A checkpoint holds `train_step` and no restart goes back before it."""
+        await self._log.checkpointed(train_step)
 
     # ---- both
 
@@ -243,12 +292,13 @@ class TrajectoryQueue(Generic[G]):
         """The state now."""
         return QueueSnapshot(
             next_group=self._next_group,
-            next_update=min(self._held.taken.values(), default=self._next_update),
+            next_update=min(self._held.taken.values(), default=self._schedule.next_update),
             version=self._versions.served,
             update=self._versions.served_update,
             ready=len(self._held.ready),
             open=len(self._held.open),
             taken=len(self._held.taken),
+            replay=self._schedule.replay,
             unfinished=self._held.unfinished(),
             ledger=self._ledger.counts(open_groups=len(self._held.live)),
             closed=self._closed,
@@ -264,40 +314,28 @@ class TrajectoryQueue(Generic[G]):
 
     # ---- inside; called with the condition held
 
+    def _start_group(self, prompt: int) -> Admission:
+        admission = Admission(
+            group=self._next_group,
+            prompt=prompt,
+            admitted_version=self._versions.served,
+            admitted_update=self._versions.served_update,
+        )
+        self._next_group += 1
+        self._held.start(admission)
+        self._ledger.admitted(admission.group, version=admission.admitted_version)
+        return admission
+
     async def _until(self, met: Callable[[], bool], *, what: str) -> None:
         await self._changed.wait_for(lambda: self._closed or met())
         if self._closed:
             raise QueueClosed(f"{what}: the queue is closed")
 
-    def _can_admit(self) -> bool:
-        return self._policy.admits(
-            self._held.outstanding_updates,
-            admitted_update=self._versions.served_update,
-            next_update=self._next_update,
-        )
-
-    def _batch_ready(self) -> bool:
-        return self._policy.batch_ready(
-            self._held.ready_updates, self._held.outstanding_updates, next_update=self._next_update
-        )
-
-    def _has_room(self) -> bool:
-        return self._max_ready is None or len(self._held.ready) < self._max_ready or not self._batch_ready()
-
-    def _is_expired(self, admitted_update: int) -> bool:
-        return self._policy.gives_up(admitted_update, next_update=self._next_update)
-
-    def _hopeless(self) -> list[int]:
-        return [group for group, admission in self._held.open.items() if self._is_expired(admission.admitted_update)]
-
-    def _expiry(self, admitted_update: int) -> str:
-        staleness = self._budget.staleness(admitted_update, next_update=self._next_update)
-        return f"expired: staleness {staleness} exceeds {self._budget.max_staleness}"
-
-    def _give_up(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> None:
+    def _give_up(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> Awaitable[None]:
         self._ledger.dropped(group, reason=reason, segments=segments, tokens=tokens)
         self._held.end(group)
         self._changed.notify_all()
+        return self._log.dropped(group, reason=reason)
 
     def _require_known(self, group: int) -> None:
         if not 0 <= group < self._next_group:
@@ -309,41 +347,4 @@ class TrajectoryQueue(Generic[G]):
         if admission is None:
             self._require_known(group.group)
             raise DuplicateGroup(f"group {group.group} is not open: it was put before, or given up")
-        given = (group.prompt, group.admitted_version, group.admitted_update)
-        if given != (admission.prompt, admission.admitted_version, admission.admitted_update):
-            raise ContractError(
-                f"group {group.group} has (prompt, admitted_version, admitted_update) {given}; it was {admission}"
-            )
-        if not group.closed:
-            raise ContractError(f"group {group.group} has a trajectory without stop reason and reward; close it first")
-        oldest = oldest_update(group.tokens_per_version(), self._versions.updates)
-        if oldest is not None and oldest < group.admitted_update:
-            raise ContractError(
-                f"group {group.group} was admitted at update {group.admitted_update}, "
-                f"but weights of update {oldest} sampled some of its tokens"
-            )
-
-    def _check_staleness(self, groups: Sequence[G]) -> dict[int, int]:
-        """Check each token by the version that sampled it; return the update of every version in the batch."""
-        versions: dict[int, int] = {}
-        for group in groups:
-            counts = group.tokens_per_version()
-            versions.update((v, self._versions.updates[v]) for v in counts)
-            oldest = oldest_update(counts, self._versions.updates)
-            if oldest is not None and self._budget.is_expired(oldest, next_update=self._next_update):
-                staleness = self._budget.staleness(oldest, next_update=self._next_update)
-                raise StalenessError(
-                    f"group {group.group} has tokens of staleness {staleness} at update {self._next_update}; "
-                    f"staleness.max_staleness is {self._budget.max_staleness}"
-                )
-        return versions
-
-
-def _continued_ledger(restored: QueueSnapshot) -> Ledger:
-    """The ledger of the run before, with its unfinished groups ended."""
-    counts = restored.ledger
-    ledger = Ledger(before=replace(counts, admitted=counts.admitted - len(restored.unfinished)))
-    for admission in restored.unfinished:
-        ledger.admitted(admission.group, version=admission.admitted_version)
-        ledger.dropped(admission.group, reason=STOPPED)
-    return ledger
+        check_delivery(group, admission, self._versions.updates)

@@ -3,22 +3,27 @@
 A call that waits is begun once under a ticket of the caller and goes on by itself. The caller asks for its result in
 slices of bounded time, so that either side can tell a long wait from a dead peer. A result is kept until the caller
 says that it has it, so an answer that was lost, or a caller that was cancelled, loses no group.
+
+With a journal every change is written to it before its caller is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
+from message_queue.journal import Journal
 from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.progress import RolloutRecord
 from message_queue.queue import TrajectoryQueue
-from message_queue.staleness import StalenessConfig
+from message_queue.restart import JournalPlace, Restored, open_journal
+from message_queue.staleness import StalenessConfig, build_policy
 from message_queue.tickets import EndedTickets
 from message_queue.wire import EncodedGroup
-
-WITHDRAWN = "admission withdrawn: its caller was cancelled"
 
 
 class QueueService:
@@ -27,7 +32,8 @@ class QueueService:
     Every waiting call takes `ticket` (unique for the call), `settled` (tickets whose results have arrived) and `wait_s`
     (how long this slice may last), and returns None where there is no result yet: `resume` it then.
 
-    Args: those of TrajectoryQueue.
+    Args: those of TrajectoryQueue, and
+        journal: where every change is recorded; call `open` first then, and it decides what the queue goes on from.
     """
 
     def __init__(
@@ -38,19 +44,50 @@ class QueueService:
         max_ready: int | None = None,
         updates_per_batch: int = 1,
         restored: QueueSnapshot | None = None,
+        journal: JournalPlace | None = None,
     ) -> None:
-        self._queue: TrajectoryQueue[EncodedGroup] = TrajectoryQueue(
+        self._make: Callable[..., TrajectoryQueue[EncodedGroup]] = partial(
+            TrajectoryQueue,
             batch_groups=batch_groups,
             staleness=staleness,
             max_ready=max_ready,
             updates_per_batch=updates_per_batch,
-            restored=restored,
         )
+        self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
+        self._queue: TrajectoryQueue[EncodedGroup] = self._make(restored=restored)
+        self._place = journal
+        self._journal: Journal | None = None
         self._calls: dict[str, asyncio.Task[Any]] = {}
         self._withdrawn: set[str] = set()
         self._ended = EndedTickets()
         self._records: list[LedgerRecord] = []  # after the first `received`, not known to have arrived
         self._received = 0
+
+    async def open(self) -> Restored[bytes]:
+        """Open the journal, once, before any other call.
+
+        Raises:
+            JournalError: it cannot be used; the message says why and the way out.
+            QueueError: it is open, or there is none.
+        """
+        if self._place is None or self._journal is not None:
+            raise QueueError("the queue has no journal to open, or opened it before")
+        self._journal, log, start, restored = await open_journal(self._place, policy=self._policy)
+        self._queue = self._make(restored=start, log=log)
+        return restored
+
+    async def close_journal(self) -> None:
+        """Bring everything to the disk and let go of the journal; nothing is recorded after it. Idempotent.
+
+        Raises:
+            JournalBroken: the last records may not be on the disk.
+        """
+        if self._journal is not None:
+            await self._journal.close()
+
+    async def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
     # ---- calls that wait
 
@@ -98,7 +135,7 @@ class QueueService:
         return await self._slice(self._calls[ticket], ticket=ticket, wait_s=wait_s)
 
     async def withdraw(self, ticket: str) -> None:
-        """The caller gave up: stop the call. An admission that it made ends as dropped.
+        """The caller gave up: stop the call. An admission that it made is what the next `admit` of its prompt returns.
 
         A batch that it took stays under the ticket, for `take_bytes` under the same ticket.
         """
@@ -114,7 +151,7 @@ class QueueService:
             return
         self._calls.pop(ticket, None)
         if isinstance(result, Admission):
-            await self._queue.drop(result.group, reason=WITHDRAWN)
+            self._queue.take_back(result)
 
     # ---- calls that do not wait; see TrajectoryQueue
 
@@ -129,6 +166,15 @@ class QueueService:
 
     async def loaded(self, version: int) -> None:
         await self._queue.loaded(version)
+
+    async def append(self, records: Sequence[RolloutRecord]) -> None:
+        await self._queue.append(records)
+
+    async def sync(self) -> None:
+        await self._queue.sync()
+
+    async def checkpointed(self, train_step: int) -> None:
+        await self._queue.checkpointed(train_step)
 
     async def close(self) -> None:
         await self._queue.close()

@@ -11,13 +11,13 @@ class PublishedVersions:
     """Versions go up, updates do not go back.
 
     Args:
-        version: served by every replica at the start. update: optimizer updates it holds.
+        updates: `param_version` -> optimizer updates, of what was published before. served: of them, by every replica.
     """
 
-    def __init__(self, *, version: int, update: int) -> None:
-        self._updates = {version: update}
-        self._newest = version
-        self._served = version
+    def __init__(self, updates: Mapping[int, int], *, served: int) -> None:
+        self._updates = dict(updates)
+        self._newest = max(self._updates)
+        self._served = served
 
     @property
     def updates(self) -> Mapping[int, int]:

@@ -42,6 +42,10 @@ class PromptSource:
         """First index that was never handed out."""
         return self._cursor
 
+    def at(self, index: int) -> Prompt:
+        """Prompt `index` of the order."""
+        return self._order.train_prompt(index)
+
     def current(self) -> Prompt:
         """The prompt to admit next."""
         return self._order.train_prompt(self._unfinished[0] if self._unfinished else self._cursor)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from message_queue.contract import QueueSnapshot
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
 
@@ -182,6 +183,20 @@ def _missing_rows(groups: Sequence[PromptGroup]) -> int:
         if trajectory.routing is not None:
             missing += len(trajectory) - 1 - trajectory.num_rows + trajectory.num_unavailable_rows
     return missing
+
+
+def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
+    """What the queue holds, and its ledger."""
+    counts = snapshot.ledger
+    return {
+        "queue/ready": snapshot.ready,
+        "queue/open": snapshot.open,
+        "ledger/admitted": counts.admitted,
+        "ledger/trained": counts.trained,
+        "ledger/dropped": counts.dropped,
+        "ledger/open": counts.open,
+        "ledger/error": counts.error,
+    }
 
 
 def staleness_histogram(

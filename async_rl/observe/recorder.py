@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from async_rl.observe.metrics import METRICS, metric_of
+from async_rl.observe.rewind import rewind, unseen_groups
 from async_rl.rollout.validator import ValidationResult
 from message_queue.trajectory import PromptGroup
 
@@ -48,13 +49,23 @@ class Recorder:
 
     def __init__(self, directory: Path, *, console: Console, scalars: Scalars) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._metrics = (directory / "metrics.jsonl").open("a", buffering=1)
-        self._validation = (directory / "validation.jsonl").open("a", buffering=1)
-        self._ledger = (directory / "ledger.jsonl").open("a", buffering=1)
+        self._directory = directory
+        self._open()
         self._console = console
         self._scalars = scalars
         self._offered_tokens = 0
         self._offered_trajectories = 0
+
+    def go_on_after(self, train_step: int, *, next_group: int, live: Collection[int]) -> None:
+        """Take back what was recorded after `train_step`, and add groups whose end a kill kept from the record.
+
+        Args:
+            next_group: groups with smaller ids were admitted. live: of them, those in flight.
+        """
+        self._close_files()
+        rewind(self._directory, train_step=train_step)
+        self._open()
+        self.ledger(unseen_groups(self._directory, next_group=next_group, live=live))
 
     def offered(self, group: PromptGroup) -> None:
         """Count a finished group, whether it will be trained or not."""
@@ -107,10 +118,18 @@ class Recorder:
 
     def close(self) -> None:
         """Flush and close every sink."""
-        for file in (self._metrics, self._validation, self._ledger):
-            file.close()
+        self._close_files()
         self._scalars.close()
         self._console.close()
+
+    def _open(self) -> None:
+        self._metrics = (self._directory / "metrics.jsonl").open("a", buffering=1)
+        self._validation = (self._directory / "validation.jsonl").open("a", buffering=1)
+        self._ledger = (self._directory / "ledger.jsonl").open("a", buffering=1)
+
+    def _close_files(self) -> None:
+        for file in (self._metrics, self._validation, self._ledger):
+            file.close()
 
 
 def _json_line(record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The replicas that serve, shared by router, publisher and busy clock. One that is lost leaves, and does not come back.
+"""The replicas that serve, shared by router, publisher and busy clock. One that is lost leaves; another may join.
 
     router     ReplicaLostError from generate                       \
     publisher  the same from a control call, or none done in time    > lose(): all calls on that replica end at once
@@ -17,6 +17,7 @@ from typing import Protocol
 
 from agent_loop.engine import Engine, ReplicaLostError
 from async_rl.engines.replica import KeptKV, ReplicaStats
+from async_rl.rollout.bell import Bell
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
@@ -39,11 +40,15 @@ class FleetReplica(Engine, Protocol):
 class Member:
     """A replica of the fleet.
 
-    in_flight: requests that the router has there. busy_seconds: as last read. calls: what `lose` ends.
+    slot: its place among the replicas that the run was given. in_flight: requests that the router has there.
+    num_answers: those answered; answered: rings with each. busy_seconds: as last read. calls: what `lose` ends.
     """
 
     replica: FleetReplica
+    slot: int
     in_flight: int = 0
+    num_answers: int = 0
+    answered: Bell = field(default_factory=Bell)
     busy_seconds: float = 0.0
     calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])  # in the order they began
 
@@ -68,7 +73,11 @@ class ReplicaFleet:
         names = [replica.name for replica in replicas]
         if len(set(names)) != len(names):
             raise ValueError(f"replicas are named {names}; give each a name of its own")
-        self._members = tuple(Member(replica) for replica in replicas)
+        self._members = tuple(Member(replica, slot) for slot, replica in enumerate(replicas))
+        self._num_slots = len(replicas)
+        self._awaited = 0
+        self._to_restart: asyncio.Queue[Member] | None = None
+        self._changed = Bell()
         self._live = self._members
         self._lost: dict[str, str] = {}
         self._on_lost = on_lost
@@ -80,7 +89,7 @@ class ReplicaFleet:
 
     @property
     def live(self) -> tuple[Member, ...]:
-        """Replicas that serve.
+        """Replicas that serve; empty only while one is being started.
 
         Raises:
             ReplicaLostError: none is left; names all of them with their reasons.
@@ -88,14 +97,52 @@ class ReplicaFleet:
         self.require_any()
         return self._live
 
+    async def serving(self) -> tuple[Member, ...]:
+        """Replicas that serve, as soon as there is one.
+
+        Raises:
+            ReplicaLostError: none is left, and none is being started.
+        """
+        while not self.live:
+            await self._changed.wait()
+        return self._live
+
+    def supervise(self) -> None:
+        """From now on somebody takes `next_lost` replicas, and has another `join` for each or does `give_up`."""
+        self._to_restart = asyncio.Queue()
+
+    async def next_lost(self) -> Member:
+        """Wait for a replica to be lost that is to be started anew; without `supervise` there is none."""
+        if self._to_restart is None:
+            await asyncio.Event().wait()
+        assert self._to_restart is not None
+        return await self._to_restart.get()
+
+    def put_back(self, member: Member) -> None:
+        """A lost replica was not started anew yet; `next_lost` returns it again."""
+        assert self._to_restart is not None
+        self._to_restart.put_nowait(member)
+
+    def join(self, replica: FleetReplica, *, slot: int) -> None:
+        """A replica that was started in place of a lost one serves from now on."""
+        member = Member(replica, slot)
+        self._members, self._live = (*self._members, member), (*self._live, member)
+        self._awaited -= 1
+        self._changed.ring()
+
+    def give_up(self) -> None:
+        """A lost replica is not started anew."""
+        self._awaited -= 1
+        self._changed.ring()
+
     @property
     def lost(self) -> dict[str, str]:
         """Name -> reason of every lost replica."""
         return dict(self._lost)
 
     def require_any(self) -> None:
-        """Raise ReplicaLostError when none is left; it names all of them with their reasons."""
-        if not self._live:
+        """Raise ReplicaLostError when none is left or being started; it names all of them with their reasons."""
+        if not self._live and not self._awaited:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
             raise ReplicaLostError(f"all {len(self._members)} replicas are lost ({reasons})")
 
@@ -109,6 +156,9 @@ class ReplicaFleet:
         for call in member.calls:
             if not call.expired():  # else it is ending by itself
                 call.reschedule(now)
+        if self._to_restart is not None:
+            self._awaited += 1
+            self._to_restart.put_nowait(member)
         if self._on_lost is not None:
             self._on_lost(f"replica {member.name} is lost, {len(self._live)} left: {reason}")
 
@@ -154,11 +204,11 @@ class ReplicaFleet:
                     reads.create_task(self._read_busy(member, timeout_s=timeout_s))
 
     async def busy_seconds(self) -> float:
-        """Seconds with something in flight since the start, mean over all replicas; a lost one counts as idle."""
+        """Seconds with something in flight since the start, mean over the places of all replicas; lost ones idle."""
         async with asyncio.TaskGroup() as reads:
             for member in self._live:
                 reads.create_task(self._read_busy(member))
-        return sum(member.busy_seconds for member in self._members) / len(self._members)
+        return sum(member.busy_seconds for member in self._members) / self._num_slots
 
     # ---- inside
 

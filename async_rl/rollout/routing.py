@@ -48,18 +48,20 @@ class ReplicaRouter:
             ReplicaLostError: no replica is left; names all of them with their reasons.
         """
         while True:
-            member = self._choose(request.session)
+            member = self._choose(request.session, await self._fleet.serving())
             member.in_flight += 1
             try:
                 async with self._fleet.calling(member):
-                    return await member.replica.generate(request)
+                    answer = await member.replica.generate(request)
+                member.num_answers += 1
+                member.answered.ring()
+                return answer
             except ReplicaLostError:
                 continue  # the fleet has noted it
             finally:
                 member.in_flight -= 1
 
-    def _choose(self, session: str) -> Member:
-        live = self._fleet.live
+    def _choose(self, session: str, live: Sequence[Member]) -> Member:
         least = min(live, key=lambda member: member.in_flight)
         home = self._home.get(session, least)
         if home not in live or home.in_flight > self._max_excess * least.in_flight + MAX_AHEAD:

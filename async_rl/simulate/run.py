@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +77,27 @@ class _Session:
 
 
 class _WatchedCheckpoints(Checkpoints):
-    """Has the oracle judge each checkpoint."""
+    """Has the oracle judge each checkpoint. A start has no journal here, so a checkpoint names what it publishes."""
 
     world: World
 
     async def save(self, state: RunState, *, trainer: SavesTrainer) -> Path:
+        state = _with_next_version(state)
         path = await super().save(state, trainer=trainer)
         self.world.checkpointed(state)
         return path
+
+
+def _with_next_version(state: RunState) -> RunState:
+    """The state with the version under which a restart publishes its weights."""
+    step = state.train_step
+    version = state.param_version + (state.version_updates[state.param_version] < step)
+    return replace(
+        state,
+        param_version=version,
+        version_updates={**state.version_updates, version: step},
+        queue=replace(state.queue, version=version, update=step),
+    )
 
 
 def checkpoints_of(world: World) -> Checkpoints:

@@ -13,8 +13,9 @@ when all replicas serve it, so no replica is older than the admission of any gro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
@@ -38,6 +39,9 @@ class PublishReport:
     pause_seconds: float
     aborted: int
     frozen: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync/seconds": self.seconds, "sync/pause_seconds": self.pause_seconds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,8 @@ class Publisher:
         self._on_update: OnUpdate = on_update
         self._kv: KeptKV = kv
         self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()  # a replica joins before a publish or after it
+        self._newest: WeightUpdate | None = None
 
     async def publish(self, update: WeightUpdate) -> PublishReport:
         """Return when every replica that is left serves `update`.
@@ -82,6 +88,59 @@ class Publisher:
             EngineError: a replica refused the version, or loaded something else.
             ReplicaLostError: no replica is left.
         """
+        async with self._turn:
+            self._newest = update
+            return await self._publish(update)
+
+    async def bring_up(self, replica: FleetReplica, *, slot: int) -> None:
+        """Load the newest version on a replica that was just started, and let it join the fleet.
+
+        Raises:
+            EngineError: it refused the version, or loaded something else. ReplicaLostError: it died, or took too long.
+        """
+        async with self._turn:
+            if (update := self._newest) is not None:
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._load(replica, update)
+                except TimeoutError as error:
+                    raise ReplicaLostError(
+                        f"{replica.name} did not load version {update.weights.version} (sync.timeout_s) within "
+                        f"{self._timeout_s} s"
+                    ) from error
+            self._fleet.join(replica, slot=slot)
+
+    async def interrupt(self) -> None:
+        """End what is in flight as partial segments and hold the replicas until `go_on`, or until the next publish.
+
+        Returns when the partial segments are back at the rollouts, as far as that takes no longer than a publish may.
+        """
+        async with self._turn, asyncio.TaskGroup() as interrupts:
+            for member in self._fleet.live:
+                interrupts.create_task(self._interrupt(member))
+
+    async def go_on(self) -> None:
+        """Let the replicas serve after `interrupt`."""
+        async with self._turn, asyncio.TaskGroup() as resumes:
+            for member in self._fleet.live:
+                resumes.create_task(self._control(member, member.replica.resume, what="did not resume"))
+
+    async def _interrupt(self, member: Member) -> None:
+        async def abort() -> None:
+            await member.replica.pause()
+            answers = member.num_answers
+            aborted = await member.replica.abort()
+            while member.num_answers < answers + aborted:
+                await member.answered.wait()
+
+        await self._control(member, abort, what="did not end its requests")
+
+    async def _control(self, member: Member, call: Callable[[], Awaitable[None]], *, what: str) -> None:
+        with contextlib.suppress(ReplicaLostError):  # the fleet has noted it
+            async with self._fleet.calling(member, timeout_s=self._timeout_s, late=f"{what} (sync.timeout_s)"):
+                await call()
+
+    async def _publish(self, update: WeightUpdate) -> PublishReport:
         begun = time.monotonic()
         self._tools.pause()
         try:

@@ -10,7 +10,6 @@ from benchmarks.routing_mismatch import evaluate
 from benchmarks.train_throughput import ADAM, bare_step, build_micro_batches
 from tests.parallel.support import TRAINER, make_batch, save_tiny_moe, start_trainer
 
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -26,7 +25,7 @@ def test_the_evaluations_of_router_replay_are_those_of_the_trainer(checkpoint):
     assert torch.equal(replayed, trainer.logprobs(batch))
     held = (batch["routed_experts"] >= 0).all(-1)
     assert torch.equal(experts[held], batch["routed_experts"][held])
-    live, chosen = evaluate(trainer, batch, replay="R2")
+    live, _ = evaluate(trainer, batch, replay="R2")
     assert not torch.equal(live, replayed)
     found = compare(trainer, batch)
     assert found.mismatch["none"].k3.tolist() == found.mismatch["R2"].k3.tolist(), "R2 replays what none chose"

@@ -111,7 +111,7 @@ def test_an_interrupt_stops_cleanly_and_the_same_command_goes_on(tmp_path, warm_
 
 @pytest.mark.parametrize(("victim", "named"), [("replica-0", "replica-0"), ("trainer-0", "trainer rank 0")])
 def test_killing_a_process_ends_the_run_with_the_cause_in_its_last_lines(tmp_path, warm_starts, victim, named):
-    process = start(tmp_path, warm_starts, "total_train_steps=500")
+    process = start(tmp_path, warm_starts, "total_train_steps=500", "supervision.max_restarts=0")
     wait_for_step(tmp_path, 1, process)
     os.kill(json.loads((tmp_path / "processes.json").read_text())[victim], signal.SIGKILL)
     begun = time.monotonic()
@@ -126,6 +126,7 @@ def test_a_run_outlives_one_of_its_replicas(tmp_path, warm_starts):
         tmp_path,
         warm_starts,
         "total_train_steps=6",
+        "supervision.max_restarts=0",
         "engine.replicas=2",
         "rollout.on_update=keep",
         "rollout.resume_routing=force",

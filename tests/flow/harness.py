@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.segments import SegmentDecoder, observe_prompt
+from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.tools import PauseGate
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
@@ -22,17 +23,25 @@ from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.recorded import QueueRolloutLog
+from async_rl.rollout.rollouter import FailureConfig, Rollouter
 from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
+from message_queue.client import QueueClient, QueueClientConfig
+from message_queue.journal import JournalError
 from message_queue.queue import TrajectoryQueue
+from message_queue.restart import JournalPlace
+from message_queue.service import QueueService
 from message_queue.staleness import StalenessConfig
 from tests.fakes import SPEC, FakeEngine, SeededScript, fake_weights
+from tests.unit.test_queue_client import Handle
 
 STOP = 1
 VOCAB = 40
+QUEUE = QueueClientConfig(timeout_s=5.0, slice_s=1.0)
 LIMITS = TurnLimits(max_turns=1, max_tokens=60)
 
 
@@ -68,6 +77,7 @@ class FakeReplica(FakeEngine):
         die_at_load: int | None = None,
         die_after_resume: int | None = None,
         pause_s: float = 0.0,
+        stillborn: bool = False,
         **options,
     ) -> None:
         super().__init__(script, **options)
@@ -77,6 +87,8 @@ class FakeReplica(FakeEngine):
         self.die_at_load = die_at_load
         self.die_after_resume = die_after_resume
         self.pause_s = pause_s
+        if stillborn:
+            self.die("it did not start")
 
     async def pause(self):
         await asyncio.sleep(self.pause_s)
@@ -128,8 +140,11 @@ class FakeTrainer:
 class Loop:
     """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance."""
 
-    def __init__(self, engine, *, fail=lambda prompt: None, limits=LIMITS, turns=1) -> None:
+    def __init__(
+        self, engine, *, fail=lambda prompt: None, reward_fail=lambda session: None, limits=LIMITS, turns=1
+    ) -> None:
         self._engine, self._fail, self._limits, self._turns = engine, fail, limits, turns
+        self._reward_fail = reward_fail
 
     async def run(self, prompt, *, trajectory, session, cache_salt):
         decoder = SegmentDecoder(
@@ -145,10 +160,12 @@ class Loop:
         observe_prompt(trajectory, head, index=prompt.index, limits=LIMITS)
         if (error := self._fail(prompt)) is not None:
             raise error
-        reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
+        reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, LIMITS))
         while len(trajectory.turns) < self._turns and LIMITS.turn_budget(len(trajectory)) > 1:
             trajectory.observe(np.array([3], np.int32))
             reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
+        if (error := self._reward_fail(session)) is not None:
+            raise error
         info = {"refused_answers": float(decoder.num_refused)}
         trajectory.close(stop_reason=reason, reward=float(len(trajectory) % 2), info=info)
 
@@ -197,6 +214,8 @@ class Harness:
         trainer: FakeTrainer | None = None,
         engine_fail=lambda request: None,
         loop_fail=lambda prompt: None,
+        reward_fail=lambda session: None,
+        failure: FailureConfig | None = None,
         replica_options: dict | Sequence[dict] = (),
         resume_routing: str = "append",
         limits: TurnLimits = LIMITS,
@@ -204,42 +223,52 @@ class Harness:
         publish_timeout_s: float = 5.0,
         start: RunState | None = None,
         seed: int = 0,
+        checkpoint_every: int = 2,
+        journal: JournalPlace | None = None,
+        queue_config: QueueClientConfig = QUEUE,
+        supervision: SupervisionConfig | None = None,
+        new_replicas: Sequence[dict] = (),
     ) -> None:
-        start = start or RunState()
+        self.start = start = start or RunState()
         self.directory = directory
+        self.journal = journal
+        self.restored = None
         script = SeededScript(seed, vocab_size=VOCAB, stop_token=STOP, mean_length=mean_length)
         each = [replica_options] if isinstance(replica_options, dict) else list(replica_options) or [{}]
+        common = {"token_s": token_s, "fail": engine_fail, "context_length": LIMITS.max_tokens}
         self.replicas = [
-            FakeReplica(
-                script,
-                **{
-                    "token_s": token_s,
-                    "fail": engine_fail,
-                    "context_length": LIMITS.max_tokens,
-                    "version": start.param_version,
-                    "name": f"fake-{i}",
-                    **options,
-                },
-            )
+            FakeReplica(script, **{**common, "version": start.param_version, "name": f"fake-{i}", **options})
             for i, options in enumerate(each)
         ]
         self.spy = Spy()
         self.fleet = ReplicaFleet(self.replicas, on_lost=self.spy.note)
         engine = ReplicaRouter(self.fleet)
         self.trainer = trainer or FakeTrainer()
-        self.queue = LocalQueue(
-            TrajectoryQueue(
-                batch_groups=batch_groups,
-                staleness=StalenessConfig(max_staleness=max_staleness, policy=policy),
-                restored=start.queue,
-            )
-        )
+        options = {
+            "batch_groups": batch_groups,
+            "staleness": StalenessConfig(max_staleness=max_staleness, policy=policy),
+            "restored": start.queue,
+        }
+        if journal is None:
+            self.queue = LocalQueue(TrajectoryQueue(**options))
+        else:
+            self.service = QueueService(**options, journal=journal)
+            self.queue = QueueClient(Handle(self.service), name="driver", routing=SPEC, config=queue_config)
         self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
-        self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=2))
-        loop = Loop(engine, fail=loop_fail, limits=limits, turns=turns)
-        self.rollouter = Rollouter(loop=loop, routing=SPEC, trajectories_per_group=3, resume_routing=resume_routing)
-        self.pipeline = Pipeline(
-            config=PipelineConfig(
+        self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
+        loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, limits=limits, turns=turns)
+        self.rollouter = Rollouter(
+            loop=loop,
+            routing=SPEC,
+            trajectories_per_group=3,
+            resume_routing=resume_routing,
+            log=None if journal is None else QueueRolloutLog(self.queue),
+            failure=failure,
+            note=self.spy.note,
+        )
+        publisher = Publisher(self.fleet, on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=publish_timeout_s)
+        self._pipeline_options = {
+            "config": PipelineConfig(
                 total_train_steps=steps,
                 publish_every=publish_every,
                 validate_every=validate_every,
@@ -248,28 +277,59 @@ class Harness:
                 weights_directory=directory / "weights",
                 replica_timeout_s=publish_timeout_s,
             ),
-            prompts=PromptSource(Prompts(), cursor=start.prompt_cursor, unfinished=start.unfinished_prompts),
-            queue=self.queue,
-            rollouter=self.rollouter,
-            trainer=self.trainer,
-            publisher=Publisher(self.fleet, on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=publish_timeout_s),
-            replicas=self.fleet,
-            validator=Validator(loop=Loop(engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)])
+            "rollouter": self.rollouter,
+            "trainer": self.trainer,
+            "publisher": publisher,
+            "replicas": self.fleet,
+            "validator": Validator(
+                loop=Loop(engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)]
+            )
             if validate_every
             else None,
-            checkpoints=self.checkpoints,
-            recorder=self.recorder,
-            trace=Trace(None),
-            start=start,
-        )
+            "checkpoints": self.checkpoints,
+            "recorder": self.recorder,
+            "trace": Trace(None),
+            "start": start,
+        }
+        if supervision is not None:
+            news = iter(new_replicas)
+
+            async def start_replica(lost, /, *, slot, name):
+                made = FakeReplica(script, **{**common, "version": 0, "name": name, **next(news, {})})
+                await made.stats()  # it may be dead from the start
+                self.replicas.append(made)
+                return made
+
+            self._pipeline_options["replicas"] = Supervisor(
+                self.fleet, publisher, start=start_replica, config=supervision, note=self.spy.note
+            )
+        if journal is None:
+            self.build(PromptSource(Prompts(), cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
+
+    def build(self, prompts: PromptSource) -> None:
+        self.pipeline = Pipeline(prompts=prompts, queue=self.queue, restored=self.restored, **self._pipeline_options)
+
+    async def open(self) -> None:
+        """Open the journal and go on from it, as a Program does."""
+        self.restored = await self.queue.open(timeout_s=5.0)
+        self.recorder.go_on_after(self.start.train_step, next_group=self.restored.next_group, live=self.restored.live)
+        self.build(PromptSource(Prompts(), cursor=self.restored.prompt_cursor))
 
     async def run(self, *, timeout_s: float = 20.0) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
+                if self.journal is not None:
+                    await self.open()
                 return await self.pipeline.run()
         finally:
-            self.recorder.ledger(self.queue.plain.closing_records())
+            self.recorder.ledger(await self.closing_records())
             self.recorder.close()
+            if self.journal is not None:
+                with contextlib.suppress(JournalError):
+                    await self.service.close_journal()
+
+    async def closing_records(self):
+        return self.queue.plain.closing_records() if self.journal is None else await self.queue.closing_records()
 
     def lines(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]

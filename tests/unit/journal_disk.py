@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from message_queue.journal_disk import MAX_PARTS
+from message_queue.journal.disk import MAX_PARTS
 
 
 class Crash(BaseException):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from message_queue.journal_disk import Disk
-from message_queue.journal_errors import JournalStepError
-from message_queue.journal_format import Entry, observation_entry, segment_entry
-from message_queue.journal_log import JournalConfig, JournalLog
-from message_queue.journal_open import GroupReader, Recovered, open_log
-from message_queue.journal_records import (
+from message_queue.journal.disk import Disk
+from message_queue.journal.errors import JournalStepError
+from message_queue.journal.format import Entry, observation_entry, segment_entry
+from message_queue.journal.log import JournalConfig, JournalLog
+from message_queue.journal.open import GroupReader, Recovered, open_log
+from message_queue.journal.records import (
     Admitted,
     Called,
     Checkpointed,
@@ -24,7 +24,7 @@ from message_queue.journal_records import (
     Taken,
     Trained,
 )
-from message_queue.journal_state import JournalStart
+from message_queue.journal.state import JournalStart
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 from tests.unit.groups import SPEC, routed
 
@@ -130,7 +130,8 @@ class Model:
                 group["state"], group["turn"], self.turn = "ready", self.turn, self.turn + 1
             case Taken():
                 for g in body.groups:
-                    self.groups[g].update(state="taken", taken=body.update)
+                    self.groups[g].update(state="taken", taken=body.update, turn=self.turn)
+                    self.turn += 1
             case Trained():
                 for g in body.groups:
                     self.groups[g].update(state="trained", step=body.train_step)
@@ -159,13 +160,14 @@ class Model:
         waiting.sort(key=lambda g: (self.groups[g]["taken"] or 0, self.groups[g]["turn"]))
         waiting.sort(key=lambda g: self.groups[g]["taken"] is None)
         for turn, g in enumerate(waiting):
-            self.groups[g].update(state="ready", turn=turn, taken=None, step=None)
+            self.groups[g].update(state="ready", turn=turn, step=None)
         self.turn = len(waiting)
 
     def view(self) -> dict[str, Any]:
         """What a restart gives back."""
         ready = sorted(self._in("ready"), key=lambda g: self.groups[g]["turn"])
         return {
+            "taken": {g: self.groups[g]["taken"] for g in ready if self.groups[g]["taken"] is not None},
             "open": {g: content_of(self.groups[g]["content"]) for g in self._in("open")},
             "ready": [(g, content_of(self.groups[g]["content"])) for g in ready],
             "ids": {g: tuple(self.groups[g][key] for key in ("prompt", "version", "update")) for g in self.groups},
@@ -214,6 +216,7 @@ def view_of(log: JournalLog, recovered: Recovered) -> dict[str, Any]:
     assert ledger.error == 0
     groups = [*recovered.open, *recovered.ready]
     return {
+        "taken": dict(recovered.taken),
         "open": {g.admission.group: stored(log, g.admission.group) for g in recovered.open},
         "ready": [(g.admission.group, stored(log, g.admission.group)) for g in recovered.ready],
         "ids": {a.group: (a.prompt, a.admitted_version, a.admitted_update) for a in (g.admission for g in groups)},

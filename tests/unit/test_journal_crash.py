@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from message_queue.journal_errors import JournalFull
-from message_queue.journal_state import JournalStart
+from message_queue.journal.errors import JournalFull
+from message_queue.journal.state import JournalStart
 from tests.unit.journal_disk import FakeDisk
 from tests.unit.journal_model import WEIGHTS, Model, opened, opened_near, view_of
 

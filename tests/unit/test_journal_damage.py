@@ -8,9 +8,9 @@ from random import Random
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from message_queue.journal_errors import JournalStepError
-from message_queue.journal_format import FILE_BYTES, RECORD_BYTES
-from message_queue.journal_state import JournalStart
+from message_queue.journal.errors import JournalStepError
+from message_queue.journal.format import FILE_BYTES, RECORD_BYTES
+from message_queue.journal.state import JournalStart
 from tests.unit.journal_disk import Crash, FakeDisk
 from tests.unit.journal_model import WEIGHTS, Model, content_of, opened, opened_near, view_of
 

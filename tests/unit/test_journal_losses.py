@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from message_queue.journal_errors import JournalFull
-from message_queue.journal_format import FILE_BYTES, RECORD_BYTES, Entry, observation_entry
-from message_queue.journal_records import Admitted, Dropped
+from message_queue.journal.errors import JournalFull
+from message_queue.journal.format import FILE_BYTES, RECORD_BYTES, Entry, observation_entry
+from message_queue.journal.records import Admitted, Dropped
 from message_queue.ledger import LedgerCounts
 from tests.unit.journal_disk import FakeDisk
 from tests.unit.journal_model import opened

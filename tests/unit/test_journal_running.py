@@ -18,7 +18,7 @@ from message_queue.journal import (
     JournalFull,
     JournalStart,
 )
-from message_queue.journal_disk import OsDisk
+from message_queue.journal.disk import OsDisk
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 from tests.unit.groups import segment
 from tests.unit.journal_calls import admission, finish, open_journal, prompt
@@ -66,7 +66,7 @@ async def test_a_disk_that_does_not_take_what_was_synced_breaks_the_journal(tmp_
 
 async def test_a_thread_that_dies_tells_everyone_who_waits(tmp_path, monkeypatch):
     journal, _ = await open_journal(tmp_path)
-    monkeypatch.setattr("message_queue.journal_log.JournalLog.append", lambda log, entries: 1 / 0)
+    monkeypatch.setattr("message_queue.journal.log.JournalLog.append", lambda log, entries: 1 / 0)
     with pytest.raises(JournalBroken, match="ZeroDivisionError"):
         await journal.admitted(admission(0), trajectories=1)
     with pytest.raises(JournalBroken, match="ZeroDivisionError"):

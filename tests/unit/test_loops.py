@@ -298,9 +298,9 @@ async def test_a_tool_out_of_order_ends_the_rollout():
         await roll(make_engine(turn(CALL)), tool=FakeTool(behave=gone))
 
 
-async def test_a_trajectory_that_is_not_empty_is_refused():
+async def test_a_trajectory_that_is_closed_is_refused():
     trajectory = await roll(make_engine(turn(ANSWER)))
-    with pytest.raises(ContractError, match="starts from an empty one"):
+    with pytest.raises(ContractError, match="trajectory of prompt 0 is closed"):
         await make_loop(make_engine()).run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
 
 

@@ -150,24 +150,22 @@ async def test_a_wait_can_be_bounded_as_a_whole():
         await client.take()
 
 
-async def test_a_cancelled_admit_leaves_no_group_even_where_the_queue_had_admitted():
+async def test_an_admission_whose_answer_was_lost_is_what_the_next_admit_of_its_prompt_gets():
     client, handle = make(s=0, b=2)
     handle.deaf = {"admit"}
     lost = await waits(client.admit(0))
     assert (await client.snapshot()).open == 1
     lost.cancel()
     await asyncio.gather(lost, return_exceptions=True)
-    snapshot = await client.snapshot()
-    assert (snapshot.open, snapshot.ledger.error) == (0, 0)
-    assert snapshot.ledger.reasons == {"admission withdrawn": 1}
     handle.deaf = set()
     await client.admit(1)
-    await client.admit(2)
     waiting = await waits(client.admit(3))
+    assert (await client.admit(0)).group == 0
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert await client.drop(1, reason="room")
-    assert (await client.snapshot()).open == 1
+    snapshot = await client.snapshot()
+    assert (snapshot.open, snapshot.next_group, snapshot.ledger.error) == (1, 2, 0)
 
 
 async def test_an_admission_that_arrives_after_its_withdrawal_is_refused():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agent_loop.engine import EngineError, GenerateRequest, SamplingConfig
 from agent_loop.loop import PromptError, RolloutError, TurnLimits
 from agent_loop.segments import SegmentDecoder, observe_prompt
-from message_queue.tokens import ContractError, StopReason, TokenOutput
+from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from tests.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_weights, true_rows
 
@@ -210,9 +210,12 @@ def test_a_prompt_without_room_to_answer_is_refused_before_any_request():
         observe_prompt(Trajectory(routing=None), PROMPT, index=4, limits=limits)
 
 
-def test_a_trajectory_that_is_not_empty_is_refused():
-    with pytest.raises(ContractError, match="already holds 7 tokens"):
-        observe_prompt(opened(), PROMPT, index=4, limits=TurnLimits(max_turns=1, max_tokens=50))
+def test_a_trajectory_that_was_begun_with_another_prompt_is_refused():
+    limits = TurnLimits(max_turns=1, max_tokens=50)
+    observe_prompt(begun := opened(), PROMPT, index=4, limits=limits)
+    assert len(begun.turns) == 1
+    with pytest.raises(RolloutError, match="prompt 4 holds 7 tokens that begin with another prompt"):
+        observe_prompt(begun, PROMPT + 1, index=4, limits=limits)
 
 
 @pytest.mark.parametrize(

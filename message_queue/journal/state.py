@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from message_queue.journal_errors import JournalError, JournalStepError
-from message_queue.journal_groups import GroupState, LiveGroup, Span, Step
-from message_queue.journal_records import (
+from message_queue.journal.errors import JournalError, JournalStepError
+from message_queue.journal.groups import GroupState, LiveGroup, Span, Step
+from message_queue.journal.records import (
     Admitted,
     Body,
     Checkpointed,
@@ -124,11 +124,12 @@ class JournalState:
                 self._admit(group, body)
             case Ready():
                 for ready in self._known([group]):
-                    ready.state, ready.turn = GroupState.READY, self.next_turn
-                    self.next_turn += 1
+                    ready.state = GroupState.READY
+                    self._place(ready)
             case Taken():
                 for taken in self._known(body.groups):
                     taken.state, taken.taken_update = GroupState.TAKEN, body.update
+                    self._place(taken)
             case Trained():
                 self._train(body)
             case Dropped():
@@ -184,9 +185,7 @@ class JournalState:
         waiting = [group for group in self.live.values() if group.state is not GroupState.OPEN]
         waiting.sort(key=lambda g: (g.taken_update is None, g.taken_update or 0, g.turn))
         for turn, group in enumerate(waiting):
-            group.reopen()
-            if group.complete:
-                group.state, group.turn = GroupState.READY, turn
+            group.restart(turn)
         self.next_turn = len(waiting)
         self.next_group = max(self.next_group, start.next_group)
         self.prompt_cursor = max(self.prompt_cursor, start.prompt_cursor)
@@ -205,6 +204,11 @@ class JournalState:
         self.next_group = max(self.next_group, group + 1)
         self.prompt_cursor = max(self.prompt_cursor, admitted.prompt + 1)
         self._admitted += 1
+
+    def _place(self, group: LiveGroup) -> None:
+        """Behind all that became ready, or were taken, before."""
+        group.turn = self.next_turn
+        self.next_turn += 1
 
     def _train(self, trained: Trained) -> None:
         for group, tokens in zip(trained.groups, trained.tokens, strict=True):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from message_queue.journal_errors import JournalError
-from message_queue.journal_format import MAX_TRAJECTORIES, Entry
-from message_queue.journal_groups import GroupState, LiveGroup
-from message_queue.journal_records import (
+from message_queue.journal.errors import JournalError
+from message_queue.journal.format import MAX_TRAJECTORIES, Entry
+from message_queue.journal.groups import GroupState, LiveGroup
+from message_queue.journal.records import (
     Admitted,
     Called,
     Checkpointed,
@@ -25,7 +25,7 @@ from message_queue.journal_records import (
     Taken,
     Trained,
 )
-from message_queue.journal_state import JournalState
+from message_queue.journal.state import JournalState
 
 
 def checked(state: JournalState, entry: Entry) -> Entry:

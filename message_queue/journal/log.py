@@ -18,13 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from message_queue.journal_checks import checked
-from message_queue.journal_disk import DiskFile
-from message_queue.journal_errors import JournalError
-from message_queue.journal_files import JournalFiles, LogFile, Parts
-from message_queue.journal_format import Entry
-from message_queue.journal_groups import LiveGroup, Span, step_of
-from message_queue.journal_records import (
+from message_queue.journal.checks import checked
+from message_queue.journal.disk import DiskFile
+from message_queue.journal.errors import JournalError
+from message_queue.journal.files import JournalFiles, LogFile, Parts
+from message_queue.journal.format import Entry
+from message_queue.journal.groups import LiveGroup, Span, step_of
+from message_queue.journal.records import (
     Admitted,
     Called,
     Checkpointed,
@@ -35,7 +35,7 @@ from message_queue.journal_records import (
     Taken,
     Trained,
 )
-from message_queue.journal_state import JournalState
+from message_queue.journal.state import JournalState
 
 Key = tuple[int, int] | str
 MIN_FILES = 2  # so that there is a second Summary where one is damaged

@@ -1,4 +1,4 @@
-"""Layout of the journal on disk. What the records mean is in `journal_state.py`.
+"""Layout of the journal on disk. What the records mean is in `state.py`.
 
 file     header (magic, format, number of the file, sequence number of its first record, run, crc32), a Summary record,
          then records; a file is named after its number
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from message_queue.journal_errors import JournalFormatError, JournalRunError
-from message_queue.journal_records import KINDS, Body, Observed, Sampled
+from message_queue.journal.errors import JournalFormatError, JournalRunError
+from message_queue.journal.records import KINDS, Body, Observed, Sampled
 from message_queue.tokens import ContractError, Int32Array, TokenOutput
 from message_queue.wire_arrays import NO_GROUP as NO_IDS
 from message_queue.wire_format import (

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from message_queue.journal_errors import JournalBroken, JournalClosed, JournalError
-from message_queue.journal_format import Entry
-from message_queue.journal_log import JournalConfig, JournalLog
+from message_queue.journal.errors import JournalBroken, JournalClosed, JournalError
+from message_queue.journal.format import Entry
+from message_queue.journal.log import JournalConfig, JournalLog
 
 MAX_WRITE_BYTES = 16 << 20  # what one write takes along; the first of it waits for the last
 CLEAN_BYTES = 1 << 20  # what is cleaned between two writes at least; twice what was written where that is more

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from message_queue.contract import Admission
-from message_queue.journal_records import Admitted, Called, Closed, Content, LiveHead, Observed, Sampled
+from message_queue.journal.records import Admitted, Called, Closed, Content, LiveHead, Observed, Sampled
 from message_queue.trajectory import ResumeRouting
 
 
@@ -72,7 +72,7 @@ class Progress:
 class LiveGroup:
     """A group and where the records of its content are, in order.
 
-    turn: its place among the ready. trained_tokens: sampled tokens, once it was trained.
+    turn: its place among the ready, or among those taken with it. trained_tokens: sampled tokens, once it was trained.
     """
 
     __slots__ = (
@@ -121,9 +121,13 @@ class LiveGroup:
         """Sampled tokens."""
         return sum(p.sampled for p in self.progress)
 
-    def reopen(self) -> None:
-        """Back to open: content was lost."""
-        self.state, self.taken_update, self.train_step, self.trained_tokens = GroupState.OPEN, None, None, 0
+    def restart(self, turn: int) -> None:
+        """It was taken or ready: ready again, or open where content was lost. Keeps the update it was taken at."""
+        self.train_step, self.trained_tokens = None, 0
+        if self.complete:
+            self.state, self.turn = GroupState.READY, turn
+        else:
+            self.state, self.taken_update = GroupState.OPEN, None
 
     def head(self) -> LiveHead:
         """The group in a Summary."""

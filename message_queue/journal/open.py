@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from message_queue.contract import Admission
-from message_queue.journal_disk import Disk, DiskFile
-from message_queue.journal_errors import JournalBroken, JournalBusy, JournalError, disk_error
-from message_queue.journal_files import JournalFiles, read_record
-from message_queue.journal_format import MAX_RUN_BYTES
-from message_queue.journal_groups import GroupState, LiveGroup, Span
-from message_queue.journal_log import JournalConfig, JournalLog
-from message_queue.journal_records import Called, Closed, Observed, Sampled
-from message_queue.journal_recovery import RecoveryReport, Replay
-from message_queue.journal_state import JournalStart, JournalState
+from message_queue.journal.disk import Disk, DiskFile
+from message_queue.journal.errors import JournalBroken, JournalBusy, JournalError, disk_error
+from message_queue.journal.files import JournalFiles, read_record
+from message_queue.journal.format import FILE_BYTES, MAX_RUN_BYTES, read_file_header
+from message_queue.journal.groups import GroupState, LiveGroup, Span
+from message_queue.journal.log import JournalConfig, JournalLog
+from message_queue.journal.records import Called, Closed, Observed, Sampled
+from message_queue.journal.recovery import RecoveryReport, Replay
+from message_queue.journal.state import JournalStart, JournalState
 from message_queue.ledger import LedgerCounts
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
@@ -47,16 +48,19 @@ class RecoveredGroup:
 class Recovered:
     """Where a run goes on.
 
-    open: by id. ready: in the order to take them, those of `taken` first. taken: groups among `ready` that were taken,
-    and whose training the checkpoint does not hold. next_group: no smaller id is free, and what is smaller and not in
-    `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed out before are in
-    groups, or settled. version: newest that was published. version_updates: `param_version` -> optimizer updates, of
-    it and of all that may have sampled a token of these groups. ledger: its `open` are these groups.
+    began: there was no journal yet. open: by id. ready: in the order to take them, those of `taken` first. taken: of
+    the groups among `ready` that were taken, and whose training the checkpoint does not hold, the optimizer updates of
+    the weights they were trained from; in the order of their batch. next_group: no smaller id is free, and what is
+    smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
+    out before are in groups, or settled. version: newest that was published. version_updates: `param_version` ->
+    optimizer updates, of it and of all that may have sampled a token of these groups. ledger: its `open` are these
+    groups.
     """
 
+    began: bool
     open: tuple[RecoveredGroup, ...]
     ready: tuple[RecoveredGroup, ...]
-    taken: frozenset[int]
+    taken: Mapping[int, int]
     next_group: int
     prompt_cursor: int
     version: int
@@ -112,6 +116,21 @@ class GroupReader:
             handle.close()
 
 
+def check_owner(directory: Path, *, run: str) -> None:
+    """Refuse a directory that holds what this run cannot go on from, by its files' headers; without opening it.
+
+    Raises:
+        JournalFormatError, JournalRunError: it is of another format or run. JournalUnwritable: it cannot be read.
+    """
+    for path in sorted(directory.glob("*.journal")):
+        try:
+            with path.open("rb") as file:
+                head = memoryview(file.read(FILE_BYTES))
+        except OSError as error:
+            raise disk_error(error, what="read", path=str(path)) from error
+        read_file_header(head, run=run, path=str(path))
+
+
 def make_reader(log: JournalLog, group: int) -> GroupReader:
     """Of a live group as it is now.
 
@@ -154,7 +173,6 @@ def _recover(
         replay.state = JournalState(start)
     report = _on_disk(disk, "cut the end of", replay.finish)
     state = replay.state
-    taken = frozenset(g.group for g in state.live.values() if g.state in (GroupState.TAKEN, GroupState.TRAINED))
     settled = state.restart(start)
     if durable:  # what a killed process wrote may not be on the disk yet, and the new file builds on it
         for file in replay.files.values():
@@ -174,15 +192,16 @@ def _recover(
         lost_content=tuple(lost for lost in report.lost_content if lost.group in state.live),
         set_aside=tuple(log.set_aside_damaged()),
     )
-    return log, _recovered(state, taken=taken, report=report)
+    return log, _recovered(state, began=replay.empty, report=report)
 
 
-def _recovered(state: JournalState, *, taken: frozenset[int], report: RecoveryReport) -> Recovered:
+def _recovered(state: JournalState, *, began: bool, report: RecoveryReport) -> Recovered:
     ready = sorted((g for g in state.live.values() if g.state is GroupState.READY), key=lambda g: g.turn)
     return Recovered(
+        began=began,
         open=tuple(_group(g) for g in state.live.values() if g.state is GroupState.OPEN),
         ready=tuple(map(_group, ready)),
-        taken=taken & {g.group for g in ready},
+        taken={g.group: g.taken_update for g in ready if g.taken_update is not None},
         next_group=state.next_group,
         prompt_cursor=state.prompt_cursor,
         version=state.version,

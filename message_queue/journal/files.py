@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 
-from message_queue.journal_disk import MAX_PARTS, Disk, DiskFile
-from message_queue.journal_errors import JournalBroken, JournalError, disk_error
-from message_queue.journal_format import Entry, file_seed, pack_file_header, pack_record, read_body, read_header
-from message_queue.journal_groups import Span
-from message_queue.journal_records import Summary
+from message_queue.journal.disk import MAX_PARTS, Disk, DiskFile
+from message_queue.journal.errors import JournalBroken, JournalError, disk_error
+from message_queue.journal.format import Entry, file_seed, pack_file_header, pack_record, read_body, read_header
+from message_queue.journal.groups import Span
+from message_queue.journal.records import Summary
 
 Parts = list[bytes | memoryview]
 

@@ -23,23 +23,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from message_queue.contract import Admission
-from message_queue.journal_buffer import Buffer
-from message_queue.journal_disk import Disk, OsDisk
-from message_queue.journal_errors import (
-    JournalBroken,
-    JournalBusy,
-    JournalClosed,
-    JournalError,
-    JournalFormatError,
-    JournalFull,
-    JournalRunError,
-    JournalStepError,
-    JournalUnwritable,
-)
-from message_queue.journal_format import Entry, observation_entry, segment_entry
-from message_queue.journal_log import JournalConfig, JournalLog
-from message_queue.journal_open import GroupReader, Recovered, RecoveredGroup, make_reader, open_log
-from message_queue.journal_records import (
+from message_queue.journal.buffer import Buffer
+from message_queue.journal.disk import Disk, OsDisk
+from message_queue.journal.errors import JournalError
+from message_queue.journal.format import Entry, observation_entry, segment_entry
+from message_queue.journal.log import JournalConfig, JournalLog
+from message_queue.journal.open import GroupReader, Recovered, make_reader, open_log
+from message_queue.journal.records import (
     Admitted,
     Called,
     Checkpointed,
@@ -50,32 +40,10 @@ from message_queue.journal_records import (
     Taken,
     Trained,
 )
-from message_queue.journal_recovery import Damage, LostContent, RecoveryReport
-from message_queue.journal_state import JournalStart
-from message_queue.journal_writer import Answer, Job, JournalStats, Writer
+from message_queue.journal.state import JournalStart
+from message_queue.journal.writer import Answer, Job, JournalStats, Writer
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting
-
-__all__ = [
-    "Damage",
-    "Journal",
-    "JournalBroken",
-    "JournalBusy",
-    "JournalClosed",
-    "JournalConfig",
-    "JournalError",
-    "JournalFormatError",
-    "JournalFull",
-    "JournalRunError",
-    "JournalStart",
-    "JournalStats",
-    "JournalStepError",
-    "JournalUnwritable",
-    "LostContent",
-    "Recovered",
-    "RecoveredGroup",
-    "RecoveryReport",
-]
 
 
 class Journal:

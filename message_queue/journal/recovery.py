@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from message_queue.journal_disk import Disk
-from message_queue.journal_files import LogFile, file_name
-from message_queue.journal_format import (
+from message_queue.journal.disk import Disk
+from message_queue.journal.files import LogFile, file_name
+from message_queue.journal.format import (
     ALIGNMENT,
     FILE_BYTES,
     NO_GROUP,
@@ -30,9 +30,9 @@ from message_queue.journal_format import (
     read_file_header,
     read_header,
 )
-from message_queue.journal_groups import Span, Step, step_of
-from message_queue.journal_records import Called, Closed, Dropped, Observed, Sampled, Summary, Taken, Trained
-from message_queue.journal_state import JournalStart, JournalState
+from message_queue.journal.groups import Span, Step, step_of
+from message_queue.journal.records import Called, Closed, Dropped, Observed, Sampled, Summary, Taken, Trained
+from message_queue.journal.state import JournalStart, JournalState
 
 _NAME = re.compile(r"(\d{12})\.journal")
 _MAGIC = re.compile(re.escape(RECORD_MAGIC))

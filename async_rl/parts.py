@@ -1,0 +1,63 @@
+"""What the pipeline is made of, as far as it knows it, and what it decides itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tensordict import TensorDict
+
+from async_rl.batch.advantage import AdvantageConfig
+from async_rl.weights.transport import WeightUpdate
+from message_queue.contract import Admission, Batch, PutResult, QueueSnapshot
+from message_queue.ledger import LedgerRecord
+from message_queue.trajectory import PromptGroup
+
+
+class Trainer(Protocol):
+    """All trainer ranks as one."""
+
+    async def train(self, batch: TensorDict) -> dict[str, float]: ...
+    async def export(self, directory: Path, *, version: int) -> WeightUpdate: ...
+    async def save(self, directory: Path) -> None: ...
+
+
+class GroupQueue(Protocol):
+    """The trajectory queue, wherever it runs; see `message_queue.queue.TrajectoryQueue` for each call."""
+
+    async def admit(self, prompt: int) -> Admission: ...
+    async def put(self, group: PromptGroup) -> PutResult: ...
+    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> bool: ...
+    async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]: ...
+    async def expired(self) -> list[int]: ...
+    async def take(self) -> Batch[PromptGroup]: ...
+    async def trained(self, groups: Sequence[int], *, train_step: int) -> None: ...
+    async def publish(self, version: int, *, update: int) -> None: ...
+    async def loaded(self, version: int) -> None: ...
+    async def snapshot(self) -> QueueSnapshot: ...
+    async def sync(self) -> None: ...
+    async def checkpointed(self, train_step: int) -> None: ...
+    async def drain_records(self) -> list[LedgerRecord]: ...
+
+
+class Replicas(Protocol):
+    """What the pipeline asks of the fleet; see `async_rl.rollout.fleet.ReplicaFleet`."""
+
+    async def busy_seconds(self) -> float: ...
+    async def watch(self, *, every_s: float, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """What the pipeline itself decides; see the run config for the meaning of each value."""
+
+    total_train_steps: int
+    publish_every: int
+    validate_every: int
+    max_failed_groups: int
+    advantage: AdvantageConfig
+    weights_directory: Path
+    replica_timeout_s: float
+    kept_kv: bool = False

@@ -1,0 +1,126 @@
+"""What a run goes on from: the last checkpoint of its directory, and the journal of what came after it."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+from async_rl.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.config import ConfigError, RunConfig
+from async_rl.data.prompts import PromptOrder, PromptSource
+from async_rl.observe.recorder import Recorder
+from message_queue.journal import JournalError, check_owner
+from message_queue.restart import JournalPlace, Restored
+from message_queue.tokens import RoutingSpec
+from message_queue.trajectory import PromptGroup
+
+MAX_NAME_BYTES = 40
+
+
+class Resume:
+    """Read when it is made.
+
+    Args:
+        again: the run itself goes on, whatever it was begun with.
+
+    checkpoint: its folder; None for a run that has none yet. state: of the driver by that checkpoint.
+
+    Raises:
+        ConfigError: the directory cannot be written, or holds a run where `resume=never`, or the journal of another.
+        ValueError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, config: RunConfig, *, again: bool = False) -> None:
+        self._config = config
+        _require_writable(config.output_dir)
+        self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
+        try:
+            check_owner(config.output_dir / "journal", run=run_name(config))
+        except JournalError as error:
+            raise ConfigError(str(error)) from error
+        self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)
+
+    def journal(self, routing: RoutingSpec | None) -> JournalPlace:
+        """Where the journal is, and what it has to agree with."""
+        config = self._config
+        return JournalPlace(
+            directory=config.output_dir.resolve() / "journal",
+            run=run_name(config),
+            config=config.journal,
+            checkpoint=None if self.checkpoint is None else self.state.queue,
+            train_step=self.state.train_step,
+            prompt_cursor=self.state.prompt_cursor,
+            trajectories=config.rollout.trajectories_per_group,
+            resume_routing=config.rollout.resume_routing,
+            routing=routing,
+        )
+
+    def rewind(self, restored: Restored[PromptGroup], recorder: Recorder) -> None:
+        """Bring the records of the run to where it goes on, and say so."""
+        if self.checkpoint is None and restored.began:
+            return
+        step = self.state.train_step
+        elsewhere = restored.began and self._config.output_dir not in (self.checkpoint or Path()).parents
+        recorder.go_on_after(step, next_group=0 if elsewhere else restored.next_group, live=restored.live)
+        tokens = sum(group.num_tokens for group in restored.open)
+        recorder.note(
+            f"goes on after train step {step}: {restored.replay} steps are trained again, "
+            f"{len(restored.open)} groups in flight with {tokens} tokens go on"
+        )
+        for line in restored.notes:
+            recorder.note(line)
+
+    def prompts(self, order: PromptOrder, restored: Restored[PromptGroup]) -> PromptSource:
+        """Prompts whose groups are in the journal are not handed out again."""
+        start = self.state
+        again = [p for p in start.unfinished_prompts if restored.began or p not in start.queue.prompts]
+        return PromptSource(order, cursor=restored.prompt_cursor, unfinished=again)
+
+
+def run_name(config: RunConfig) -> str:
+    """What tells the journal of a run from others': the name, or its digest where that is long, and the seed."""
+    name = config.name if len(config.name.encode()) <= MAX_NAME_BYTES else sha256(config.name.encode()).hexdigest()[:32]
+    return f"{name} seed {config.seed}"
+
+
+def _require_writable(directory: Path) -> None:
+    """Make the run directory.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir is {directory}, which cannot be written ({error.strerror or error}); "
+            "make it writable, make room, or give another one"
+        ) from error
+
+
+def _latest(config: RunConfig) -> Path | None:
+    return Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).latest()
+
+
+def _checkpoint_to_resume(config: RunConfig) -> Path | None:
+    """The checkpoint that `resume` asks for.
+
+    Raises:
+        ConfigError: `resume=never` on a run directory that holds a run.
+    """
+    Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).recover()
+    match config.resume:
+        case "auto":
+            return _latest(config)
+        case "never":
+            if (config.output_dir / "metrics.jsonl").exists() or any(config.output_dir.glob("journal/*.journal")):
+                raise ConfigError(
+                    f"output_dir is {config.output_dir}, which holds a run, and resume=never; "
+                    "give another output_dir, remove it, or use resume=auto"
+                )
+            return None
+        case path:
+            return Path(path)

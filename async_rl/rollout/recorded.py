@@ -1,0 +1,115 @@
+"""Rollouts that are written down as they grow, so that a restart goes on in the middle of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from async_rl.rollout.bell import Bell
+from message_queue.progress import RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
+from message_queue.tokens import Int32Array, StopReason, TokenOutput
+from message_queue.trajectory import Trajectory
+from message_queue.wire import encode_segment
+
+
+class RolloutLog(Protocol):
+    """Where rollouts are written down."""
+
+    def append(self, record: RolloutRecord) -> None:
+        """Write it down soon, after all before it."""
+        ...
+
+    async def flush(self) -> None:
+        """Return once all that was appended before is written down.
+
+        Raises:
+            Exception: whatever made writing fail; nothing is written any more.
+        """
+        ...
+
+
+class NoRolloutLog:
+    """Writes nothing down."""
+
+    def append(self, record: RolloutRecord) -> None:
+        return
+
+    async def flush(self) -> None:
+        return
+
+
+class RecordsRollouts(Protocol):
+    async def append(self, records: Sequence[RolloutRecord]) -> None: ...
+
+
+class QueueRolloutLog:
+    """Hands records to the queue in order; those that come while a call is under way travel together in the next."""
+
+    def __init__(self, queue: RecordsRollouts) -> None:
+        self._queue = queue
+        self._waiting: list[RolloutRecord] = []
+        self._num_appended = self._num_written = 0
+        self._progress = Bell()
+        self._sending: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+
+    def append(self, record: RolloutRecord) -> None:
+        """See RolloutLog."""
+        if self._failure is not None:
+            return
+        self._num_appended += 1
+        self._waiting.append(record)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send(), name="rollout-log")
+
+    async def flush(self) -> None:
+        """See RolloutLog."""
+        wanted = self._num_appended
+        while self._failure is None and self._num_written < wanted:
+            await self._progress.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                records, self._waiting = self._waiting, []
+                await self._queue.append(records)
+                self._num_written += len(records)
+                self._progress.ring()
+        except Exception as error:  # noqa: BLE001 - it is raised by every flush from now on
+            self._failure = error
+        finally:
+            self._sending = None
+            self._progress.ring()
+
+
+class RecordedTrajectory(Trajectory):
+    """A trajectory that tells what is appended to it.
+
+    Args:
+        held: what it begins with, which it takes over.
+        record: is told each thing that was appended, and the number of tokens before it.
+    """
+
+    def __init__(self, held: Trajectory, *, record: Callable[[int, RolloutStep], None]) -> None:
+        vars(self).update(vars(held))
+        self._record = record
+
+    def observe(self, token_ids: Int32Array) -> None:
+        """See Trajectory."""
+        at = len(self)
+        super().observe(token_ids)
+        self._record(at, token_ids)
+
+    def extend(self, segment: TokenOutput, *, rows_replaced: int = 0) -> None:
+        """See Trajectory."""
+        at = len(self)
+        super().extend(segment, rows_replaced=rows_replaced)
+        self._record(at, Sampled(encode_segment(segment)))
+
+    def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
+        """See Trajectory."""
+        super().close(stop_reason=stop_reason, reward=reward, info=info)
+        self._record(len(self), TrajectoryClosed(stop_reason=stop_reason, reward=float(reward), info=self.info))

@@ -1,0 +1,161 @@
+"""Starts the processes of a run in their places, and whatever is started in place of one that was lost.
+
+Each is closed when the run's exit stack is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+from async_rl.actors import Placement
+from async_rl.config import RunConfig
+from async_rl.data.task import Task
+from async_rl.engines.select import check_engine
+from async_rl.handles import QueueHandle, ReplicaHandle, TrainerHandle, start_queue
+from async_rl.observe.recorder import Console
+from async_rl.rollout.fleet import FleetReplica
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.warm_start import run_warm_start, warm_start_folder
+from message_queue.restart import JournalPlace
+from message_queue.tokens import RoutingSpec
+
+
+class Workers:
+    """The trainer's ranks, the replicas and the queue.
+
+    Args:
+        stack: closes them. processes: file that names the process of each, for whoever looks at a run from outside.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task: Task,
+        placement: Placement,
+        stack: contextlib.AsyncExitStack,
+        processes: Path,
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._placement = placement
+        self._stack = stack
+        self._processes_file = processes
+        self._processes: dict[str, int] = {}
+        self._checkpoint = Path()
+
+    async def start(self, console: Console) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
+        """Trainer and replicas on the checkpoint that RL starts from, warm-started first where that is asked for."""
+        config, warm = self._config, self._config.warm_start
+        folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=config.trainer)
+        ready = config.model.checkpoint or (folder if folder.is_dir() else None)
+        if ready is None and warm.steps == 0:
+            ready = self._initial_checkpoint()
+        if ready is not None:
+            self._checkpoint = ready
+            async with asyncio.TaskGroup() as starts:
+                trainer = starts.create_task(self._start_trainer(ready, config.optimizer))
+                replicas = starts.create_task(self._start_replicas())
+            return trainer.result(), replicas.result(), ready
+        initial = self._initial_checkpoint()
+        cold = await self._start_trainer(initial, warm.optimizer)
+
+        def progress(step: int, loss: float) -> None:
+            if step % 25 == 0 or step == warm.steps:
+                console.note(f"warm start {step}/{warm.steps}  loss {loss:.4f}")
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
+        await cold.reset_optimizer(config.optimizer)
+        self._checkpoint = folder
+        return cold, await self._start_replicas(), folder
+
+    async def replace_trainer(self, lost: TrainerHandle) -> TrainerHandle:
+        """All ranks anew, on the checkpoint that RL starts from; what is left of `lost` is removed."""
+        await self._closing(lost)()
+        return await self._start_trainer(self._checkpoint, self._config.optimizer)
+
+    async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
+        """See `async_rl.rollout.supervisor.StartsReplica`."""
+        await self._closing(cast(ReplicaHandle, lost))()
+        return await self._start_replica(slot=slot, name=name)
+
+    async def start_queue(self, journal: JournalPlace, *, routing: RoutingSpec | None) -> QueueHandle:
+        """The queue; its journal is to be opened first."""
+        config = self._config
+        queue = start_queue(
+            batch_groups=config.rollout.groups_per_batch,
+            staleness=config.staleness,
+            max_ready=config.queue.max_ready,
+            journal=journal,
+            routing=routing,
+            config=config.queue,
+            options=self._placement.queue(),
+        )
+        self._name({"queue": await queue.pid(timeout_s=config.cluster.start_timeout_s)})
+        return queue
+
+    # ---- inside
+
+    def _initial_checkpoint(self) -> Path:
+        path = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="async_rl-"))) / "initial"
+        self._task.save_initial_checkpoint(path)
+        return path
+
+    async def _start_trainer(self, checkpoint: Path, optimizer: OptimizerConfig) -> TrainerHandle:
+        config = self._config
+        trainer = await TrainerHandle.start(
+            config.trainer,
+            optimizer=optimizer,
+            loss=config.loss,
+            checkpoint=checkpoint,
+            placement=self._placement,
+            timeout_s=config.cluster.call_timeout_s,
+        )
+        self._stack.push_async_callback(self._closing(trainer))
+        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(await trainer.pids())})
+        return trainer
+
+    async def _start_replicas(self) -> list[ReplicaHandle]:
+        config = self._config
+        check_engine(
+            config.engine, checkpoint=self._checkpoint, capture=config.captures_routing, force=config.forces_routing
+        )
+        async with asyncio.TaskGroup() as starts:
+            tasks = [
+                starts.create_task(self._start_replica(slot=i, name=f"replica-{i}"))
+                for i in range(config.engine.replicas)
+            ]
+        return [task.result() for task in tasks]
+
+    async def _start_replica(self, *, slot: int, name: str) -> ReplicaHandle:
+        config = self._config
+        replica = await ReplicaHandle.start(
+            config.engine,
+            name=name,
+            checkpoint=self._checkpoint,
+            capture_routing=config.captures_routing,
+            options=self._placement.replica(slot),
+        )
+        self._stack.push_async_callback(self._closing(replica))
+        self._name({name: await replica.pid()})
+        return replica
+
+    def _name(self, processes: dict[str, int]) -> None:
+        self._processes |= processes
+        self._processes_file.write_text(json.dumps(self._processes) + "\n")
+
+    def _closing(self, part: ReplicaHandle | TrainerHandle) -> Callable[[], Awaitable[None]]:
+        """Close a part; what it raises then must not hide why the run ended."""
+
+        async def close() -> None:
+            with contextlib.suppress(Exception):
+                await part.close(timeout_s=self._config.cluster.stop_timeout_s)
+
+        return close

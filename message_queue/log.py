@@ -1,0 +1,141 @@
+"""What the queue writes down of its state changes. Each call is made in one piece with the change it is of.
+
+So the records are in the order of the changes, whoever waits for them. A caller of the queue is answered once the
+record of its change is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Generator, Sequence
+from typing import Any, Protocol
+
+from message_queue.contract import Admission
+from message_queue.journal import Journal
+from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.trajectory import ResumeRouting
+
+
+class QueueLog(Protocol):
+    """A record is on its way when a call returns, and written when what it returned has been awaited."""
+
+    def admitted(self, admission: Admission) -> Awaitable[None]: ...
+    def appended(self, record: RolloutRecord) -> Awaitable[None]: ...
+    def ready(self, group: int) -> Awaitable[None]: ...
+    def dropped(self, group: int, *, reason: str) -> Awaitable[None]: ...
+    def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]: ...
+    def trained(self, groups: Sequence[int], *, train_step: int) -> Awaitable[None]: ...
+    def published(self, version: int, *, update: int) -> Awaitable[None]: ...
+    def checkpointed(self, train_step: int) -> Awaitable[None]: ...
+    def synced(self) -> Awaitable[None]: ...
+
+
+class Written:
+    """Done; awaiting it gives way to nobody."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from ()
+
+
+WRITTEN = Written()
+
+
+class NoLog:
+    """Writes nothing: a restart goes back to the last checkpoint."""
+
+    def admitted(self, admission: Admission) -> Awaitable[None]:
+        return WRITTEN
+
+    def appended(self, record: RolloutRecord) -> Awaitable[None]:
+        return WRITTEN
+
+    def ready(self, group: int) -> Awaitable[None]:
+        return WRITTEN
+
+    def dropped(self, group: int, *, reason: str) -> Awaitable[None]:
+        return WRITTEN
+
+    def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
+        return WRITTEN
+
+    def trained(self, groups: Sequence[int], *, train_step: int) -> Awaitable[None]:
+        return WRITTEN
+
+    def published(self, version: int, *, update: int) -> Awaitable[None]:
+        return WRITTEN
+
+    def checkpointed(self, train_step: int) -> Awaitable[None]:
+        return WRITTEN
+
+    def synced(self) -> Awaitable[None]:
+        return WRITTEN
+
+
+class _Writing(Written):
+    """A record on its way. Who waits for it may be cancelled; it is written all the same."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.ensure_future(work)
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody has to wait for it
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from asyncio.shield(self._task).__await__()
+
+
+class JournaledLog:
+    """Writes to a journal.
+
+    Awaiting raises what the journal raises; the queue is then ahead of it, and the run is to be restarted.
+
+    Args:
+        trajectories: of each group that is admitted. resume_routing: of each of them.
+    """
+
+    def __init__(self, journal: Journal, *, trajectories: int, resume_routing: ResumeRouting) -> None:
+        self._journal = journal
+        self._trajectories = trajectories
+        self._resume_routing: ResumeRouting = resume_routing
+
+    def admitted(self, admission: Admission) -> Awaitable[None]:
+        return _Writing(
+            self._journal.admitted(admission, trajectories=self._trajectories, resume_routing=self._resume_routing)
+        )
+
+    def appended(self, record: RolloutRecord) -> Awaitable[None]:
+        group, trajectory, at, what = record.group, record.trajectory, record.at, record.what
+        match what:
+            case Sampled():
+                work = self._journal.sampled(group, what.segment, trajectory=trajectory, at=at)
+            case TrajectoryClosed():
+                work = self._journal.closed(
+                    group,
+                    trajectory=trajectory,
+                    at=at,
+                    stop_reason=what.stop_reason,
+                    reward=what.reward,
+                    info=what.info,
+                )
+            case _:
+                work = self._journal.observed(group, what, trajectory=trajectory, at=at)
+        return _Writing(work)
+
+    def ready(self, group: int) -> Awaitable[None]:
+        return _Writing(self._journal.ready(group))
+
+    def dropped(self, group: int, *, reason: str) -> Awaitable[None]:
+        return _Writing(self._journal.dropped(group, reason=reason))
+
+    def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
+        return _Writing(self._journal.taken(groups, update=update))
+
+    def trained(self, groups: Sequence[int], *, train_step: int) -> Awaitable[None]:
+        return _Writing(self._journal.trained(groups, train_step=train_step))
+
+    def published(self, version: int, *, update: int) -> Awaitable[None]:
+        return _Writing(self._journal.published(version, update=update))
+
+    def checkpointed(self, train_step: int) -> Awaitable[None]:
+        return _Writing(self._journal.checkpointed(train_step))
+
+    def synced(self) -> Awaitable[None]:
+        return _Writing(self._journal.sync())

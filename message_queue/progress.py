@@ -1,0 +1,41 @@
+"""How far a rollout is, one record for each thing that is appended to one of its trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from message_queue.tokens import Int32Array, StopReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """segment: the message of `wire.encode_segment`."""
+
+    segment: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryClosed:
+    """The trajectory ended with its reward."""
+
+    stop_reason: StopReason
+    reward: float
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+RolloutStep: TypeAlias = Int32Array | Sampled | TrajectoryClosed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutRecord:
+    """`what` was appended to trajectory number `trajectory` of `group`, which held `at` tokens before.
+
+    what: int32 [n] tokens that no policy sampled, a segment, or the end.
+    """
+
+    group: int
+    trajectory: int
+    at: int
+    what: RolloutStep

@@ -1,0 +1,170 @@
+"""Opens the journal of a run for its queue, and says what the run goes on from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from message_queue.contract import QueueSnapshot
+from message_queue.journal import Journal, JournalBusy, JournalConfig, JournalStart, Recovered
+from message_queue.journal.disk import Disk
+from message_queue.log import JournaledLog
+from message_queue.staleness import StalenessPolicy
+from message_queue.start import QueueStart, ended_counts, start_of_journal
+from message_queue.tokens import RoutingSpec
+from message_queue.trajectory import PromptGroup, ResumeRouting
+from message_queue.wire import EncodedGroup, decode_group, encode_group
+
+P = TypeVar("P")
+BUSY_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalPlace:
+    """Where the journal of a run is and what it is of.
+
+    directory: seen by the queue's process. run: the same at every restart, and no other run's, at most 64 bytes.
+    checkpoint: the queue's part of the one the run goes on from; None without one. train_step: of that checkpoint.
+    prompt_cursor: its first prompt that was never handed out.
+    trajectories: of a group. routing: what a row means.
+    busy_s: how long to wait for another process to let go of it; one that was killed needs a moment to end.
+    disk: in place of the directory.
+    """
+
+    directory: Path
+    run: str
+    config: JournalConfig = field(default_factory=JournalConfig)
+    checkpoint: QueueSnapshot | None = None
+    train_step: int = 0
+    prompt_cursor: int = 0
+    trajectories: int
+    resume_routing: ResumeRouting = "append"
+    routing: RoutingSpec | None = None
+    busy_s: float = 30.0
+    disk: Disk | None = None
+
+    def start(self) -> JournalStart:
+        """Where a journal has to agree with the checkpoint. Groups that were in flight then count as dropped."""
+        snapshot = self.checkpoint
+        if snapshot is None:
+            return JournalStart()
+        return JournalStart(
+            train_step=self.train_step,
+            next_group=snapshot.next_group,
+            prompt_cursor=self.prompt_cursor,
+            version=snapshot.version,
+            update=snapshot.update,
+            ledger=ended_counts(snapshot),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored(Generic[P]):
+    """What a run goes on from, beside its queue.
+
+    began: there was no journal. open: groups that were in flight, as far as they are recorded. replay: batches that are
+    trained again. prompt_cursor: first prompt that was never handed out. version: newest that was published.
+    version_updates: `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next
+    admission. notes: what a person should read.
+    """
+
+    began: bool
+    open: tuple[P, ...]
+    replay: int
+    prompt_cursor: int
+    version: int
+    version_updates: Mapping[int, int]
+    live: frozenset[int]
+    next_group: int
+    notes: tuple[str, ...]
+
+
+async def open_journal(
+    place: JournalPlace, *, policy: StalenessPolicy
+) -> tuple[Journal, JournaledLog, QueueStart[EncodedGroup], Restored[bytes]]:
+    """Open it, or begin it.
+
+    Raises:
+        JournalError: of the kind that says why it cannot be used; the message has the way out.
+    """
+    journal, recovered = await _open_patiently(place)
+    try:
+        groups = {
+            g.admission.group: await journal.read(g.admission.group, routing=place.routing)
+            for g in (*recovered.open, *recovered.ready)
+        }
+        next_update = 0 if place.checkpoint is None else place.checkpoint.next_update
+        start = start_of_journal(recovered, groups, next_update=next_update, policy=policy)
+        for ended in start.given_up:
+            await journal.dropped(ended.admission.group, reason=ended.reason)
+    except BaseException:
+        await journal.close()
+        raise
+    log = JournaledLog(journal, trajectories=place.trajectories, resume_routing=place.resume_routing)
+    return journal, log, _encoded(start), _restored(recovered, start, groups)
+
+
+async def _open_patiently(place: JournalPlace) -> tuple[Journal, Recovered]:
+    clock = asyncio.get_running_loop().time
+    until = clock() + place.busy_s
+    while True:
+        try:
+            return await Journal.open(
+                place.directory, run=place.run, config=place.config, start=place.start(), disk=place.disk
+            )
+        except JournalBusy:
+            if clock() >= until:
+                raise
+            await asyncio.sleep(BUSY_AGAIN_S)  # there is nothing to wait on but the other process
+
+
+def _encoded(start: QueueStart[PromptGroup]) -> QueueStart[EncodedGroup]:
+    return QueueStart(
+        next_group=start.next_group,
+        next_update=start.next_update,
+        versions=start.versions,
+        served=start.served,
+        open=start.open,
+        ready=tuple(EncodedGroup(encode_group(group)) for group in start.ready),
+        replay=start.replay,
+        given_up=start.given_up,
+        ledger=start.ledger,
+    )
+
+
+def _restored(
+    recovered: Recovered, start: QueueStart[PromptGroup], groups: Mapping[int, PromptGroup]
+) -> Restored[bytes]:
+    partial = [groups[admission.group] for admission in start.open]
+    notes: list[str] = [] if recovered.began else list(recovered.report.lines())
+    if start.given_up:
+        notes.append(f"{len(start.given_up)} groups are given up: {start.given_up[0].reason}")
+    return Restored(
+        began=recovered.began,
+        open=tuple(map(encode_group, partial)),
+        replay=len(start.replay),
+        prompt_cursor=recovered.prompt_cursor,
+        version=recovered.version,
+        version_updates=start.versions,
+        live=frozenset({*(a.group for a in start.open), *(g.group for g in start.ready)}),
+        next_group=recovered.next_group,
+        notes=tuple(notes),
+    )
+
+
+def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -> Restored[PromptGroup]:
+    """The same with its groups."""
+    return Restored(
+        began=restored.began,
+        open=tuple(decode_group(data, routing=routing) for data in restored.open),
+        replay=restored.replay,
+        prompt_cursor=restored.prompt_cursor,
+        version=restored.version,
+        version_updates=restored.version_updates,
+        live=restored.live,
+        next_group=restored.next_group,
+        notes=restored.notes,
+    )

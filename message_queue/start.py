@@ -1,0 +1,188 @@
+"""What a queue goes on from: nothing, a snapshot of a queue without its groups, or all that a journal gave back.
+
+From a journal. What was taken after the checkpoint is trained again, in the same batches and at the same updates, which
+makes the same weights again; then the run goes on where it was. So staleness is counted as it was, and the groups that
+were open go on under weights that are not older than those they were admitted on.
+
+    checkpoint      taken again            open, ready
+    ----|-----------------------------|------------------->
+       next_update                   end
+
+Where a batch is not whole any more (records were lost, or the batches have another size now), it and those after it
+are ready groups like all others. Weights that were published after `end` are counted as of `end` then: nobody can tell
+how far they are from those that will be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from message_queue.contract import Admission, QueuedGroup, QueueSnapshot
+from message_queue.holdings import Holdings
+from message_queue.journal import Recovered
+from message_queue.ledger import Ledger, LedgerCounts
+from message_queue.staleness import StalenessPolicy, WaitPolicy
+from message_queue.trajectory import PromptGroup
+
+G = TypeVar("G", bound=QueuedGroup)
+STOPPED = "stopped before it was trained: its prompt is admitted again"
+HOPELESS = "expired: more groups were in flight than can be trained within the bound after the restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """A group that does not survive the restart. segments and tokens were generated in vain."""
+
+    admission: Admission
+    reason: str
+    segments: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStart(Generic[G]):
+    """next_group: id of the next admission. next_update: at which the next batch is taken.
+
+    versions: `param_version` -> optimizer updates. served: of them, by the replicas. open: groups that go on. ready: in
+    the order they were put. replay: batches to hand out first, groups of `ready`. given_up: end at once. ledger: counts
+    of the groups that ended before, and of no other.
+    """
+
+    next_group: int = 0
+    next_update: int = 0
+    versions: Mapping[int, int] = field(default_factory=lambda: {0: 0})
+    served: int = 0
+    open: tuple[Admission, ...] = ()
+    ready: tuple[G, ...] = ()
+    replay: tuple[tuple[int, ...], ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
+
+
+def start_of_snapshot(snapshot: QueueSnapshot) -> QueueStart[QueuedGroup]:
+    """After a snapshot; its unfinished groups end as dropped."""
+    return QueueStart(
+        next_group=snapshot.next_group,
+        next_update=snapshot.next_update,
+        versions={snapshot.version: snapshot.update},
+        served=snapshot.version,
+        given_up=tuple(GivenUp(admission=admission, reason=STOPPED) for admission in snapshot.unfinished),
+        ledger=replace(snapshot.ledger, admitted=snapshot.ledger.admitted - len(snapshot.unfinished), open=0),
+    )
+
+
+def queue_start(restored: QueueSnapshot | QueueStart[G] | None) -> QueueStart[G] | QueueStart[QueuedGroup]:
+    """What a queue that is given `restored` goes on from."""
+    return start_of_snapshot(restored) if isinstance(restored, QueueSnapshot) else restored or QueueStart()
+
+
+def start_of_journal(
+    recovered: Recovered, groups: Mapping[int, PromptGroup], *, next_update: int, policy: StalenessPolicy
+) -> QueueStart[PromptGroup]:
+    """After a restart from a journal.
+
+    Args:
+        groups: content of all that are open or ready.
+        next_update: optimizer updates in the checkpoint.
+        policy: of the queue; groups that it can no longer train are given up, the newest first.
+    """
+    budget = policy.budget
+    replay = _replayed(recovered, next_update=next_update, size=budget.batch_groups, step=budget.updates_per_batch)
+    end = next_update + len(replay) * budget.updates_per_batch
+    for group in groups.values():
+        group.admitted_update = min(group.admitted_update, end)
+    replayed = {group for batch in replay for group in batch}
+    ready = [groups[g.admission.group] for g in recovered.ready]
+    waiting = [groups[g.admission.group] for g in recovered.open] + [g for g in ready if g.group not in replayed]
+    hopeless = _hopeless(waiting, policy, next_update=end)
+    return QueueStart(
+        next_group=recovered.next_group,
+        next_update=next_update,
+        versions={version: min(update, end) for version, update in recovered.version_updates.items()},
+        served=recovered.version,
+        open=tuple(
+            admission_of(groups[g.admission.group]) for g in recovered.open if g.admission.group not in hopeless
+        ),
+        ready=tuple(group for group in ready if group.group not in hopeless),
+        replay=replay,
+        given_up=tuple(
+            GivenUp(
+                admission=admission_of(groups[group]),
+                reason=HOPELESS,
+                segments=groups[group].num_segments,
+                tokens=groups[group].num_tokens,
+            )
+            for group in hopeless
+        ),
+        ledger=replace(recovered.ledger, admitted=recovered.ledger.admitted - len(groups), open=0),
+    )
+
+
+def admission_of(group: QueuedGroup) -> Admission:
+    """What the group was admitted as."""
+    return Admission(
+        group=group.group,
+        prompt=group.prompt,
+        admitted_version=group.admitted_version,
+        admitted_update=group.admitted_update,
+    )
+
+
+def restore(start: QueueStart[G], *, held: Holdings[G], ledger: Ledger) -> None:
+    """Put the groups of `start` where they belong."""
+
+    def begin(admission: Admission) -> None:
+        held.start(admission)
+        ledger.admitted(admission.group, version=admission.admitted_version)
+
+    for admission in start.open:
+        begin(admission)
+    for group in start.ready:
+        begin(admission_of(group))
+        ledger.delivered(group.group, segments=group.num_segments, tokens=group.num_tokens)
+        held.deliver(group)
+    for ended in start.given_up:
+        begin(ended.admission)
+        ledger.dropped(ended.admission.group, reason=ended.reason, segments=ended.segments, tokens=ended.tokens)
+        held.end(ended.admission.group)
+
+
+def ended_counts(snapshot: QueueSnapshot) -> LedgerCounts:
+    """The ledger of a snapshot whose unfinished groups ended as dropped, their prompts to be admitted again."""
+    counts, unfinished = snapshot.ledger, len(snapshot.unfinished)
+    reason, reasons = STOPPED.partition(":")[0], dict(counts.reasons)
+    if unfinished:
+        reasons[reason] = reasons.get(reason, 0) + unfinished
+    return replace(counts, dropped=counts.dropped + unfinished, open=0, reasons=reasons)
+
+
+def _replayed(recovered: Recovered, *, next_update: int, size: int, step: int) -> tuple[tuple[int, ...], ...]:
+    """Batches taken after the checkpoint, as long as they are whole and one follows on the other."""
+    batches: dict[int, list[int]] = {}
+    for group in recovered.ready:
+        if group.admission.group in recovered.taken:
+            batches.setdefault(recovered.taken[group.admission.group], []).append(group.admission.group)
+    whole: list[tuple[int, ...]] = []
+    while len(batch := batches.get(next_update + len(whole) * step, [])) == size:
+        whole.append(tuple(batch))
+    return tuple(whole)
+
+
+def _hopeless(groups: Iterable[PromptGroup], policy: StalenessPolicy, *, next_update: int) -> list[int]:
+    """Groups that find no place before their deadline, those admitted last among those that compete.
+
+    Policy wait would wait for them for ever; policy drop gives them up when it is their turn.
+    """
+    if not isinstance(policy, WaitPolicy):
+        return []
+    budget = policy.budget
+    places, hopeless = 0, list[int]()
+    for group in sorted(groups, key=lambda g: (g.admitted_update, g.group)):
+        at = next_update + places // budget.batch_groups * budget.updates_per_batch
+        if budget.is_expired(group.admitted_update, next_update=at):
+            hopeless.append(group.group)
+        else:
+            places += 1
+    return hopeless

@@ -1,0 +1,160 @@
+"""Killed runs with real Ray, vLLM and megatron-core: the same command goes on where the run was."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from async_rl.config import load_config
+from async_rl.model_info import read_model_info
+from async_rl.resume import Resume
+from message_queue.journal import Journal, JournalError
+from tests.e2e.test_run import SMALL, finish, lines, start, wait_for_step
+
+pytestmark = pytest.mark.timeout(300)
+OVERRIDES = (
+    "total_train_steps=6",
+    "checkpoint.every=3",
+    "staleness.max_staleness=2",
+    "task.factory=tests.e2e.slow_task:slow_task",
+    "rollout.groups_per_batch=2",
+    "rollout.limits.max_tokens=160",
+    "rollout.limits.max_new_tokens_per_turn=24",
+    "validation.prompts=0",
+)
+RUN = load_config([*SMALL, *OVERRIDES])
+
+
+@pytest.fixture(scope="module")
+def warm_starts(tmp_path_factory):
+    return tmp_path_factory.mktemp("warm_start")
+
+
+def kill_all(process):
+    """SIGKILL to the driver and every process below it, at once."""
+    driver = psutil.Process(process.pid)
+    tree = [driver, *driver.children(recursive=True)]
+    for one in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.communicate()
+    psutil.wait_procs(tree, timeout=20)
+
+
+def read_journal(directory, warm_starts, copy):
+    """What the journal of a run holds, read from a copy: (recovered, group -> content)."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("lock", "trainer", "tensorboard"))
+    config = replace(RUN, output_dir=copy)
+    (model,) = warm_starts.glob("*/config.json")
+    place = replace(Resume(config).journal(read_model_info(model.parent).routing), busy_s=0.0)
+
+    async def read():
+        journal, recovered = await Journal.open(
+            place.directory, run=place.run, config=place.config, start=place.start()
+        )
+        async with journal:
+            groups = [g.admission.group for g in (*recovered.open, *recovered.ready)]
+            return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
+
+    return asyncio.run(read())
+
+
+def in_flight(recovered):
+    return [g.admission.group for g in recovered.open if g.num_tokens]
+
+
+def content(trajectory):
+    """Of each position: token, logprob, version, and row where there is one."""
+    rows = trajectory.routed_experts()[: trajectory.num_rows]
+    return (
+        trajectory.token_ids().tolist(),
+        trajectory.behaviour_logprobs().tolist(),
+        trajectory.param_versions().tolist(),
+        rows.tolist(),
+    )
+
+
+def begins_with(found, held):
+    return all(f[: len(h)] == h for f, h in zip(content(found), content(held), strict=True))
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
+    directory, copy = tmp_path / "run", tmp_path / "copy"
+    process = start(directory, warm_starts, *OVERRIDES)
+    wait_for_step(directory, 4, process)
+    while not in_flight(read_journal(directory, warm_starts, copy)[0]):
+        assert process.poll() is None, finish(process)
+    kill_all(process)
+    recovered, held = read_journal(directory, warm_starts, copy)
+    partial = {group: held[group] for group in in_flight(recovered)}
+    assert partial, "no generation was under way"
+    assert set(recovered.taken.values()) >= {3}, "step 4 was trained after the checkpoint of step 3"
+    before = {line["group"]: line for line in lines(directory, "ledger.jsonl")}
+
+    process = start(directory, warm_starts, *OVERRIDES)
+    went_on = set()
+    while process.poll() is None:
+        time.sleep(1.0)
+        try:
+            _, found = read_journal(directory, warm_starts, copy)
+        except (OSError, JournalError, ValueError, shutil.Error):
+            continue  # a file came or went while it was copied
+        for group in partial.keys() & found.keys():
+            pairs = list(zip(found[group].trajectories, partial[group].trajectories, strict=True))
+            assert all(begins_with(f, h) for f, h in pairs), f"group {group} does not go on where it was"
+            went_on |= {group for f, h in pairs if len(f) > len(h) and h.num_sampled and not h.closed}
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "goes on after train step 3" in output
+    assert went_on, "no generation that was under way went on"
+
+    steps = lines(directory, "metrics.jsonl")
+    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    versions = [s["param_version"] for s in steps]
+    assert versions == sorted(versions)
+    for s in steps:
+        assert s["ledger/error"] == 0
+        assert s["staleness/max"] <= 2
+        assert s["routing/missing_fraction"] == 0
+    *groups, total = lines(directory, "ledger.jsonl")
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 12, 0)
+    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
+    after = {line["group"]: line for line in groups}
+    again = {g for g, line in before.items() if line["outcome"] == "trained"}
+    assert {g: after[g]["train_step"] for g in again} == {g: before[g]["train_step"] for g in again}
+    state = json.loads((directory / "checkpoints/step-000006/run.json").read_text())["state"]
+    prompts = [a["prompt"] for a in state["queue"]["unfinished"]]
+    assert state["prompt_cursor"] == total["admitted"], "each prompt was admitted once"
+    assert len(set(prompts)) == len(prompts) == total["open"]
+
+
+def test_a_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_starts):
+    process = start(tmp_path, warm_starts, *OVERRIDES, "total_train_steps=7")
+    notes = (
+        ("replica-0", "replica replica-1 serves in place of replica-0"),
+        ("trainer-0", "trainer rank 0: process died"),
+        ("queue", "trainer and queue start anew from the last checkpoint and the journal"),
+    )
+    for step, (victim, _) in zip((1, 3, 5), notes, strict=True):
+        wait_for_step(tmp_path, step, process)
+        psutil.Process(json.loads((tmp_path / "processes.json").read_text())[victim]).kill()
+    output = " ".join(finish(process).split())
+    assert process.returncode == 0, output
+    for _, note in notes:
+        assert note in output
+    assert output.count("trainer and queue start anew") == 2
+    steps = lines(tmp_path, "metrics.jsonl")
+    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6, 7]
+    for s in steps:
+        assert s["ledger/error"] == 0
+        assert s["staleness/max"] <= 2
+        assert s["routing/missing_fraction"] == 0
+    *groups, total = lines(tmp_path, "ledger.jsonl")
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 14, 0)
+    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))

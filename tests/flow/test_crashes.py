@@ -1,0 +1,164 @@
+"""A run that is killed after any record of its journal goes on as if nothing had happened."""
+
+import asyncio
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from tests.fakes import fake_logprob, true_rows
+from tests.flow.crashes import STEPS, Life, MortalDisk
+from tests.flow.test_pipeline import check_ledger
+from tests.unit.journal_disk import FakeDisk
+
+BATCH = 4
+
+
+async def lives_of(tmp_path, kills, **options):
+    """A life for each number of journal writes in `kills`, after which it dies, and one that gets to the end."""
+    lives, directory, disk = [], tmp_path / "life-0", None
+    directory.mkdir()
+    for number, writes in enumerate(kills, start=1):
+        left = tmp_path / f"life-{number}"
+        disk = MortalDisk(directory, left, before=disk)
+        life = Life(directory, disk, **options)
+        disk.writes_left = writes
+        assert await life.run_until_dead(disk), f"it does not write {writes} times; take fewer"
+        lives.append(life)
+        directory = left
+    lives.append(Life(directory, disk.after_kill(), **options))
+    assert await lives[-1].harness.run()
+    return lives
+
+
+def check_records(second):
+    """Each step and each group is there once, and nothing was lost."""
+    steps = second.harness.lines("metrics.jsonl")
+    assert [s["train_step"] for s in steps] == list(range(1, STEPS + 1))
+    assert all(s["ledger/error"] == 0 for s in steps)
+    total = check_ledger(second.harness)
+    assert total["trained"] == STEPS * BATCH
+    return total
+
+
+def check_prompts(lives):
+    """No prompt is skipped, and none is in two groups."""
+    prompts = {}
+    for life in lives:
+        for group, (prompt, _, _) in life.rolled.items():
+            assert prompts.setdefault(prompt, group) == group
+    assert sorted(prompts) == list(range(len(prompts)))
+
+
+def check_tokens(lives):
+    """Every token is one that an engine sampled, with its logprob and row; none that was held is sampled again."""
+    groups = {group: found for life in lives for group, found in life.delivered.items()}
+    trained = [g["group"] for g in lives[-1].harness.lines("ledger.jsonl") if g["outcome"] == "trained"]
+    for trajectory in (t for group in trained for t in groups[group].trajectories):
+        tokens, versions = trajectory.token_ids(), trajectory.param_versions()
+        logprobs = [
+            fake_logprob(int(token), at, int(version)) if version >= 0 else 0.0
+            for at, (token, version) in enumerate(zip(tokens, versions, strict=True))
+        ]
+        np.testing.assert_allclose(trajectory.behaviour_logprobs(), logprobs, rtol=1e-6)
+        assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    for life in lives:
+        for request in (request for replica in life.harness.replicas for request in replica.requests):
+            group, number = (int(part[1:]) for part in request.session.split("-"))
+            lengths = life.rolled[group][1]
+            assert not lengths or len(request.token_ids) >= lengths[number]
+
+
+def check_batches(before, after):
+    """What was trained after the checkpoint is, in the same batches; what was ready is not rolled again."""
+    if after.harness.restored is None:
+        return  # it died before it had read the journal
+    again, offset = after.harness.restored.replay, after.start.train_step - before.start.train_step
+    expected = before.batches[offset : offset + again]
+    assert after.batches[:again] == expected[: len(after.batches)]
+    ready = set(before.delivered) - set(after.rolled)
+    assert ready.isdisjoint(after.delivered)
+
+
+def check_versions(before, after):
+    """Versions never go back, and a number stands for one set of weights."""
+    if after.harness.restored is None:
+        return
+    assert after.harness.restored.version >= max(before.harness.trainer.exported, default=0) - 1
+    assert all(version > after.harness.restored.version for version in after.harness.trainer.exported[1:])
+
+
+def check(lives, *, max_staleness=1):
+    total = check_records(lives[-1])
+    check_prompts(lives)
+    check_tokens(lives)
+    for before, after in itertools.pairwise(lives):
+        check_batches(before, after)
+        check_versions(before, after)
+    steps = lives[-1].harness.lines("metrics.jsonl")
+    assert all(s["staleness/max"] <= max_staleness for s in steps)
+    params = [s["param_version"] for s in steps]
+    assert params == sorted(params)
+    return total
+
+
+@pytest.mark.parametrize("writes", [2, 3, 5, 8, 12, 17, 23, 30, 38, 47])
+async def test_a_run_killed_after_any_record_goes_on_as_if_nothing_had_happened(tmp_path, writes):
+    assert check(await lives_of(tmp_path, [writes]))["dropped"] == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_run_that_is_killed_again_and_again_gets_to_its_end(tmp_path, seed):
+    rng = random.Random(seed)
+    kills = [rng.randrange(4, 20) for _ in range(4)]
+    assert check(await lives_of(tmp_path, kills, checkpoint_every=rng.choice([0, 2, 3])))["dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "max_staleness"),
+    [
+        ({"max_staleness": 0}, 0),
+        ({"max_staleness": 3, "mean_length": 40}, 3),
+        ({"max_staleness": 2, "publish_every": 2}, 2),
+        ({"max_staleness": 1, "policy": "drop", "mean_length": 30}, 1),
+        ({"max_staleness": 1, "resume_routing": "force"}, 1),
+        ({"max_staleness": 2, "resume_routing": "replace", "mean_length": 30}, 2),
+        ({"max_staleness": 2, "resume_routing": "split", "mean_length": 30}, 2),
+        ({"max_staleness": 1, "turns": 3}, 1),
+    ],
+    ids=["synchronous", "stale", "publish-every-2", "drop", "force", "replace", "split", "turns"],
+)
+async def test_every_setting_survives_a_kill(tmp_path, options, max_staleness):
+    lives = await lives_of(tmp_path, [25], **options)
+    check_records(lives[-1])
+    check_prompts(lives)
+    check_batches(*lives)
+    assert all(s["staleness/max"] <= max_staleness for s in lives[-1].harness.lines("metrics.jsonl"))
+
+
+async def test_what_was_in_flight_goes_on_where_it_stopped(tmp_path):
+    first, second = await lives_of(tmp_path, [34], mean_length=40)
+    went_on = [g for g, (_, _, tokens) in second.rolled.items() if tokens and g in second.delivered]
+    assert went_on, "nothing was in flight"
+    assert set(first.delivered) - set(second.delivered), "nothing was ready"
+    check([first, second])
+
+
+async def test_a_stop_on_request_loses_nothing_and_generates_nothing_again(tmp_path):
+    directory, disk = tmp_path / "run", FakeDisk()
+    directory.mkdir()
+    first = Life(directory, disk, mean_length=40)
+    run = asyncio.create_task(first.harness.run())
+    await first.harness.trainer.three_done.wait()
+    first.harness.pipeline.request_stop()
+    assert await run is False
+    second = Life(directory, disk, mean_length=40)
+    assert await second.harness.run()
+    assert second.harness.restored.replay == 0
+    sampled = sum(replica.num_tokens for replica in first.harness.replicas)
+    held = sum(tokens for _, _, tokens in second.rolled.values())
+    assert held
+    assert sampled == sum(group.num_tokens for group in first.delivered.values()) + held, "tokens were lost"
+    assert second.harness.restored.version == first.harness.trainer.exported[-1]
+    assert check([first, second])["dropped"] == 0

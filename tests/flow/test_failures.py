@@ -1,0 +1,88 @@
+"""What a failed rollout costs, by policy."""
+
+from collections import Counter
+
+import pytest
+
+from agent_loop.loop import RolloutError
+from async_rl.rollout.rollouter import FailureConfig
+from message_queue.tokens import StopReason
+from tests.flow.crashes import Life
+from tests.flow.harness import FakeTrainer, Harness
+from tests.flow.test_pipeline import check_ledger
+from tests.unit.journal_disk import FakeDisk
+
+
+class Rewards:
+    """Fails the second trajectory of every third group, `times` times."""
+
+    def __init__(self, times):
+        self.times, self.asked = times, Counter()
+
+    def __call__(self, session):
+        if not session.endswith("-t1") or int(session[1:].split("-")[0]) % 3:
+            return None
+        self.asked[session] += 1
+        return RolloutError("no judge") if self.asked[session] <= self.times else None
+
+
+async def test_a_reward_that_fails_is_asked_for_again_and_nothing_is_sampled_again(tmp_path):
+    rewards = Rewards(times=2)
+    harness = Harness(
+        tmp_path, reward_fail=rewards, failure=FailureConfig(max_retries=2), trainer=FakeTrainer(step_s=0.01)
+    )
+    assert await harness.run()
+    assert check_ledger(harness)["dropped"] == 0
+    assert set(rewards.asked.values()) == {3}
+    sessions = Counter(request.session for request in harness.replicas[0].requests if not request.rows_held)
+    assert set(sessions.values()) == {1}
+    assert any("rollout g0-t1 failed, 2 of 3 times: RolloutError: no judge" in note for note in harness.spy.notes)
+
+
+async def test_a_group_whose_rollout_failed_for_good_is_dropped_with_the_reason(tmp_path):
+    harness = Harness(
+        tmp_path, reward_fail=Rewards(times=9), failure=FailureConfig(max_retries=1), trainer=FakeTrainer(step_s=0.01)
+    )
+    assert await harness.run()
+    assert check_ledger(harness)["dropped"] > 0
+    reasons = [g["reason"] for g in harness.lines("ledger.jsonl")[:-1] if g["reason"]]
+    assert all("no judge" in reason for reason in reasons)
+
+
+async def test_the_rest_of_a_group_is_trained_without_the_rollout_that_failed(tmp_path):
+    life = Life(
+        tmp_path,
+        FakeDisk(),
+        reward_fail=Rewards(times=9),
+        failure=FailureConfig(max_retries=1, on_failed="rest"),
+    )
+    harness = life.harness
+    assert await harness.run()
+    total = check_ledger(harness)
+    assert total["dropped"] == 0
+    failed = [g for g in life.delivered.values() if any(t.stop_reason is StopReason.ERROR for t in g.trajectories)]
+    assert failed and all(g.group % 3 == 0 for g in failed)
+    sizes = {len(batch) for batch in harness.trainer.batches}
+    assert min(sizes) < 12, "the failed ones were trained"
+    assert all(
+        len(b) == 12 - sum(g % 3 == 0 for g in groups)
+        for b, groups in zip(harness.trainer.batches, life.batches, strict=False)
+    )
+
+
+async def test_a_group_with_one_rollout_left_is_dropped(tmp_path):
+    harness = Harness(
+        tmp_path,
+        reward_fail=lambda session: RolloutError("no judge") if session in ("g1-t1", "g1-t2") else None,
+        failure=FailureConfig(on_failed="rest"),
+        trainer=FakeTrainer(step_s=0.01),
+    )
+    assert await harness.run()
+    reasons = {g["reason"] for g in harness.lines("ledger.jsonl")[:-1] if g["reason"]}
+    assert reasons == {"rollouts failed: 1 of 3 are left"}
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_retries", -1), ("retry_wait_s", -1.0), ("on_failed", "fill")])
+def test_config_names_what_is_wrong(field, value):
+    with pytest.raises(ValueError, match=rf"rollout\.failure\.{field} is '?{value}"):
+        FailureConfig(**{field: value})

@@ -1,0 +1,240 @@
+"""A queue that was killed after any call: all that it had answered is there, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from message_queue.client import QueueClient, QueueClientConfig
+from message_queue.contract import QueueSnapshot
+from message_queue.journal import JournalConfig, JournalFull, JournalRunError, check_owner
+from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.restart import JournalPlace
+from message_queue.service import QueueService
+from message_queue.staleness import StalenessConfig
+from message_queue.start import HOPELESS
+from message_queue.tokens import StopReason
+from message_queue.wire import encode_segment
+from tests.unit.groups import group_for
+from tests.unit.journal_disk import FakeDisk
+from tests.unit.test_queue_client import Handle
+
+BATCH = 2
+
+
+def place(disk, *, step=0, checkpoint=None, **changes):
+    options = {
+        "directory": Path("journal"), "run": "run", "config": JournalConfig(fsync="never", max_file_bytes=4096),
+        "checkpoint": checkpoint, "train_step": step, "trajectories": 1, "busy_s": 0.0, "disk": disk,
+    }  # fmt: skip
+    return JournalPlace(**options | changes)
+
+
+async def opened(disk, *, s=1, b=BATCH, policy="wait", **options):
+    service = QueueService(
+        batch_groups=b, staleness=StalenessConfig(max_staleness=s, policy=policy), journal=place(disk, **options)
+    )
+    client = QueueClient(Handle(service), name="driver", routing=None, config=QueueClientConfig(slice_s=0.01))
+    return service, client, await client.open(timeout_s=5)
+
+
+def records(group):
+    """Of the trajectory of `group_for`: its prompt, its segment, its end."""
+    (trajectory,) = group.trajectories
+    (turn,) = trajectory.turns
+    (sampled,) = turn.segments
+    end = TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)
+    steps = (turn.observation, Sampled(encode_segment(sampled)), end)
+    places = (0, len(turn.observation), len(trajectory))
+    return [
+        RolloutRecord(group=group.group, trajectory=0, at=at, what=what) for at, what in zip(places, steps, strict=True)
+    ]
+
+
+class Run:
+    """Drives a queue, and knows in which state each group is."""
+
+    def __init__(self, client):
+        self.client, self.groups, self.written = client, {}, {}
+        self.step = self.version = self.prompt = self.saved = 0
+        self.batch, self.checkpoint = None, None
+
+    async def admit(self):
+        try:
+            async with asyncio.timeout(0.005):
+                admission = await self.client.admit(self.prompt)
+        except TimeoutError:
+            return
+        self.prompt += 1
+        self.groups[admission.group], self.written[admission.group] = "open", (group_for(admission), 0)
+
+    async def append(self, rng):
+        group = self.pick(rng, lambda g: self.groups[g] == "open" and self.written[g][1] < 3)
+        if group is not None:
+            made, done = self.written[group]
+            more = rng.randrange(1, 4 - done)
+            await self.client.append(records(made)[done : done + more])
+            self.written[group] = (made, done + more)
+
+    async def put(self, rng):
+        group = self.pick(rng, lambda g: self.groups[g] == "open" and self.written[g][1] == 3)
+        if group is not None:
+            await self.client.put(self.written[group][0])
+            self.groups[group] = "ready"
+
+    async def drop(self, rng):
+        group = self.pick(rng, lambda g: self.groups[g] == "open")
+        if group is not None:
+            await self.client.drop(group, reason="rollout failed: why")
+            self.groups[group] = "dropped"
+
+    async def take(self):
+        if self.batch is None and sum(state == "ready" for state in self.groups.values()) >= BATCH:
+            try:
+                async with asyncio.timeout(0.005):
+                    batch = await self.client.take()
+            except TimeoutError:
+                return
+            self.batch = [group.group for group in batch.groups]
+            self.groups |= dict.fromkeys(self.batch, "taken")
+
+    async def train(self):
+        if self.batch is not None:
+            self.step += 1
+            await self.client.trained(self.batch, train_step=self.step)
+            self.groups |= dict.fromkeys(self.batch, self.step)
+            self.batch = None
+            self.version += 1
+            await self.client.publish(self.version, update=self.step)
+            await self.client.loaded(self.version)
+
+    async def save(self):
+        if self.batch is None:
+            await self.client.sync()
+            self.checkpoint, self.saved = await self.client.snapshot(), self.step
+            await self.client.checkpointed(self.step)
+
+    def pick(self, rng, wanted):
+        found = [g for g in self.groups if wanted(g)]
+        return rng.choice(found) if found else None
+
+    def of(self, *states):
+        return {g for g, state in self.groups.items() if state in states}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), calls=st.integers(1, 120))
+def test_a_queue_killed_after_any_call_has_all_that_it_answered(seed, calls):
+    async def run():
+        rng, disk = random.Random(seed), FakeDisk()
+        service, client, _ = await opened(disk, s=2)
+        drive = Run(client)
+        for _ in range(calls):
+            name = rng.choices(("admit", "append", "put", "drop", "take", "train", "save"), (4, 8, 6, 1, 3, 3, 1))[0]
+            call = getattr(drive, name)
+            await (call(rng) if name in ("append", "put", "drop") else call())
+        left = disk.after_kill()
+        _, again, restored = await opened(left, s=2, step=drive.saved, checkpoint=drive.checkpoint)
+        await service.close_journal()
+        later = {g for g, state in drive.groups.items() if isinstance(state, int) and state > drive.saved}
+        assert restored.live == drive.of("open", "ready", "taken") | later
+        assert {g.group for g in restored.open} == drive.of("open")
+        assert (restored.prompt_cursor, restored.next_group, restored.version) == (
+            drive.prompt, len(drive.groups), drive.version,
+        )  # fmt: skip
+        for group in restored.open:
+            made, done = drive.written[group.group]
+            assert len(group.trajectories[0].segments) == (done >= 2)
+            assert group.closed == (done == 3)
+            if done:
+                tokens = group.trajectories[0].token_ids()
+                assert np.array_equal(tokens, made.trajectories[0].token_ids()[: len(tokens)])
+        counts = (await again.snapshot()).ledger
+        assert (counts.error, counts.dropped) == (0, len(drive.of("dropped")))
+        assert counts.trained == len(drive.groups) - len(restored.live) - counts.dropped
+        assert restored.replay == drive.step - drive.saved + (drive.batch is not None)
+        for _ in range(restored.replay):
+            batch = await again.take()
+            expected = later | drive.of("taken")
+            assert {g.group for g in batch.groups} <= expected
+
+    asyncio.run(run())
+
+
+async def filled(disk, groups, **options):
+    service, client, _ = await opened(disk, **options)
+    for prompt in range(groups):
+        group = group_for(await client.admit(prompt))
+        await client.append(records(group))
+        await client.put(group)
+    return service, client
+
+
+async def test_batches_of_another_size_are_not_trained_again_as_they_were_but_as_ready_groups():
+    disk = FakeDisk()
+    service, client = await filled(disk, 4, s=1)
+    await client.trained([g.group for g in (await client.take()).groups], train_step=1)
+    await service.close_journal()
+    _, client, restored = await opened(disk.after_kill(), s=3, b=1)
+    assert restored.replay == 0
+    assert [(await client.take()).groups[0].group for _ in range(4)] == [0, 1, 2, 3]
+
+
+async def test_groups_that_no_batch_within_a_smaller_bound_is_left_for_are_given_up_with_a_reason():
+    disk = FakeDisk()
+    service, _ = await filled(disk, 6, s=2)
+    await service.close_journal()
+    left = disk.after_kill()
+    service, client, restored = await opened(left, s=0)
+    assert restored.live == {0, 1}
+    counts = (await client.snapshot()).ledger
+    assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {"expired": 4})
+    assert {r["reason"] for r in await client.drain_records()} == {HOPELESS}
+    assert {g.group for g in (await client.take()).groups} == {0, 1}
+    await service.close_journal()
+    _, _, restored = await opened(left.after_kill(), s=0)
+    assert restored.live == {0, 1}
+
+
+async def test_a_queue_without_a_journal_left_goes_on_from_the_snapshot():
+    service, client = await filled(FakeDisk(), 3)
+    await client.trained([g.group for g in (await client.take()).groups], train_step=1)
+    snapshot = await client.snapshot()
+    await service.close_journal()
+    _, client, restored = await opened(FakeDisk(), step=1, checkpoint=snapshot)
+    assert (restored.began, restored.live, restored.next_group) == (True, frozenset(), 3)
+    counts = (await client.snapshot()).ledger
+    assert (counts.error, counts.admitted, counts.trained, counts.dropped) == (0, 3, 2, 1)
+
+
+async def test_a_full_disk_is_named_and_a_restart_with_room_has_all_that_was_answered():
+    disk = FakeDisk()
+    service, client = await filled(disk, 2)
+    disk.capacity = sum(len(file.data) for file in disk.files.values())
+    with pytest.raises(JournalFull, match="make room"):
+        await client.admit(2)
+    await service.close_journal()
+    left = disk.after_kill()
+    _, client, restored = await opened(left)
+    assert (restored.live, restored.next_group) == ({0, 1}, 2)
+    assert (await client.admit(2)).group == 2
+
+
+async def test_the_journal_of_another_run_is_refused_before_anything_starts(tmp_path):
+    await (await opened(None, directory=tmp_path))[0].close_journal()
+    check_owner(tmp_path, run="run")
+    with pytest.raises(JournalRunError, match="is of run 'run', this run is 'other'"):
+        check_owner(tmp_path, run="other")
+    with pytest.raises(JournalRunError, match="is of run 'run', this run is 'other'"):
+        await opened(None, directory=tmp_path, run="other")
+
+
+async def test_an_empty_snapshot_is_a_start_from_nothing():
+    _, _, restored = await opened(FakeDisk(), checkpoint=QueueSnapshot())
+    assert (restored.began, restored.version, restored.prompt_cursor) == (True, 0, 0)

@@ -1,0 +1,36 @@
+"""Records of a run that goes on: each step and each group is there once."""
+
+import json
+
+from async_rl.observe.rewind import ENDED_UNSEEN, rewind, unseen_groups
+
+
+def write(path, *lines, tail=""):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def group(number, outcome, step=None):
+    return {"group": number, "outcome": outcome, "train_step": step}
+
+
+def test_what_was_recorded_after_the_checkpoint_is_taken_back(tmp_path):
+    write(tmp_path / "metrics.jsonl", *({"train_step": n} for n in range(1, 6)), tail='{"train_step": 6, "lo')
+    write(tmp_path / "validation.jsonl", {"train_step": 0}, {"train_step": 4})
+    ended = [group(0, "trained", 3), group(1, "dropped")]
+    write(tmp_path / "ledger.jsonl", *ended, group(2, "trained", 4), group(3, "open"), {"outcome": "total"})
+    rewind(tmp_path, train_step=3)
+    assert [line["train_step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["train_step"] for line in read(tmp_path / "validation.jsonl")] == [0]
+    assert read(tmp_path / "ledger.jsonl") == ended
+    assert not list(tmp_path.glob("*.partial"))
+    rewind(tmp_path / "nothing there", train_step=3)
+
+
+def test_a_group_whose_end_was_not_recorded_is_named(tmp_path):
+    write(tmp_path / "ledger.jsonl", group(0, "trained", 3), group(2, "dropped"))
+    (unseen,) = unseen_groups(tmp_path, next_group=5, live={3, 4})
+    assert (unseen["group"], unseen["outcome"], unseen["reason"]) == (1, "dropped", ENDED_UNSEEN)
