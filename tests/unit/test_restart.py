@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import QueueSnapshot
 from message_queue.journal import JournalConfig, JournalFull, JournalRunError, check_owner
-from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.restart import JournalPlace
 from message_queue.service import QueueService
 from message_queue.staleness import StalenessConfig
@@ -232,3 +232,19 @@ async def test_the_journal_of_another_run_is_refused_before_anything_starts(tmp_
 async def test_an_empty_snapshot_is_a_start_from_nothing():
     _, _, restored = await opened(FakeDisk(), checkpoint=QueueSnapshot())
     assert (restored.began, restored.version, restored.prompt_cursor) == (True, 0, 0)
+
+
+async def test_a_call_that_was_begun_and_not_answered_is_given_back():
+    disk = FakeDisk()
+    _, client, _ = await opened(disk)
+    group = group_for(await client.admit(0))
+    before = records(group)[:2]
+    at = len(group.trajectories[0])
+    begun = RolloutRecord(group=0, trajectory=0, at=at, what=CallBegun("search"))
+    await client.append([*before, begun])
+    _, _, restored = await opened(disk.after_kill())
+    assert restored.open[0].trajectories[0].unsure_call == "search"
+    reply = RolloutRecord(group=0, trajectory=0, at=at, what=np.array([5], np.int32))
+    await client.append([reply])
+    _, _, restored = await opened(disk.after_kill())
+    assert restored.open[0].trajectories[0].unsure_call is None
