@@ -93,7 +93,8 @@ class AgentLoop(Protocol):
         """Fill `trajectory` and close it with its reward and stop reason.
 
         It is empty, or what an earlier call left behind, and then the rollout goes on there: tokens that are held are
-        not sampled again. Tools of the last turn are called again where their replies are not held.
+        not sampled again. Tools of the last turn are called where their replies are not held, unless
+        `trajectory.unsure_call` says that it was begun: then the model is told so.
 
         Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
         trajectory grows as segments arrive, so that a caller sees what was generated even if the rollout fails; it is

@@ -10,7 +10,7 @@ from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
 from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
-from agent_loop.tools import ToolReply, ToolRunner, parse_tool_calls, truncate
+from agent_loop.tools import MalformedCall, ToolCall, ToolReply, ToolRunner, parse_tool_calls, truncate
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 
@@ -94,6 +94,16 @@ class ToolUseLoop:
         record.num_tool_calls = sum(len(parse_tool_calls(text)) for text in record.texts)
         return record
 
+    async def _call(self, calls: Sequence[ToolCall | MalformedCall], trajectory: Trajectory) -> list[ToolReply]:
+        """Make the calls of the last turn, unless that was begun before a restart."""
+        if trajectory.unsure_call is not None:
+            trajectory.unsure_call = None
+            return self._tools.interrupted(calls)
+        names = [call.name for call in calls if isinstance(call, ToolCall)]
+        if names:
+            await trajectory.begin_call(", ".join(names))
+        return await self._tools.run(calls)
+
     async def _turns(self, trajectory: Trajectory, decoder: SegmentDecoder, record: _Record) -> StopReason:
         while True:
             budget = budget_left(trajectory, self._limits)
@@ -107,7 +117,7 @@ class ToolUseLoop:
                 return StopReason.STOP
             if len(record.texts) == self._limits.max_turns:
                 return StopReason.TOOL_CALL
-            replies = await self._tools.run(calls)
+            replies = await self._call(calls, trajectory)
             shown = [truncate(reply.text, max_chars=self._limits.max_tool_reply_chars) for reply in replies]
             record.note(replies, shown=shown)
             observation = self._chat.reply([Message(role="tool", content=text) for text in shown], after=turn)

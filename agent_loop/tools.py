@@ -180,6 +180,10 @@ class ToolRunner:
         """One reply per call, in order. A failure of any kind is a reply; only RolloutError passes through."""
         return [await self._reply(call) for call in calls]
 
+    def interrupted(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
+        """Replies to calls that were begun before a restart and are not made again: they may have happened."""
+        return [self._failure("the call was interrupted; it may have happened or not") for _ in calls]
+
     async def _reply(self, call: ToolCall | MalformedCall) -> ToolReply:
         if isinstance(call, MalformedCall):
             return self._failure(call.cause)

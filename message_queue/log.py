@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from message_queue.contract import Admission
 from message_queue.journal import Journal
-from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.trajectory import ResumeRouting
 
 
@@ -106,6 +106,8 @@ class JournaledLog:
         match what:
             case Sampled():
                 work = self._journal.sampled(group, what.segment, trajectory=trajectory, at=at)
+            case CallBegun():
+                work = self._journal.called(group, what.call, trajectory=trajectory, at=at)
             case TrajectoryClosed():
                 work = self._journal.closed(
                     group,

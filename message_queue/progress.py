@@ -16,6 +16,13 @@ class Sampled:
     segment: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """Something outside is about to be called that is to happen once."""
+
+    call: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryClosed:
     """The trajectory ended with its reward."""
@@ -25,14 +32,14 @@ class TrajectoryClosed:
     info: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-RolloutStep: TypeAlias = Int32Array | Sampled | TrajectoryClosed
+RolloutStep: TypeAlias = Int32Array | Sampled | CallBegun | TrajectoryClosed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutRecord:
     """`what` was appended to trajectory number `trajectory` of `group`, which held `at` tokens before.
 
-    what: int32 [n] tokens that no policy sampled, a segment, or the end.
+    what: int32 [n] tokens that no policy sampled, a segment, a call outside, or the end.
     """
 
     group: int

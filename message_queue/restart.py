@@ -68,7 +68,8 @@ class Restored(Generic[P]):
     began: there was no journal. open: groups that were in flight, as far as they are recorded. replay: batches that are
     trained again. prompt_cursor: first prompt that was never handed out. version: newest that was published.
     version_updates: `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next
-    admission. notes: what a person should read.
+    admission. notes: what a person should read. calls: group -> trajectory -> what was begun outside for it, and may
+    have happened or not.
     """
 
     began: bool
@@ -80,6 +81,7 @@ class Restored(Generic[P]):
     live: frozenset[int]
     next_group: int
     notes: tuple[str, ...]
+    calls: Mapping[int, Mapping[int, str]]
 
 
 async def open_journal(
@@ -152,14 +154,19 @@ def _restored(
         live=frozenset({*(a.group for a in start.open), *(g.group for g in start.ready)}),
         next_group=recovered.next_group,
         notes=tuple(notes),
+        calls={g.admission.group: dict(g.calls) for g in recovered.open if g.calls},
     )
 
 
 def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -> Restored[PromptGroup]:
     """The same with its groups."""
+    groups = tuple(decode_group(data, routing=routing) for data in restored.open)
+    for group in groups:
+        for number, call in restored.calls.get(group.group, {}).items():
+            group.trajectories[number].unsure_call = call
     return Restored(
         began=restored.began,
-        open=tuple(decode_group(data, routing=routing) for data in restored.open),
+        open=groups,
         replay=restored.replay,
         prompt_cursor=restored.prompt_cursor,
         version=restored.version,
@@ -167,4 +174,5 @@ def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -
         live=restored.live,
         next_group=restored.next_group,
         notes=restored.notes,
+        calls=restored.calls,
     )

@@ -1,10 +1,10 @@
 """What a queue goes on from: nothing, a snapshot of a queue without its groups, or all that a journal gave back.
 
-From a journal. What was taken after the checkpoint is trained again, in the same batches and at the same updates, which
-makes the same weights again; then the run goes on where it was. So staleness is counted as it was, and the groups that
-were open go on under weights that are not older than those they were admitted on.
+From a journal. What was trained after the checkpoint is trained again, in the same batches and at the same updates,
+which makes the same weights again; then the run goes on where it was. So staleness is counted as it was, and the groups
+that were open go on under weights that are not older than those they were admitted on.
 
-    checkpoint      taken again            open, ready
+    checkpoint      trained again          open, ready
     ----|-----------------------------|------------------->
        next_update                   end
 
@@ -159,11 +159,11 @@ def ended_counts(snapshot: QueueSnapshot) -> LedgerCounts:
 
 
 def _replayed(recovered: Recovered, *, next_update: int, size: int, step: int) -> tuple[tuple[int, ...], ...]:
-    """Batches taken after the checkpoint, as long as they are whole and one follows on the other."""
+    """Batches trained after the checkpoint, as long as they are whole and one follows on the other."""
     batches: dict[int, list[int]] = {}
     for group in recovered.ready:
-        if group.admission.group in recovered.taken:
-            batches.setdefault(recovered.taken[group.admission.group], []).append(group.admission.group)
+        if group.admission.group in recovered.trained:
+            batches.setdefault(recovered.trained[group.admission.group], []).append(group.admission.group)
     whole: list[tuple[int, ...]] = []
     while len(batch := batches.get(next_update + len(whole) * step, [])) == size:
         whole.append(tuple(batch))

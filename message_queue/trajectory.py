@@ -86,8 +86,8 @@ class Trajectory:
         self.reward: float | None = None
         self.stop_reason: StopReason | None = None
         self.info: dict[str, float] = {}
-        self._length = 0
-        self._num_segments = 0
+        self.unsure_call: str | None = None  # begun before a restart; it may have happened or not
+        self._length = self._num_segments = 0
         self._strands = [Strand(0, 0, None if routing is None else HeldRows(routing))]
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class Trajectory:
 
     @property
     def num_rows(self) -> int:
-        """Routing rows held: positions 0..num_rows-1 are covered."""
+        """Positions 0..num_rows-1 are covered."""
         return 0 if self._rows is None else len(self._rows)
 
     @property
@@ -120,7 +120,6 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
         return sum(turn.num_sampled for turn in self.turns)
 
     def observe(self, token_ids: Int32Array) -> None:
@@ -158,6 +157,9 @@ class Trajectory:
         self.turns[-1].segments.append(segment)
         self._length += len(segment)
         self._num_segments += 1
+
+    async def begin_call(self, call: str) -> None:
+        """Something outside is about to be called that is to happen once. Whoever records the trajectory notes it."""
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
         """End the trajectory with its reward."""

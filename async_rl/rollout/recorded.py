@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from async_rl.rollout.bell import Bell
-from message_queue.progress import RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
+from message_queue.progress import CallBegun, RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from message_queue.wire import encode_segment
@@ -91,11 +91,25 @@ class RecordedTrajectory(Trajectory):
     Args:
         held: what it begins with, which it takes over.
         record: is told each thing that was appended, and the number of tokens before it.
+        flush: returns once all that it was told is written down.
     """
 
-    def __init__(self, held: Trajectory, *, record: Callable[[int, RolloutStep], None]) -> None:
+    def __init__(
+        self,
+        held: Trajectory,
+        *,
+        record: Callable[[int, RolloutStep], None],
+        flush: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         vars(self).update(vars(held))
         self._record = record
+        self._flush = flush
+
+    async def begin_call(self, call: str) -> None:
+        """See Trajectory. It is written down when this returns."""
+        self._record(len(self), CallBegun(call))
+        if self._flush is not None:
+            await self._flush()
 
     def observe(self, token_ids: Int32Array) -> None:
         """See Trajectory."""

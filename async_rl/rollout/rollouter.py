@@ -161,7 +161,7 @@ class Rollouter:
             def record(at: int, what: RolloutStep) -> None:
                 self._log.append(RolloutRecord(group=group, trajectory=number, at=at, what=what))
 
-            return RecordedTrajectory(trajectory, record=record)
+            return RecordedTrajectory(trajectory, record=record, flush=self._log.flush)
 
         return [recorded(number, trajectory) for number, trajectory in enumerate(begun)]
 

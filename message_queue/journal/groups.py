@@ -73,6 +73,7 @@ class LiveGroup:
     """A group and where the records of its content are, in order.
 
     turn: its place among the ready, or among those taken with it. trained_tokens: sampled tokens, once it was trained.
+    trained_update: the last update that it was trained at, also if a restart went back before that.
     """
 
     __slots__ = (
@@ -84,6 +85,7 @@ class LiveGroup:
         "taken_update",
         "train_step",
         "trained_tokens",
+        "trained_update",
         "turn",
     )
 
@@ -100,6 +102,7 @@ class LiveGroup:
         self.taken_update: int | None = None
         self.train_step: int | None = None
         self.trained_tokens = 0
+        self.trained_update: int | None = None
         self.turn = 0
         self.spans: list[Span] = []
 
@@ -122,12 +125,12 @@ class LiveGroup:
         return sum(p.sampled for p in self.progress)
 
     def restart(self, turn: int) -> None:
-        """It was taken or ready: ready again, or open where content was lost. Keeps the update it was taken at."""
-        self.train_step, self.trained_tokens = None, 0
+        """It was taken or ready: ready again, or open where content was lost."""
+        self.taken_update, self.train_step, self.trained_tokens = None, None, 0
         if self.complete:
             self.state, self.turn = GroupState.READY, turn
         else:
-            self.state, self.taken_update = GroupState.OPEN, None
+            self.state, self.trained_update = GroupState.OPEN, None
 
     def head(self) -> LiveHead:
         """The group in a Summary."""
@@ -139,6 +142,7 @@ class LiveGroup:
             taken_update=self.taken_update,
             train_step=self.train_step,
             trained_tokens=self.trained_tokens,
+            trained_update=self.trained_update,
             turn=self.turn,
             records=len(self.spans),
         )
@@ -149,5 +153,5 @@ class LiveGroup:
         group = cls(head.group, head.admitted)
         group.state, group.turn = GroupState(head.state), head.turn
         group.taken_update, group.train_step = head.taken_update, head.train_step
-        group.trained_tokens = head.trained_tokens
+        group.trained_tokens, group.trained_update = head.trained_tokens, head.trained_update
         return group

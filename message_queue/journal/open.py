@@ -48,9 +48,9 @@ class RecoveredGroup:
 class Recovered:
     """Where a run goes on.
 
-    began: there was no journal yet. open: by id. ready: in the order to take them, those of `taken` first. taken: of
-    the groups among `ready` that were taken, and whose training the checkpoint does not hold, the optimizer updates of
-    the weights they were trained from; in the order of their batch. next_group: no smaller id is free, and what is
+    began: there was no journal yet. open: by id. ready: in the order to take them, those of `trained` first, then those
+    that were taken. trained: of the groups among `ready` that were trained after the checkpoint, the optimizer updates
+    of the weights that were trained; in the order of their batch. next_group: no smaller id is free, and what is
     smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
     out before are in groups, or settled. version: newest that was published. version_updates: `param_version` ->
     optimizer updates, of it and of all that may have sampled a token of these groups. ledger: its `open` are these
@@ -60,7 +60,7 @@ class Recovered:
     began: bool
     open: tuple[RecoveredGroup, ...]
     ready: tuple[RecoveredGroup, ...]
-    taken: Mapping[int, int]
+    trained: Mapping[int, int]
     next_group: int
     prompt_cursor: int
     version: int
@@ -201,7 +201,7 @@ def _recovered(state: JournalState, *, began: bool, report: RecoveryReport) -> R
         began=began,
         open=tuple(_group(g) for g in state.live.values() if g.state is GroupState.OPEN),
         ready=tuple(map(_group, ready)),
-        taken={g.group: g.taken_update for g in ready if g.taken_update is not None},
+        trained={g.group: g.trained_update for g in ready if g.trained_update is not None},
         next_group=state.next_group,
         prompt_cursor=state.prompt_cursor,
         version=state.version,

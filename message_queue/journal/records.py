@@ -92,7 +92,7 @@ class Checkpointed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LiveHead(msgspec.Struct, frozen=True, array_like=True):
-    """A group in a Summary. records: how many of its own it has. turn: its place among the ready."""
+    """A group in a Summary. records: how many of its own it has. The rest as in LiveGroup."""
 
     group: int
     admitted: Admitted
@@ -100,6 +100,7 @@ class LiveHead(msgspec.Struct, frozen=True, array_like=True):
     taken_update: int | None
     train_step: int | None
     trained_tokens: int
+    trained_update: int | None
     turn: int
     records: int
 

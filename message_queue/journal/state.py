@@ -163,7 +163,8 @@ class JournalState:
     def restart(self, start: JournalStart) -> list[LiveGroup]:
         """Continue from a checkpoint: what it trained is settled, whatever else was taken is ready again.
 
-        Ready groups are in the order in which they were taken, then put. Returns the groups that are settled.
+        Ready groups are in the order in which they were trained, then taken, then put. Returns the groups that are
+        settled.
 
         Raises:
             JournalStepError: the journal ends before the checkpoint, or is settled after it. Nothing is changed.
@@ -183,7 +184,7 @@ class JournalState:
         settled = self._settle(start.train_step)
         self.train_step, self.update = start.train_step, start.update
         waiting = [group for group in self.live.values() if group.state is not GroupState.OPEN]
-        waiting.sort(key=lambda g: (g.taken_update is None, g.taken_update or 0, g.turn))
+        waiting.sort(key=lambda g: (*_order(g.trained_update), *_order(g.taken_update), g.turn))
         for turn, group in enumerate(waiting):
             group.restart(turn)
         self.next_turn = len(waiting)
@@ -215,6 +216,7 @@ class JournalState:
             if group in self.live:
                 live = self.live[group]
                 live.state, live.train_step, live.trained_tokens = GroupState.TRAINED, trained.train_step, tokens
+                live.trained_update = live.taken_update
         self.train_step = max(self.train_step, trained.train_step)
 
     def _count_dropped(self, reason: str, *, tokens: int) -> None:
@@ -238,3 +240,8 @@ class JournalState:
         newest = self.version
         oldest = min((newest, self.served, *(g.admission.admitted_version for g in self.live.values())))
         self.versions = {v: update for v, update in self.versions.items() if v >= oldest}
+
+
+def _order(update: int | None) -> tuple[bool, int]:
+    """By update, those without one last."""
+    return update is None, update or 0

@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     recovered, held = read_journal(directory, warm_starts, copy)
     partial = {group: held[group] for group in in_flight(recovered)}
     assert partial, "no generation was under way"
-    assert set(recovered.taken.values()) >= {3}, "step 4 was trained after the checkpoint of step 3"
+    assert set(recovered.trained.values()) >= {3}, "step 4 was trained after the checkpoint of step 3"
     before = {line["group"]: line for line in lines(directory, "ledger.jsonl")}
 
     process = start(directory, warm_starts, *OVERRIDES)

@@ -50,7 +50,7 @@ class Life:
     """One run from its start to its end or death.
 
     rolled: group -> (prompt, tokens held when it was rolled). delivered: group -> what was put. batches: groups of each
-    train step.
+    train step. num_sampled: tokens that engines sampled, whether anybody got them or not.
     """
 
     def __init__(self, directory: Path, disk: FakeDisk, **options) -> None:
@@ -76,6 +76,7 @@ class Life:
         }
         self.harness = Harness(directory, start=self.start, journal=place, **{**defaults, **options})
         self.rolled, self.delivered, self.batches = {}, {}, []
+        self.num_sampled = 0
         self._watch()
 
     def _watch(self) -> None:
@@ -96,6 +97,15 @@ class Life:
             return batch
 
         harness.rollouter.roll, harness.queue.put, harness.queue.take = rolled, delivered, taken
+        for replica in harness.replicas:
+            replica._script = self._counted(replica._script)
+
+    def _counted(self, script):
+        def counted(ids):
+            self.num_sampled += 1
+            return script(ids)
+
+        return counted
 
     async def run_until_dead(self, disk: MortalDisk) -> bool:
         """Whether it died before its end."""

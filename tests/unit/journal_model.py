@@ -123,6 +123,7 @@ class Model:
                 self.groups[entry.group] = {
                     "state": "open", "prompt": body.prompt, "version": body.version, "update": body.update,
                     "content": [[] for _ in range(body.trajectories)], "turn": 0, "taken": None, "step": None,
+                    "trained": None,
                 }  # fmt: skip
                 self.next_group, self.admitted = entry.group + 1, self.admitted + 1
                 self.prompt_cursor = max(self.prompt_cursor, body.prompt + 1)
@@ -134,7 +135,7 @@ class Model:
                     self.turn += 1
             case Trained():
                 for g in body.groups:
-                    self.groups[g].update(state="trained", step=body.train_step)
+                    self.groups[g].update(state="trained", step=body.train_step, trained=self.groups[g]["taken"])
                 self.train_step = body.train_step
             case Dropped():
                 self.dropped, self.tokens["dropped"] = self.dropped + 1, self.tokens["dropped"] + sampled(group)
@@ -157,17 +158,18 @@ class Model:
         self._settle(start.train_step)
         self.train_step, self.update = start.train_step, start.update
         waiting = [g for g, group in self.groups.items() if group["state"] != "open"]
-        waiting.sort(key=lambda g: (self.groups[g]["taken"] or 0, self.groups[g]["turn"]))
-        waiting.sort(key=lambda g: self.groups[g]["taken"] is None)
+        waiting.sort(key=lambda g: self.groups[g]["turn"])
+        for update in ("taken", "trained"):
+            waiting.sort(key=lambda g: (self.groups[g][update] is None, self.groups[g][update] or 0))
         for turn, g in enumerate(waiting):
-            self.groups[g].update(state="ready", turn=turn, step=None)
+            self.groups[g].update(state="ready", turn=turn, taken=None, step=None)
         self.turn = len(waiting)
 
     def view(self) -> dict[str, Any]:
         """What a restart gives back."""
         ready = sorted(self._in("ready"), key=lambda g: self.groups[g]["turn"])
         return {
-            "taken": {g: self.groups[g]["taken"] for g in ready if self.groups[g]["taken"] is not None},
+            "trained": {g: self.groups[g]["trained"] for g in ready if self.groups[g]["trained"] is not None},
             "open": {g: content_of(self.groups[g]["content"]) for g in self._in("open")},
             "ready": [(g, content_of(self.groups[g]["content"])) for g in ready],
             "ids": {g: tuple(self.groups[g][key] for key in ("prompt", "version", "update")) for g in self.groups},
@@ -216,7 +218,7 @@ def view_of(log: JournalLog, recovered: Recovered) -> dict[str, Any]:
     assert ledger.error == 0
     groups = [*recovered.open, *recovered.ready]
     return {
-        "taken": dict(recovered.taken),
+        "trained": dict(recovered.trained),
         "open": {g.admission.group: stored(log, g.admission.group) for g in recovered.open},
         "ready": [(g.admission.group, stored(log, g.admission.group)) for g in recovered.ready],
         "ids": {a.group: (a.prompt, a.admitted_version, a.admitted_update) for a in (g.admission for g in groups)},

@@ -50,7 +50,7 @@ async def test_a_restart_continues_groups_in_every_state(tmp_path):
     journal, recovered = await open_journal(tmp_path, start=JournalStart(train_step=1, update=1))
     async with journal:
         assert [g.admission.group for g in recovered.ready] == [1, 0, 2, 3]
-        assert recovered.taken == {0: 2, 1: 1}
+        assert recovered.trained == {1: 1}
         (partial,) = recovered.open
         assert partial.lengths == (2, 6)
         assert (partial.num_segments, partial.num_tokens, partial.complete) == (1, 4, False)

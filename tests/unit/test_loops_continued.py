@@ -8,7 +8,8 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
 from async_rl.rollout.recorded import RecordedTrajectory
-from message_queue.progress import Sampled, TrajectoryClosed
+from message_queue.progress import CallBegun, Sampled, TrajectoryClosed
+from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from message_queue.wire import decode_segment, encode_trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
@@ -52,6 +53,8 @@ def rebuilt(records):
         match what:
             case Sampled():
                 trajectory.extend(decode_segment(what.segment, routing=SPEC))
+            case CallBegun():
+                pass
             case TrajectoryClosed():
                 trajectory.close(stop_reason=what.stop_reason, reward=what.reward, info=dict(what.info))
             case _:
@@ -88,3 +91,32 @@ async def test_a_rollout_goes_on_after_any_record_without_sampling_a_token_again
         assert found.info["turns"] == whole.info["turns"]
         assert found.info.get("tool_calls") == whole.info.get("tool_calls")
         assert encode_trajectory(rebuilt([*records[:cut], *more])) == encode_trajectory(found)
+
+
+async def test_a_call_that_was_begun_is_not_made_again_and_the_model_is_told():
+    records, tool = [], FakeTool(behave=lambda _: "42")
+    await run(make_loop(make_engine(*TOOL_USE), tool=tool), Trajectory(routing=SPEC), records)
+    assert len(tool.calls) == 2
+    (first, _) = (at for at, (_, what) in enumerate(records) if isinstance(what, CallBegun))
+    held, again = rebuilt(records[: first + 1]), FakeTool(behave=lambda _: "42")
+    held.unsure_call = records[first][1].call
+    found = await run(make_loop(make_engine(*TOOL_USE), tool=again), held, [])
+    assert len(again.calls) == 1, "only the second call is made"
+    assert "the call was interrupted; it may have happened or not" in TOKENIZER.decode(found.token_ids().tolist())
+    assert (found.info["tool_errors"], found.stop_reason) == (1, StopReason.STOP)
+
+
+async def test_a_call_is_written_down_before_it_is_made():
+    order = []
+
+    async def flush():
+        order.append("written")
+
+    def call(_):
+        order.append("called")
+        return "42"
+
+    trajectory = RecordedTrajectory(Trajectory(routing=SPEC), record=lambda at, what: None, flush=flush)
+    loop = make_loop(make_engine(*TOOL_USE), tool=FakeTool(behave=call))
+    await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
+    assert order == ["written", "called"] * 2
