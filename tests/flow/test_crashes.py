@@ -146,7 +146,15 @@ async def test_what_was_in_flight_goes_on_where_it_stopped(tmp_path):
 
 
 async def test_a_stop_on_request_loses_nothing_and_generates_nothing_again(tmp_path):
-    directory, disk = tmp_path / "run", FakeDisk()
+    for attempt in range(8):  # what is in flight at a stop is up to the machine
+        if await stop_and_go_on(tmp_path / str(attempt)):
+            return
+    pytest.fail("nothing was in flight at any stop")
+
+
+async def stop_and_go_on(directory):
+    """Tokens that were in flight at the stop."""
+    disk = FakeDisk()
     directory.mkdir()
     first = Life(directory, disk, mean_length=40)
     run = asyncio.create_task(first.harness.run())
@@ -157,7 +165,7 @@ async def test_a_stop_on_request_loses_nothing_and_generates_nothing_again(tmp_p
     assert await second.harness.run()
     assert second.harness.restored.replay == 0
     held = sum(tokens for _, _, tokens in second.rolled.values())
-    assert held
     assert first.num_sampled == sum(group.num_tokens for group in first.delivered.values()) + held, "tokens were lost"
     assert second.harness.restored.version == first.harness.trainer.exported[-1]
     assert check([first, second])["dropped"] == 0
+    return held
