@@ -71,6 +71,7 @@ bench: setup
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/replica_throughput.py
 	$(BIN)/python benchmarks/rollout_throughput.py
+	$(BIN)/python benchmarks/equal_weights.py
 	$(BIN)/python benchmarks/routing_mismatch.py
 	$(BIN)/python benchmarks/update_modes.py
 

@@ -10,7 +10,7 @@ d = trainer - engine logprob of a sampled token, k1 = mean(-d), k3 = mean(exp(d)
 |d| > log 2. Brackets are 95 % bootstrap intervals over trajectories. `calculator` is the warm-started model on its own
 task; the other models have random weights and random prompts.
 
-    python benchmarks/equal_weights.py [--models calculator qwen3_moe deepseek_v3 80m] [--trajectories N]
+    python benchmarks/equal_weights.py [--models calculator qwen3_moe deepseek_v3 70m] [--trajectories N]
         [--dtype bfloat16|float32]
 """
 
@@ -60,7 +60,7 @@ from message_queue.trajectory import PromptGroup, Trajectory
 PROMPT, SAMPLED = 32, 96  # tokens of a trajectory under random weights
 VOCAB = 1024
 MODES = ("none", "R2", "R3")
-MODELS = ("calculator", "qwen3_moe", "deepseek_v3", "80m")
+MODELS = ("calculator", "qwen3_moe", "deepseek_v3", "70m")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,10 +73,10 @@ class Found:
 
 
 def random_model(name: str) -> Any:
-    """A configuration: two of about a million parameters and one of about 80 million."""
+    """A configuration: two of about a million parameters and one of about 70 million."""
     common = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": 0}
     attention = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    if name == "80m":
+    if name == "70m":
         return transformers.Qwen3MoeConfig(
             **common, **attention, hidden_size=512, num_hidden_layers=6, intermediate_size=1024,
             moe_intermediate_size=256, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
