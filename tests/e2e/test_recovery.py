@@ -123,7 +123,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
     went_on = set()
     while process.poll() is None:
-        time.sleep(1.0)
+        time.sleep(0.1)
         found = (peek(directory, warm_starts, copy) or (None, {}))[1]
         for group in partial.keys() & found.keys():
             pairs = list(zip(found[group].trajectories, partial[group].trajectories, strict=True))
