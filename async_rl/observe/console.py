@@ -108,9 +108,9 @@ class _Clock:
         self._first: tuple[int, float] | None = None
 
     def left(self, record: StepRecord) -> str:
-        """minutes:seconds, unknown after the first step."""
+        """minutes:seconds, unknown after the first step, and after one that is done again."""
         step, now = int(record.metrics["train_step"]), time.monotonic()
-        if self._first is None:
+        if self._first is None or step <= self._first[0]:
             self._first = (step, now)
             return "--:--"
         seconds = (now - self._first[1]) / (step - self._first[0]) * (self.total - step)

@@ -157,6 +157,9 @@ class Rollouter:
         """All trajectories of a group, each as far as it is held."""
         begun = held or [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in range(self._n)]
 
+        if isinstance(self._log, NoRolloutLog):
+            return list(begun)
+
         def recorded(number: int, trajectory: Trajectory) -> Trajectory:
             def record(at: int, what: RolloutStep) -> None:
                 self._log.append(RolloutRecord(group=group, trajectory=number, at=at, what=what))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -18,7 +19,6 @@ from tests.e2e.test_run import SMALL, finish, lines, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(300)
 OVERRIDES = (
-    "total_train_steps=6",
     "checkpoint.every=3",
     "staleness.max_staleness=2",
     "task.factory=tests.e2e.slow_task:slow_task",
@@ -35,15 +35,26 @@ def warm_starts(tmp_path_factory):
     return tmp_path_factory.mktemp("warm_start")
 
 
-def kill_all(process):
-    """SIGKILL to the driver and every process below it, at once."""
-    driver = psutil.Process(process.pid)
-    tree = [driver, *driver.children(recursive=True)]
-    for one in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+def kill_all(process, *, when):
+    """SIGKILL to the driver and every process below it, at a moment when `when()` is true; they stand still then."""
+    while True:
+        assert process.poll() is None, finish(process)
+        driver = psutil.Process(process.pid)
+        tree = [driver, *driver.children(recursive=True)]
+        each(tree, psutil.Process.suspend)
+        if when():
+            break
+        each(tree, psutil.Process.resume)
+        time.sleep(0.1)
+    each(tree, psutil.Process.kill)
     process.communicate()
     psutil.wait_procs(tree, timeout=20)
+
+
+def each(tree, do):
+    for one in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            do(one)
 
 
 def read_journal(directory, warm_starts, copy):
@@ -63,6 +74,14 @@ def read_journal(directory, warm_starts, copy):
             return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
 
     return asyncio.run(read())
+
+
+def peek(directory, warm_starts, copy):
+    """What the journal of a run that goes on holds; None where a file came or went while it was copied."""
+    try:
+        return read_journal(directory, warm_starts, copy)
+    except (OSError, JournalError, ValueError, shutil.Error):
+        return None
 
 
 def in_flight(recovered):
@@ -86,36 +105,37 @@ def begins_with(found, held):
 
 def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
     directory, copy = tmp_path / "run", tmp_path / "copy"
-    process = start(directory, warm_starts, *OVERRIDES)
+    process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
     wait_for_step(directory, 4, process)
-    while not in_flight(read_journal(directory, warm_starts, copy)[0]):
-        assert process.poll() is None, finish(process)
-    kill_all(process)
+
+    def busy():
+        now = peek(directory, warm_starts, copy)
+        return now is not None and in_flight(now[0]) and now[0].trained
+
+    kill_all(process, when=busy)
     recovered, held = read_journal(directory, warm_starts, copy)
     partial = {group: held[group] for group in in_flight(recovered)}
     assert partial, "no generation was under way"
-    assert set(recovered.trained.values()) >= {3}, "step 4 was trained after the checkpoint of step 3"
+    assert recovered.trained, "nothing was trained after the checkpoint"
     before = {line["group"]: line for line in lines(directory, "ledger.jsonl")}
+    last = len(lines(directory, "metrics.jsonl")) + 3
 
-    process = start(directory, warm_starts, *OVERRIDES)
+    process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
     went_on = set()
     while process.poll() is None:
-        time.sleep(1.0)
-        try:
-            _, found = read_journal(directory, warm_starts, copy)
-        except (OSError, JournalError, ValueError, shutil.Error):
-            continue  # a file came or went while it was copied
+        time.sleep(0.1)
+        found = (peek(directory, warm_starts, copy) or (None, {}))[1]
         for group in partial.keys() & found.keys():
             pairs = list(zip(found[group].trajectories, partial[group].trajectories, strict=True))
             assert all(begins_with(f, h) for f, h in pairs), f"group {group} does not go on where it was"
             went_on |= {group for f, h in pairs if len(f) > len(h) and h.num_sampled and not h.closed}
     output = finish(process)
     assert process.returncode == 0, output
-    assert "goes on after train step 3" in output
+    assert "goes on after train step" in output
     assert went_on, "no generation that was under way went on"
 
     steps = lines(directory, "metrics.jsonl")
-    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert [s["train_step"] for s in steps] == list(range(1, last + 1))
     versions = [s["param_version"] for s in steps]
     assert versions == sorted(versions)
     for s in steps:
@@ -123,12 +143,12 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
         assert s["staleness/max"] <= 2
         assert s["routing/missing_fraction"] == 0
     *groups, total = lines(directory, "ledger.jsonl")
-    assert (total["error"], total["trained"], total["dropped"]) == (0, 12, 0)
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 2 * last, 0)
     assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
     after = {line["group"]: line for line in groups}
     again = {g for g, line in before.items() if line["outcome"] == "trained"}
     assert {g: after[g]["train_step"] for g in again} == {g: before[g]["train_step"] for g in again}
-    state = json.loads((directory / "checkpoints/step-000006/run.json").read_text())["state"]
+    state = json.loads((directory / f"checkpoints/step-{last:06d}/run.json").read_text())["state"]
     prompts = [a["prompt"] for a in state["queue"]["unfinished"]]
     assert state["prompt_cursor"] == total["admitted"], "each prompt was admitted once"
     assert len(set(prompts)) == len(prompts) == total["open"]
@@ -137,7 +157,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
 def test_a_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_starts):
     process = start(tmp_path, warm_starts, *OVERRIDES, "total_train_steps=7")
     notes = (
-        ("replica-0", "replica replica-1 serves in place of replica-0"),
+        ("replica-0", r"replica replica-\d serves in place of replica-0"),
         ("trainer-0", "trainer rank 0: process died"),
         ("queue", "trainer and queue start anew from the last checkpoint and the journal"),
     )
@@ -147,7 +167,7 @@ def test_a_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_sta
     output = " ".join(finish(process).split())
     assert process.returncode == 0, output
     for _, note in notes:
-        assert note in output
+        assert re.search(note, output), output
     assert output.count("trainer and queue start anew") == 2
     steps = lines(tmp_path, "metrics.jsonl")
     assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6, 7]

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from async_rl.observe.console import _Clock
 from async_rl.observe.metrics import METRICS, batch_metrics, staleness_histogram
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.report import draw_curves, read_run, write_report
@@ -156,3 +157,9 @@ def test_several_runs_share_the_axes(tmp_path):
     runs = [read_run(tmp_path / name) for name in ("a", "b")]
     assert len(draw_curves(runs).axes[1].lines) == 2
     write_report(runs, tmp_path / "both.html")
+
+
+def test_the_time_left_survives_steps_that_are_done_again():
+    clock = _Clock(total=9)
+    left = [clock.left(StepRecord(metrics={"train_step": step}, staleness_tokens={})) for step in (4, 5, 4, 5, 6)]
+    assert [text == "--:--" for text in left] == [True, False, True, False, False]
