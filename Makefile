@@ -8,7 +8,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: run seeds test simulate lint format types contracts setup setup-sglang staleness bench clean
+.PHONY: run seeds test parity simulate lint format types contracts setup setup-sglang staleness bench clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +41,10 @@ seeds: setup
 
 test: setup setup-sglang
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+# Every layout, replay mode, recomputation and packing against one rank; ARGS choose cells (--help says how).
+parity: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel.parity_table $(ARGS)
 
 # The control code under random schedules and faults; docs/simulation.md.
 simulate: setup

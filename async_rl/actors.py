@@ -220,10 +220,12 @@ class TrainerActor:
         self._store = open_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}"
 
-    def start(self, **kwargs: Any) -> None:
+    def start(self, **kwargs: Any) -> tuple[int, ...]:
+        """TrainerRank.routed_layers of the new rank."""
         from async_rl.train.worker import TrainerRank  # megatron is only imported where a rank lives
 
         self._rank = TrainerRank(**kwargs)
+        return self._rank.routed_layers
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._rank, method)(*args, **kwargs)

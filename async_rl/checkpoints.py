@@ -1,14 +1,13 @@
 """Checkpoints of a run: the trainer's state and the driver's, in one folder that appears whole or not at all.
 
 checkpoints/step-000020/
-    trainer/    model, optimizer, random state of every rank
+    trainer/    model, optimizer, schedule, random state; its format: async_rl/train/checkpoint.py
     run.json    RunState
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from async_rl.folders import partial_folder, publish_folder, recover_folders, remove_folder
 from message_queue.queue import QueueSnapshot
 
 FORMAT = 1
@@ -76,16 +76,24 @@ class Checkpoints:
     async def save(self, state: RunState, *, trainer: SavesTrainer) -> Path:
         """Write a checkpoint; one that is cut short leaves those before it usable."""
         final = self._directory / f"step-{state.train_step:06d}"
-        partial = final.with_suffix(".partial")
-        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+        partial = partial_folder(final)
+        await asyncio.to_thread(self.recover)
         partial.mkdir(parents=True)
-        await trainer.save(partial / "trainer")
-        (partial / "run.json").write_bytes(msgspec.json.encode(_Document(format=FORMAT, state=state)))
-        await asyncio.to_thread(shutil.rmtree, final, ignore_errors=True)
-        partial.rename(final)
+        try:
+            await trainer.save(partial / "trainer")
+            document = msgspec.json.encode(_Document(format=FORMAT, state=state))
+            await asyncio.to_thread((partial / "run.json").write_bytes, document)
+            await asyncio.to_thread(publish_folder, final)
+        except OSError:
+            await asyncio.to_thread(self.recover)  # a full disk has its room back
+            raise
         for old in self._finished()[: -self._config.keep]:
-            await asyncio.to_thread(shutil.rmtree, old)
+            await asyncio.to_thread(remove_folder, old)
         return final
+
+    def recover(self) -> None:
+        """Put the directory in order after a run that was killed while it saved; no other run may use it."""
+        recover_folders(self._directory)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, if there is one."""

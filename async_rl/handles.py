@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +14,11 @@ from tensordict import TensorDict
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.actors import Placement, QueueActor, ReplicaActor, TrainerActor
+from async_rl.batch.routed_experts import keep_layers
 from async_rl.engines.inbox import Answer
 from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
+from async_rl.model_info import read_model_info
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -187,10 +189,24 @@ class ReplicaHandle:
 
 
 class TrainerHandle:
-    """All trainer ranks as one; every call goes to every rank and rank 0 answers."""
+    """All trainer ranks as one; every call goes to every rank and rank 0 answers.
 
-    def __init__(self, actors: list[ActorHandle[Any]], *, timeout_s: float) -> None:
+    Args:
+        routing: of the model; None for a dense one.
+        routed_layers: TrainerRank.routed_layers of each rank; empty while the ranks start.
+    """
+
+    def __init__(
+        self,
+        actors: list[ActorHandle[Any]],
+        *,
+        routing: RoutingSpec | None,
+        routed_layers: Sequence[tuple[int, ...]],
+        timeout_s: float,
+    ) -> None:
         self._actors = actors
+        self._routing = routing
+        self._routed_layers = routed_layers
         self._timeout_s = timeout_s
 
     @classmethod
@@ -210,7 +226,8 @@ class TrainerHandle:
             TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote()
             for i in range(config.ranks)
         ]
-        handle = cls(actors, timeout_s=timeout_s)
+        routing = read_model_info(checkpoint).routing
+        handle = cls(actors, routing=routing, routed_layers=(), timeout_s=timeout_s)
         rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
         common = {
             "config": config,
@@ -220,12 +237,18 @@ class TrainerHandle:
             "world_size": config.ranks,
             "rendezvous": rendezvous,
         }
-        await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
-        return handle
+        starts = [a.start.remote(rank=i, **common) for i, a in enumerate(actors)]
+        routed_layers = await handle._all("start", starts)
+        return cls(actors, routing=routing, routed_layers=routed_layers, timeout_s=timeout_s)
 
     async def train(self, batch: TensorDict) -> dict[str, float]:
-        """One batch; see TrainerRank.train."""
-        return await self._everywhere("train", ray.put(batch))
+        """One batch; see TrainerRank.train. Each rank is sent the routing rows of its own layers."""
+        parts = {layers: ray.put(self._with_rows_of(layers, batch)) for layers in set(self._routed_layers)}
+        ranks = zip(self._actors, self._routed_layers, strict=True)
+        return (await self._all("train", [actor.call.remote("train", parts[layers]) for actor, layers in ranks]))[0]
+
+    def _with_rows_of(self, layers: tuple[int, ...], batch: TensorDict) -> TensorDict:
+        return batch if self._routing is None else keep_layers(batch, layers, routing=self._routing)
 
     async def train_supervised(self, batch: TensorDict) -> dict[str, float]:
         """One supervised step; see TrainerRank.train_supervised."""

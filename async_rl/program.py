@@ -287,7 +287,9 @@ def _checkpoint_to_resume(config: RunConfig) -> Path | None:
     Raises:
         ConfigError: `resume=never` on a run directory that holds a run.
     """
-    latest = Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).latest()
+    checkpoints = Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint)
+    checkpoints.recover()
+    latest = checkpoints.latest()
     match config.resume:
         case "auto":
             return latest

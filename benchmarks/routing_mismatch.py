@@ -99,7 +99,7 @@ def evaluate(rank: Any, batch: TensorDict, *, replay: Literal["none", "R2", "R3"
         layers=model.replay.layers,
         rotary=model.rotary,
     )
-    objective: Objective = rank._objective("logprobs")
+    objective: Objective = rank._passes.objective("logprobs")
     logprobs = torch.zeros(batch["token_ids"].numel())
     experts = torch.full((batch["token_ids"].numel(), *info.routing.row_shape), -1, dtype=torch.int16)
     plan = plan_micro_batches(batch["lengths"].tolist(), max_tokens=config.micro_batch_tokens, num_ranks=1)

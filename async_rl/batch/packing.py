@@ -8,7 +8,9 @@ from collections.abc import Sequence
 Plan = list[list[list[int]]]
 
 
-def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: int, padded: bool = False) -> Plan:
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, num_ranks: int, padded: bool = False, multiple: int = 1
+) -> Plan:
     """For each data-parallel rank its micro-batches, each a list of indices into `lengths`.
 
     Every index appears once. Every rank has the same number of micro-batches, which collectives need; where a rank has
@@ -17,16 +19,19 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: in
 
     Args:
         padded: a micro-batch costs its longest sequence times its number of sequences, not the sum of lengths.
+        multiple: of which the number of micro-batches of a rank is one.
 
     Raises:
-        ValueError: max_tokens or num_ranks below 1, or a sequence without tokens.
+        ValueError: max_tokens, num_ranks or multiple below 1, or a sequence without tokens.
     """
-    if max_tokens < 1 or num_ranks < 1:
-        raise ValueError(f"max_tokens is {max_tokens} and num_ranks is {num_ranks}; both must be >= 1")
+    for name, value in (("max_tokens", max_tokens), ("num_ranks", num_ranks), ("multiple", multiple)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; must be >= 1")
     if any(length < 1 for length in lengths):
         raise ValueError("lengths holds a sequence without tokens")
     shares = _balance(lengths, num_ranks)
     count = max((len(_cut(share, lengths, max_tokens, padded)) for share in shares), default=0)
+    count += -count % multiple
     return [_cut_into(share, lengths, count, max_tokens, padded) for share in shares]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -55,6 +56,14 @@ _MISMATCH = {
     "ess/token": Metric("mean", "share", "effective sample size of the token weights exp(d)"),
 }
 
+_ROUTING = {
+    "routing/overlap": Metric("mean", "share", "recorded experts that the live router would choose too"),
+    "routing/gate_mass": Metric("mean", "share", "probability that the live router gives to the recorded experts"),
+    "routing/refused_fraction": Metric("mean", "share", "recorded experts that trainer.replay_threshold left out"),
+    "routing/fallback_fraction": Metric("mean", "share", "rows of real tokens left to the live router"),
+}
+_LAYER = re.compile(r"(.+)_layer(\d+)")
+
 
 def _by_lag(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Each metric over the tokens of each lag."""
@@ -98,8 +107,7 @@ METRICS: dict[str, Metric] = {
     **_MISMATCH,
     **_by_lag(_MISMATCH),
     "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
-    "routing/overlap": Metric("mean", "share", "replayed experts that the live router would choose too"),
-    "routing/fallback_fraction": Metric("mean", "share", "rows of real tokens left to the live router"),
+    **_ROUTING,
     "routing/missing_fraction": Metric("max", "share", "forwarded positions whose row the engine could not give"),
     "routing/bytes_per_token": Metric("mean", "bytes", "row bytes received per token of the batch"),
     "partial/resumed_fraction": Metric("mean", "share", "trajectories that were aborted and resumed at least once"),
@@ -119,6 +127,20 @@ METRICS: dict[str, Metric] = {
     "ledger/open": Metric("last", "groups", "admitted, neither trained nor dropped"),
     "ledger/error": Metric("last", "groups", "admitted - trained - dropped - open; 0 or the run stops"),
 }
+
+
+def of_layer(key: str, layer: int) -> str:
+    """Key of a metric of `_ROUTING` of one layer, by its global number from 0."""
+    return f"{key}_layer{layer}"
+
+
+def metric_of(key: str) -> Metric | None:
+    """What a key of a train step means; None for no metric. Layers are not in METRICS: their number is the model's."""
+    found = _LAYER.fullmatch(key)
+    if found is None or found[1] not in _ROUTING:
+        return METRICS.get(key)
+    whole = _ROUTING[found[1]]
+    return Metric(whole.reduction, whole.unit, f"{whole.meaning}, in layer {found[2]}")
 
 
 def batch_metrics(

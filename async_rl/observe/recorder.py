@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from async_rl.observe.metrics import METRICS
+from async_rl.observe.metrics import METRICS, metric_of
 from async_rl.rollout.validator import ValidationResult
 from message_queue.trajectory import PromptGroup
 
@@ -22,7 +22,7 @@ class StepRecord:
     staleness_tokens: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.metrics) - set(METRICS))
+        unknown = sorted(key for key in self.metrics if metric_of(key) is None)
         if unknown:
             raise ValueError(f"metrics {unknown} are not in observe.metrics.METRICS; add them with their reduction")
 
@@ -66,7 +66,8 @@ class Recorder:
         offered = self._offered_tokens / max(1, self._offered_trajectories)
         metrics = {**record.metrics, "length/offered_mean": offered}
         step = int(metrics["train_step"])
-        line: dict[str, Any] = {key: metrics[key] for key in METRICS if key in metrics}
+        listed = [key for key in METRICS if key in metrics]
+        line: dict[str, Any] = {key: metrics[key] for key in (*listed, *(key for key in metrics if key not in METRICS))}
         line["staleness/tokens"] = {str(lag): n for lag, n in record.staleness_tokens.items()}
         self._metrics.write(_json_line(line))
         for key, value in metrics.items():

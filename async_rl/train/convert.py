@@ -22,6 +22,7 @@ from async_rl.train.distributed import expert_group, expert_tensor_group, pipeli
 from async_rl.train.families import Kind, ModelShape, WeightNames, weight_names
 
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -31,9 +32,10 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     Of a tensor that is split over ranks only this rank's part is read.
 
     Raises:
-        CheckpointError: a tensor is absent or has another shape.
+        CheckpointError: a tensor is absent or has another shape, or there are layers for multi-token prediction.
     """
     reader = _Reader(checkpoint)
+    reader.refuse_layers_from(shape.megatron["num_layers"])
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
         split = _split_of(name, weight)
@@ -236,6 +238,20 @@ class _Reader:
             self._files |= dict.fromkeys(file.keys(), file)
         if not self._files:
             raise CheckpointError(f"{checkpoint} has no *.safetensors file; save the checkpoint in that format")
+
+    def refuse_layers_from(self, first: int) -> None:
+        """Refuse layers after the decoder's: checkpoints keep those for multi-token prediction there.
+
+        Raises:
+            CheckpointError: there are some; they would be neither trained nor exported.
+        """
+        further = [name for name in self._files if (found := _HF_LAYER.match(name)) and int(found[1]) >= first]
+        if further:
+            raise CheckpointError(
+                f"{self._checkpoint} holds {len(further)} tensors of layers after num_hidden_layers={first}, the first "
+                f"{min(further)}: multi-token prediction, which the trainer does not train. Save the checkpoint "
+                "without them, as load and save_pretrained of transformers do"
+            )
 
     def read(self, name: str, *, weight: Tensor, split: _Split | None) -> Tensor:
         """This rank's part of a tensor that is split as `weight` is; the last of a vocabulary may be short.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class ProcessGroups:
     def __init__(self, config: TrainerConfig, *, rank: int, world_size: int, rendezvous: str | None) -> None:
         if world_size != config.ranks:
             raise RuntimeError(f"world_size is {world_size}, but trainer.ranks is {config.ranks}; start as many ranks")
+        self.rank, self.size = rank, world_size
         self.device = _device(rank)
         self._owned = not dist.is_initialized()
         if self._owned:
@@ -54,7 +55,7 @@ class ProcessGroups:
                 f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in layout {_layout()}; a trainer "
                 f"of rank {rank} of {world_size} in layout {_wanted(config)} needs a process of its own"
             )
-        tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
+        self.reseed(config.seed)
         self.coordinates = Coordinates(
             tensor=parallel_state.get_tensor_model_parallel_world_size(),
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -64,6 +65,33 @@ class ProcessGroups:
         self.data_rank: int = parallel_state.get_data_parallel_rank()
         self.data_size: int = parallel_state.get_data_parallel_world_size()
         self.is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    def reseed(self, seed: int) -> None:
+        """Begin the random numbers anew, as megatron has them differ between ranks."""
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+    def random_state(self) -> dict[str, Any]:
+        """Of this rank: torch's generators and those that megatron keeps for dropout."""
+        return {
+            "cpu": torch.get_rng_state(),
+            "device": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+            "megatron": _megatron_random().get_states(),
+        }
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """Continue from `random_state`."""
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["device"])
+        _megatron_random().set_states(state["megatron"])
+
+    def gather(self, value: object) -> list[Any]:
+        """The value of every rank, by rank; it is pickled."""
+        values: list[Any] = [value]
+        if dist.get_world_size() > 1:
+            values *= dist.get_world_size()
+            dist.all_gather_object(values, value)
+        return values
 
     def sum_over_ranks(self, values: torch.Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce float64 [n] over all ranks, in place."""
@@ -108,6 +136,11 @@ def expert_tensor_group() -> dist.ProcessGroup:
 def context_group() -> dist.ProcessGroup:
     """Ranks that hold parts of the same sequences."""
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def _megatron_random() -> Any:
+    """The named generators that megatron draws dropout and initial weights from."""
+    return tensor_parallel.get_cuda_rng_tracker()
 
 
 def _join_store(rendezvous: str, timeout: timedelta) -> TCPStore:

@@ -68,7 +68,8 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     if config.parallel.virtual_pipeline > 1:
         stages = list(range(config.parallel.virtual_pipeline))
     chunks = [_build_chunk(megatron, shape, config, stage).to(device) for stage in stages]
-    replay = RouterReplay(chunks) if shape.megatron.get("num_moe_experts") else None
+    moe = bool(shape.megatron.get("num_moe_experts"))
+    replay = RouterReplay(chunks, threshold=config.replay_threshold) if moe else None
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,

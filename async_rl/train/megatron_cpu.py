@@ -224,6 +224,16 @@ def _define_general_gemm(module: Any) -> None:
         module.te_general_gemm = None
 
 
+def _order_no_te_before_any(module: Any) -> None:
+    """is_te_min_version compares a version with None, which offloading of the optimizer asks for."""
+    if module.get_te_version() is None:
+
+        def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+            return False
+
+        module.is_te_min_version = is_te_min_version
+
+
 def _know_te_is_absent(module: Any) -> None:
     """multi_latent_attention.py takes its own placeholder for TE."""
     if not importlib.util.find_spec("transformer_engine"):
@@ -238,6 +248,7 @@ def _default_to_no_fp8(module: Any) -> None:
 
 _Repair = Callable[[Any], None]
 _REPAIRS_WITHOUT_TE: dict[str, tuple[_Repair, ...]] = {
+    "megatron.core.utils": (_order_no_te_before_any,),
     "megatron.core.transformer.moe.moe_utils": (_define_general_gemm,),
     "megatron.core.transformer.multi_latent_attention": (_know_te_is_absent,),
     "megatron.core.tensor_parallel.random": (_default_to_no_fp8,),

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from async_rl.observe.metrics import LAGS
+from async_rl.observe.metrics import LAGS, of_layer
 from async_rl.train.mismatch import BINS, COLUMNS, SIGNS, mismatch_metrics, share
-from async_rl.train.router_replay import MicroBatchRouting
-
-ROUTING_SUMS: tuple[str, ...] = ("agreeing", "replayed", "fallback", "rows")
+from async_rl.train.router_replay import ROUTING_SUMS, MicroBatchRouting
 
 
 class TokenSums:
@@ -100,13 +98,36 @@ class TokenSums:
         return float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
 
 
-def routing_sums(routings: Sequence[MicroBatchRouting | None]) -> list[float]:
-    """ROUTING_SUMS over the layers and micro-batches of this rank."""
-    agreement = [a for routing in routings if routing is not None for a in routing.agreement.values()]
-    return [float(sum(float(getattr(a, name)) for a in agreement)) for name in ROUTING_SUMS]
+def routing_sums(routings: Sequence[MicroBatchRouting | None], *, layers: Sequence[int]) -> Tensor:
+    """float64 [layers, 6]: ROUTING_SUMS of each layer over the micro-batches of this rank; 0 for layers of others.
+
+    Args:
+        layers: global numbers of all layers with experts.
+    """
+    out = torch.zeros(len(layers), len(ROUTING_SUMS), dtype=torch.float64)
+    place = {layer: i for i, layer in enumerate(layers)}
+    found: dict[int, list[Tensor]] = {}
+    for routing in routings:
+        for layer, sums in routing.sums.items() if routing is not None else ():
+            found.setdefault(layer, []).append(sums)
+    for layer, sums in found.items():
+        out[place[layer]] = torch.stack(sums).sum(0).cpu()
+    return out
 
 
-def routing_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Metrics of the replay from ROUTING_SUMS of all ranks; NaN where nothing was routed."""
-    agreeing, replayed, fallback, rows = sums
-    return {"routing/overlap": share(agreeing, replayed), "routing/fallback_fraction": share(fallback, rows)}
+def routing_metrics(sums: Tensor, *, layers: Sequence[int]) -> dict[str, float]:
+    """Metrics of replay over all layers and of each, from `routing_sums` of all ranks; NaN where none is routed."""
+    found = _routing_shares(sums.sum(0).tolist())
+    for layer, of_one in zip(layers, sums.tolist(), strict=True):
+        found |= {of_layer(key, layer): value for key, value in _routing_shares(of_one).items()}
+    return found
+
+
+def _routing_shares(sums: Sequence[float]) -> dict[str, float]:
+    agreeing, replayed, refused, mass, fallback, rows = sums
+    return {
+        "routing/overlap": share(agreeing, replayed),
+        "routing/gate_mass": share(mass, rows - fallback),
+        "routing/refused_fraction": share(refused, replayed),
+        "routing/fallback_fraction": share(fallback, rows),
+    }

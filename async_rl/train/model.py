@@ -66,6 +66,8 @@ class TrainerConfig:
     packing: tokens of a micro-batch lie end to end; off, each sequence is padded to the longest of its micro-batch.
     router_replay: R3 forces the experts the engine chose, R2 those a forward pass of the trainer chose before the
         first update of the batch, none lets the live router choose.
+    replay_threshold: a recorded expert is replayed only if the router gives it at least this share of what it gives
+        the weakest of its own choice; 0 replays all of them.
     micro_batch_tokens: tokens of one forward pass on one data-parallel rank; a longer sequence is alone in its own.
     updates_per_batch: optimizer updates per batch; prompt groups stay whole.
     aux_loss_coefficient: load-balance loss in RL; supervised_aux_loss_coefficient: the same in supervised steps.
@@ -80,6 +82,7 @@ class TrainerConfig:
     recompute: Recompute = "none"
     packing: bool = True
     router_replay: RouterReplayMode = "R3"
+    replay_threshold: float = 0.0
     micro_batch_tokens: int = 4096
     updates_per_batch: int = 1
     threads: int = 1
@@ -96,6 +99,15 @@ class TrainerConfig:
         for name in ("aux_loss_coefficient", "supervised_aux_loss_coefficient"):
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}; must be >= 0")
+        if not 0 <= self.replay_threshold <= 1:
+            raise ValueError(
+                f"trainer.replay_threshold is {self.replay_threshold}; must be in 0..1, 0 for no threshold"
+            )
+        if self.replay_threshold and self.router_replay == "none":
+            raise ValueError(
+                f"trainer.replay_threshold is {self.replay_threshold}, but trainer.router_replay is none; "
+                "set replay_threshold=0, or replay with R2 or R3"
+            )
         if self.timeout_s <= 0:
             raise ValueError(f"trainer.timeout_s is {self.timeout_s}; must be > 0")
         if self.dtype not in ("float32", "bfloat16"):

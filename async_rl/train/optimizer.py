@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from async_rl.train.model import TrainerConfig
+
+if TYPE_CHECKING:
+    from async_rl.train.optimizer_state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,9 @@ class OptimizerConfig:
     """AdamW.
 
     lr rises linearly over warmup_steps updates, then goes to min_lr over decay_steps further updates as `decay` says
-    and stays there. clip_grad: bound on the global gradient norm, 0 for none.
+    and stays there. weight_decay: of matrices; biases and norms are spared. clip_grad: bound on the norm of the
+    gradient of all weights together, 0 for none. cpu_offload: share of Adam's state and arithmetic that is moved from
+    the GPU to the CPU.
     """
 
     lr: float = 5e-4
@@ -29,6 +34,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     decay_steps: int = 0
+    cpu_offload: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
@@ -41,6 +47,8 @@ class OptimizerConfig:
         for name in ("weight_decay", "clip_grad", "warmup_steps", "decay_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; must be >= 0")
+        if not 0 <= self.cpu_offload <= 1:
+            raise ValueError(f"optimizer.cpu_offload is {self.cpu_offload}; must be in 0..1")
         if self.decay not in ("constant", "linear", "cosine"):
             raise ValueError(f"optimizer.decay is {self.decay!r}; use constant, linear or cosine")
         if self.decay != "constant" and self.decay_steps == 0:
@@ -62,6 +70,9 @@ class Optimizer:
 
     Args:
         model: DDP-wrapped chunks of this rank.
+
+    Raises:
+        ValueError: cpu_offload where there is nothing to offload, or not in a way that megatron has.
     """
 
     def __init__(self, model: Sequence[Any], *, config: OptimizerConfig, trainer: TrainerConfig) -> None:
@@ -71,7 +82,7 @@ class Optimizer:
 
         bfloat16 = trainer.dtype == "bfloat16"
         self._config = config
-        self._updates = 0
+        self._updates = self._steps = 0
         self._model = model
         self._inner: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -86,6 +97,7 @@ class Optimizer:
                 bf16=bfloat16,
                 params_dtype=torch.bfloat16 if bfloat16 else torch.float32,
                 use_distributed_optimizer=trainer.distributed_optimizer,
+                **_offload(config, trainer, on_gpu=next(model[0].parameters()).is_cuda),
             ),
             list(model),
         )
@@ -110,6 +122,8 @@ class Optimizer:
         lr = self._config.lr_at(self._updates)
         for group in self._inner.param_groups:
             group["lr"] = lr
+            # Megatron leaves it to its scheduler to spare biases and norms.
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
         self._inner.prepare_grads()
         norm = float(self._inner.get_grad_norm())
         if not math.isfinite(norm):
@@ -119,6 +133,7 @@ class Optimizer:
             )
         self._inner.step()
         self._updates += 1
+        self._steps += 1
         return norm, lr
 
     def skip(self) -> float:
@@ -127,34 +142,50 @@ class Optimizer:
         self._updates += 1
         return lr
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, master weights and the number of updates, of this rank.
+    @property
+    def steps(self) -> int:
+        """Updates that had something to learn from: Adam's count."""
+        return self._steps
 
-        Megatron's own state_dict is not used: without TE its distributed optimizer restores one step count for all
-        parameters at once, which the next update then raises once for each.
+    def shards(self, weights: Mapping[str, Any], *, loading: bool) -> State:
+        """Moments and float32 weights for a checkpoint; see optimizer_state. Collective.
+
+        Args:
+            weights: `shards.model_shards` of the chunks.
         """
-        return {
-            "updates": self._updates,
-            "parts": [
-                {"torch": part.state_dict(), "weights": [p.detach().clone() for p in _parameters(part)]}
-                for part in self._parts()
-            ],
-        }
+        from async_rl.train.optimizer_state import state_shards
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict` of the same layout."""
-        self._updates = state["updates"]
-        for part, held in zip(self._parts(), state["parts"], strict=True):
-            part.load_state_dict(held["torch"])
-            with torch.no_grad():
-                for parameter, value in zip(_parameters(part), held["weights"], strict=True):
-                    parameter.copy_(value)
+        return state_shards(self._parts(), weights, loading=loading)
 
-    def _parts(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers inside: dense and expert weights, whole or this rank's share of them."""
-        chained = getattr(self._inner, "chained_optimizers", [self._inner])
-        return [part.optimizer for part in chained if part.optimizer is not None]
+    def load(self, state: State, *, updates: int, steps: int) -> None:
+        """Continue from what was read into `shards`; the chunks hold the weights that belong to it."""
+        from async_rl.train.optimizer_state import load_state
+
+        load_state(self._parts(), state, steps=steps)
+        self._updates, self._steps = updates, steps
+
+    def _parts(self) -> list[Any]:
+        """Megatron's optimizers inside: one for dense, one for expert weights."""
+        return [part for part in self._inner.chained_optimizers if part.optimizer is not None]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _offload(config: OptimizerConfig, trainer: TrainerConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Megatron's settings for optimizer.cpu_offload."""
+    if config.cpu_offload == 0:
+        return {}
+    if not on_gpu:
+        raise ValueError(
+            f"optimizer.cpu_offload is {config.cpu_offload}, but this trainer has no GPU, and all of it is on the CPU; "
+            "use cpu_offload=0"
+        )
+    if not trainer.distributed_optimizer or trainer.dtype != "bfloat16":
+        raise ValueError(
+            f"optimizer.cpu_offload is {config.cpu_offload} with trainer.dtype={trainer.dtype} and "
+            f"trainer.distributed_optimizer={trainer.distributed_optimizer}; megatron offloads bfloat16 training with "
+            "the distributed optimizer: set dtype=bfloat16 and distributed_optimizer=true, or use cpu_offload=0"
+        )
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": config.cpu_offload,
+        "use_precision_aware_optimizer": True,  # keeps the float32 weights beside the moments
+    }

@@ -78,6 +78,8 @@ class Planner:
             max_tokens=config.micro_batch_tokens * config.parallel.context,
             num_ranks=self._groups.data_size,
             padded=not config.packing,
+            # Megatron's interleaved schedule takes micro-batches in groups of as many as there are stages.
+            multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
         )
         builder = MicroBatchBuilder(
             batch,

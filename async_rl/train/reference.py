@@ -19,6 +19,7 @@ class ReferenceWeights:
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._live = [t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
         self._held = [t.detach().clone() for t in self._live]
+        self._frozen = {id(live): held for live, held in zip(self._live, self._held, strict=True)}
 
     @contextmanager
     def loaded(self) -> Generator[None]:
@@ -30,13 +31,13 @@ class ReferenceWeights:
         finally:
             _copy(trained, self._live)
 
-    def state_dict(self) -> list[torch.Tensor]:
-        """The frozen weights, for a checkpoint."""
-        return self._held
+    def frozen(self, live: torch.Tensor) -> torch.Tensor:
+        """The frozen value of a parameter or buffer of the modules, for a checkpoint to read and to set.
 
-    def load_state_dict(self, state: Sequence[torch.Tensor]) -> None:
-        """Continue with the frozen weights of `state_dict`."""
-        _copy(state, self._held)
+        Raises:
+            KeyError: no tensor of the modules.
+        """
+        return self._frozen[id(live)]
 
 
 @torch.no_grad()

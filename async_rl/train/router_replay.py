@@ -24,18 +24,13 @@ from async_rl.batch.routed_experts import RoutingError
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAgreement:
-    """Counts of one layer over the real tokens of one micro-batch.
+ROUTING_SUMS: tuple[str, ...] = ("agreeing", "replayed", "refused", "mass", "fallback", "rows")
+"""What is counted of a layer over the real tokens of a micro-batch, float64 [6] in this order.
 
-    agreeing: replayed experts that the live router would choose too. replayed: experts replayed.
-    fallback: rows that were left to the live router. rows: all rows.
-    """
-
-    agreeing: Tensor
-    replayed: Tensor
-    fallback: Tensor
-    rows: Tensor
+agreeing: recorded experts that the live router would choose too. replayed: recorded experts. refused: of these, those
+that `replay_threshold` left out. mass: probability that the live router gives to the recorded experts of a row, summed
+over the rows that have them. fallback: rows that were left to the live router. rows: all rows.
+"""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,25 +40,28 @@ class MicroBatchRouting:
     mode: `record` fills `tables` with what the live router chooses, `replay` forces what they hold.
     tables: global layer number -> int64 [rows, K], -1 in all K places for the live router.
     real: bool [rows], False for padding.
-    agreement: of each layer replayed; a recomputation writes the same again.
+    sums: of each layer replayed, ROUTING_SUMS of the pass that took a gradient.
     """
 
     mode: Literal["record", "replay"]
     tables: dict[int, Tensor]
     real: Tensor
-    agreement: dict[int, LayerAgreement] = field(default_factory=dict[int, LayerAgreement])
+    sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
 class LayerReplay:
     """Stands in megatron's hook `TopKRouter.router_replay` of one layer.
 
     Args:
-        layer: global number, from 0.
+        router: megatron's, whose scores the hook is given.
+        layer: global number, from 0. threshold: see `keep_likely`; 0 replays every expert.
     """
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, router: Any, *, layer: int, threshold: float = 0.0) -> None:
         self.layer = layer
         self.routing: MicroBatchRouting | None = None
+        self._router = router
+        self._threshold = threshold
 
     def get_replay_topk(
         self,
@@ -86,11 +84,27 @@ class LayerReplay:
         if routing.mode == "record":
             routing.tables[self.layer] = live.detach()
             return live_scores, live
-        experts = self._table(routing, rows=len(scores), topk=topk)
-        absent = experts[:, :1] < 0
-        routing.agreement[self.layer] = _agreement(experts, live, absent.squeeze(1), routing.real)
-        experts = torch.where(absent, live, experts)
+        recorded = self._table(routing, rows=len(scores), topk=topk)
+        absent = recorded[:, :1] < 0
+        experts = torch.where(absent, live, recorded)
+        refused = torch.zeros_like(experts, dtype=torch.bool)
+        counted = torch.is_grad_enabled()  # once: the first pass over a layer that will be recomputed takes none
+        if counted or self._threshold:
+            with torch.no_grad():
+                probabilities = self._probabilities(scores)
+                if self._threshold:
+                    experts, refused = keep_likely(experts, live, probabilities, threshold=self._threshold)
+                if counted:
+                    routing.sums[self.layer] = _sums(recorded, live, refused, probabilities, routing.real)
         return scores.gather(1, experts), experts
+
+    def _probabilities(self, scores: Tensor) -> Tensor:
+        """[rows, experts] what the router gives each expert, 1 over all; without the bias that steers choices alone."""
+        router = self._router
+        if router.score_function == "sigmoid":
+            own = scores if router.expert_bias is None else scores - router.expert_bias
+            return own / own.sum(-1, keepdim=True).clamp(min=1e-20)
+        return scores if router.config.moe_router_pre_softmax else scores.float().softmax(-1)
 
     def _table(self, routing: MicroBatchRouting, *, rows: int, topk: int) -> Tensor:
         table = routing.tables.get(self.layer)
@@ -106,17 +120,36 @@ class LayerReplay:
         return table
 
 
+def keep_likely(recorded: Tensor, live: Tensor, probabilities: Tensor, *, threshold: float) -> tuple[Tensor, Tensor]:
+    """(experts int64 [rows, K], refused bool [rows, K]): recorded experts less those the router has turned away from.
+
+    An expert is refused if its probability is below `threshold` times that of the weakest of the router's own top-k.
+    The best of the own top-k that are not kept already take the places, so that a row has K experts, all different.
+
+    Args:
+        recorded: int64 [rows, K]. live: int64 [rows, K], the router's own, best first.
+        probabilities: [rows, experts]. threshold: 0..1.
+    """
+    weakest = probabilities.gather(1, live).amin(1, keepdim=True)
+    refused = probabilities.gather(1, recorded) < threshold * weakest
+    kept_already = ((live.unsqueeze(2) == recorded.unsqueeze(1)) & ~refused.unsqueeze(1)).any(2)
+    candidates = torch.cat((recorded, live), dim=1)
+    out_of_question = torch.cat((refused, kept_already), dim=1)
+    order = out_of_question.to(torch.int8).argsort(dim=1, stable=True)[:, : recorded.shape[1]]
+    return candidates.gather(1, order), refused
+
+
 class RouterReplay:
     """The replay hooks of one model: one per router, found by global layer number.
 
     Args:
-        chunks: GPTModel chunks of this rank.
+        chunks: GPTModel chunks of this rank. threshold: see `keep_likely`.
 
     Raises:
         ValueError: a router whose settings would bypass replay.
     """
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Sequence[Any], *, threshold: float = 0.0) -> None:
         self.layers: list[int] = []
         for chunk in chunks:
             check_replayable(chunk.config)
@@ -124,7 +157,7 @@ class RouterReplay:
                 router = getattr(layer.mlp, "router", None)
                 if router is None:
                     continue
-                replay = LayerReplay(layer.layer_number - 1)
+                replay = LayerReplay(router, layer=layer.layer_number - 1, threshold=threshold)
                 router.router_replay = replay
                 layer.register_forward_pre_hook(_bind(replay), with_kwargs=True)
                 self.layers.append(replay.layer)
@@ -157,13 +190,17 @@ def _bind(replay: LayerReplay) -> Callable[[Any, tuple[Any, ...], dict[str, Any]
     return bind
 
 
-def _agreement(experts: Tensor, live: Tensor, absent: Tensor, real: Tensor) -> LayerAgreement:
-    with torch.no_grad():
-        same = (experts.unsqueeze(-1) == live.unsqueeze(-2)).any(-1).sum(-1)
-        replayed = real & ~absent
-        return LayerAgreement(
-            agreeing=(same * replayed).sum(),
-            replayed=replayed.sum() * experts.shape[1],
-            fallback=(real & absent).sum(),
-            rows=real.sum(),
-        )
+def _sums(recorded: Tensor, live: Tensor, refused: Tensor, probabilities: Tensor, real: Tensor) -> Tensor:
+    """float64 [6], ROUTING_SUMS; recorded: int64 [rows, K], -1 for the live router."""
+    replayed = real & (recorded[:, 0] >= 0)
+    same = (recorded.unsqueeze(-1) == live.unsqueeze(-2)).any(-1).sum(-1)
+    mass = probabilities.gather(1, recorded.clamp(min=0)).sum(-1)
+    per_row = (
+        same * replayed,
+        replayed * recorded.shape[1],
+        refused.sum(-1) * replayed,
+        mass * replayed,
+        real & ~replayed,
+        real,
+    )
+    return torch.stack([column.double() for column in per_row]).sum(1)

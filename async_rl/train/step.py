@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from async_rl.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
-from async_rl.batch.routed_experts import local_tables
+from async_rl.batch.routed_experts import layers_of, local_tables
 from async_rl.train.attention import Rotary, RowContext
 from async_rl.train.logprobs import logprobs_and_entropy
 from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, kl_estimate, policy_loss
@@ -158,7 +158,10 @@ class MicroBatchBuilder:
             case "R3":
                 assert self._routing is not None
                 tables = local_tables(
-                    self._batch["routed_experts"], rows.router_index, routing=self._routing, layers=self._layers
+                    self._batch["routed_experts"],
+                    rows.router_index,
+                    given=layers_of(self._batch, routing=self._routing),
+                    layers=self._layers,
                 )
                 tables = {layer: table.to(self._device) for layer, table in tables.items()}
                 return MicroBatchRouting(mode="replay", tables=tables, real=real)

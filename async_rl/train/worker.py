@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from async_rl.batch.micro_batch import select_sequences
-from async_rl.batch.routed_experts import RoutingError, check_routed_experts
+from async_rl.batch.routed_experts import RoutingError, check_routed_experts, layers_of
 from async_rl.model_info import read_model_info
-from async_rl.train.checkpoint import load_rank_state, save_rank_state
+from async_rl.train.checkpoint import Manifest, load_state, model_fields, read_manifest, save_state
 from async_rl.train.convert import load_weights
 from async_rl.train.distributed import ProcessGroups
 from async_rl.train.gpt import BuiltModel, build_model
 from async_rl.train.lm_head import compute_head_in_float32
 from async_rl.train.losses import LossConfig
-from async_rl.train.metrics import ROUTING_SUMS, TokenSums, routing_metrics, routing_sums
+from async_rl.train.metrics import TokenSums, routing_metrics, routing_sums
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.passes import Passes
 from async_rl.train.planning import Planner, split_groups
 from async_rl.train.reference import ReferenceWeights
+from async_rl.train.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.train.step import MicroBatch, Objective
 from async_rl.weights.export import export_update
 from async_rl.weights.transport import WeightUpdate
@@ -55,7 +57,6 @@ class TrainerRank:
         torch.set_num_threads(config.threads)
         self._config = config
         self._loss = loss
-        self._rank = rank
         self._info = read_model_info(checkpoint)
         self._groups = ProcessGroups(config, rank=rank, world_size=world_size, rendezvous=rendezvous)
         self._model = build_model(checkpoint, config=config, device=self._groups.device)
@@ -75,6 +76,12 @@ class TrainerRank:
     def model(self) -> BuiltModel:
         """This rank's part of the model; its gradients stay in `main_grad` until the next update."""
         return self._model
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Global numbers of the layers whose routing rows this rank replays out of a batch; none but with R3."""
+        replay = self._model.replay
+        return tuple(replay.layers) if replay is not None and self._config.router_replay == "R3" else ()
 
     # ---- training
 
@@ -143,28 +150,43 @@ class TrainerRank:
         return export_update(self._model, directory, version=version)
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and random state into folder `directory`, whole or not at all."""
-        state = {
-            "model": [chunk.state_dict() for chunk in self._model.chunks],
-            "optimizer": self._optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "reference": self._reference.state_dict() if self._reference is not None else None,
-        }
-        save_rank_state(directory, state, rank=self._rank, layout=self._layout(), barrier=self._groups.barrier)
-
-    def restore(self, directory: Path) -> None:
-        """Continue from `save`, exactly.
+        """Write model, optimizer, schedule and random state into folder `directory`, whole or not at all.
 
         Raises:
-            TrainerCheckpointError: not such a folder, or written by another layout.
+            OSError: no room or no permission; a checkpoint that was there stays.
         """
-        state = load_rank_state(directory, rank=self._rank, layout=self._layout())
-        for chunk, held in zip(self._model.chunks, state["model"], strict=True):
-            chunk.load_state_dict(held)
-        self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        if self._reference is not None and state["reference"] is not None:
-            self._reference.load_state_dict(state["reference"])
+        manifest = Manifest(
+            model=self._model_fields(),
+            layout=self._layout(),
+            updates=self._optimizer.updates,
+            steps=self._optimizer.steps,
+            reference=self._reference is not None,
+        )
+        state = self._state(loading=False, reference=manifest.reference, random=True)
+        save_state(directory, state, manifest=manifest, ranks=self._groups)
+
+    def restore(self, directory: Path) -> None:
+        """Continue from `save`: exactly where the layout is the same, and in any other.
+
+        In another layout sums run in another order, and random numbers begin anew: from trainer.seed plus the number
+        of updates.
+
+        Raises:
+            TrainerCheckpointError: no such folder, damaged, of another format or of another model.
+        """
+        manifest = read_manifest(directory, model=self._model_fields(), ranks=self._groups)
+        same_layout = manifest.layout == self._layout()
+        reference = manifest.reference and self._reference is not None
+        weights = live_tensors(model_shards(self._model.chunks))
+        state = load_state(directory, self._state(loading=True, reference=reference, random=same_layout))
+        copy_into(weights, state["model"])
+        self._optimizer.load(state.get("optimizer", {}), updates=manifest.updates, steps=manifest.steps)
+        if self._reference is not None and reference:
+            copy_into({name: self._reference.frozen(w) for name, w in weights.items()}, state["reference"])
+        if same_layout:
+            self._groups.set_random_state(state["random"])
+        else:
+            self._groups.reseed(self._config.seed + manifest.updates)
         self._groups.barrier()
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
@@ -187,7 +209,8 @@ class TrainerRank:
                 "trainer.router_replay is R3, but the batch has no routed_experts; "
                 "let the engine capture routing, or use trainer.router_replay=R2 or none"
             )
-        check_routed_experts(batch["routed_experts"], batch["lengths"], routing=self._info.routing)
+        layers = layers_of(batch, routing=self._info.routing)
+        check_routed_experts(batch["routed_experts"], batch["lengths"], routing=self._info.routing, layers=layers)
 
     @property
     def _needs_proximal_pass(self) -> bool:
@@ -222,12 +245,12 @@ class TrainerRank:
         sums.reduce(
             self._groups.sum_over_ranks, partial(self._groups.sum_over_ranks, op=torch.distributed.ReduceOp.MAX)
         )
-        routed = routing_sums([m.context.routing for m in micro_batches])
-        routed = self._groups.sum_over_ranks(torch.tensor(routed, dtype=torch.float64)).tolist()
+        routed = routing_sums([m.context.routing for m in micro_batches], layers=self._replayed_layers)
+        routed = self._groups.sum_over_ranks(routed)
         grad_norms, lrs = zip(*steps, strict=True)
         return {
             **sums.metrics(updates=len(steps)),
-            **routing_metrics(routed),
+            **routing_metrics(routed, layers=self._replayed_layers),
             "grad_norm": max(grad_norms),
             "lr": lrs[-1],
         }
@@ -237,14 +260,41 @@ class TrainerRank:
         empty = TokenSums(self._extra_columns, trajectories=0)
         return {
             **empty.metrics(updates=1),
-            **routing_metrics([0.0] * len(ROUTING_SUMS)),
+            **routing_metrics(routing_sums([], layers=self._replayed_layers), layers=self._replayed_layers),
             "grad_norm": 0.0,
             "lr": lr,
         }
 
     @property
+    def _replayed_layers(self) -> tuple[int, ...]:
+        """Global numbers of the layers whose routing is replayed, on whichever rank they are."""
+        routing = self._info.routing
+        return () if routing is None or self._config.router_replay == "none" else routing.layers
+
+    @property
     def _extra_columns(self) -> tuple[str, ...]:
         return (*self._loss.filters, *(("kl",) if self._loss.kl_coefficient > 0 else ()))
+
+    def _state(self, *, loading: bool, reference: bool, random: bool) -> dict[str, Any]:
+        """What a checkpoint holds, nested, as shards."""
+        weights = model_shards(self._model.chunks)
+        state: dict[str, Any] = {"model": weights}
+        if optimizer := self._optimizer.shards(weights, loading=loading):
+            state["optimizer"] = optimizer  # else another rank writes for this one
+        if self._reference is not None and reference:
+            state["reference"] = {
+                name: shard_like(weights[name], self._reference.frozen(tensor), "reference")
+                for name, tensor in live_tensors(weights).items()
+            }
+        if random:
+            state["random"] = object_of_rank(
+                "random", self._groups.random_state(), rank=self._groups.rank, ranks=self._groups.size
+            )
+        return state
+
+    def _model_fields(self) -> dict[str, Any]:
+        shape = self._model.shape
+        return model_fields(shape.megatron, vocab_size=shape.vocab_size, tied=shape.tied, dtype=self._config.dtype)
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel
@@ -256,5 +306,4 @@ class TrainerRank:
             "expert": parallel.expert,
             "expert_tensor": parallel.expert_tensor_size,
             "context": parallel.context,
-            "distributed_optimizer": int(self._config.distributed_optimizer),
         }

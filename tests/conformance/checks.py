@@ -14,7 +14,7 @@ from message_queue.sequence import TrainingSequence
 from message_queue.tokens import RoutedExperts
 from message_queue.trajectory import Trajectory
 from tests.conformance.engines import EngineUnderTest, Exchange
-from tests.conformance.reference import LOGPROB_TOLERANCE, Reference, has_tie, logprob_gap, routing_mismatches
+from tests.conformance.reference import LOGPROB_TOLERANCE, Reference, logprob_gap, routing_mismatches, settled_rows
 
 
 def gap_of(tested: EngineUnderTest, exchange: Exchange) -> float:
@@ -62,10 +62,8 @@ def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int) -> flo
     expected = _expected(tested, exchange, at)
     if routing_mismatches(expected, rows.experts, start=first_row):
         return np.inf
-    gap = logprob_gap(expected, whole(exchange), segment.logprobs, start=starts[at])
-    if gap > LOGPROB_TOLERANCE and has_tie(expected, end=starts[at + 1] - 1):
-        return 0.0  # which expert the engine took at the tie decides the logprobs behind it: neither answer is wrong
-    return gap
+    settled = settled_rows(expected, rows.experts, start=first_row)
+    return logprob_gap(expected, whole(exchange), segment.logprobs, start=starts[at], settled=settled)
 
 
 def _expected(tested: EngineUnderTest, exchange: Exchange, at: int) -> Reference:

@@ -73,22 +73,30 @@ async def test_three_updates_in_one_flight(replica: VllmReplica, models: Models,
 @pytest.mark.parametrize("edge", ["first", "last"])
 @pytest.mark.parametrize("kv", KINDS)
 async def test_a_boundary_at_the_first_or_the_last_token(replica: VllmReplica, models: Models, kv: KeptKV, edge: str):
-    """Prefills one after another, or budgets that end one after another: one request is at the edge."""
-    if edge == "first":
-        asks = several(f"first-{kv}", 16, length=90, step=0, tokens=30)  # about one prefill per step
-    else:
-        asks = [request(f"last-{kv}-{n}", prompt(8, seed=n), max_new_tokens=n) for n in range(2, 30)]
-    tasks = start(replica, asks)
-    await until_sampled(replica, 12 if edge == "first" else 150)
-    await update_frozen(replica, models.update_second, kv)
-    answers = await asyncio.gather(*tasks)
-    assert 1 in {len(segments[0 if edge == "first" else 1]) for segments in answers if len(segments) == 2}
-    for ask, segments in zip(asks, answers, strict=True):
-        assert sum(map(len, segments)) == ask.max_new_tokens
-        if len(segments) == 2:
-            assert gap_of(models, ask, segments, [kv]) <= LOGPROB_TOLERANCE
+    """Prefills one after another, or budgets that end one after another: one request is at the edge.
+
+    When the update comes is up to the machine, so a round that happens to have none there is run again.
+    """
+    for attempt in range(5):
+        if edge == "first":
+            asks = several(f"first-{kv}-{attempt}", 16, length=90, step=0, tokens=30)  # about one prefill per step
         else:
-            assert whole_gap(models, ask, segments)[0] <= LOGPROB_TOLERANCE
+            name = f"last-{kv}-{attempt}"
+            asks = [request(f"{name}-{n}", prompt(8, seed=n), max_new_tokens=n) for n in range(2, 30)]
+        await update_frozen(replica, models.update_first, kv)
+        tasks = start(replica, asks)
+        await until_sampled(replica, 12 if edge == "first" else 150)
+        await update_frozen(replica, models.update_second, kv)
+        answers = await asyncio.gather(*tasks)
+        for ask, segments in zip(asks, answers, strict=True):
+            assert sum(map(len, segments)) == ask.max_new_tokens
+            if len(segments) == 2:
+                assert gap_of(models, ask, segments, [kv]) <= LOGPROB_TOLERANCE
+            else:
+                assert whole_gap(models, ask, segments)[0] <= LOGPROB_TOLERANCE
+        if 1 in {len(segments[0 if edge == "first" else 1]) for segments in answers if len(segments) == 2}:
+            return
+    pytest.fail("no update came when a request was at the edge")
 
 
 @pytest.mark.parametrize("kv", KINDS)

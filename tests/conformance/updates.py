@@ -21,11 +21,11 @@ from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, prompt, request
 from tests.conformance.reference import (
     LOGPROB_TOLERANCE,
-    TIE_MARGIN,
     logprob_gap,
     reference,
     reference_of_parts,
     routing_mismatches,
+    settled_rows,
 )
 
 KINDS: list[KeptKV] = ["keep", "recompute"]
@@ -86,11 +86,11 @@ def gaps_of_segment(
     expected = reference_of_parts([(by_version[0], old_prefill), *parts], held, forced=forced)
     positions = np.arange(starts[at], starts[at + 1])
     gaps = np.abs(expected.logprobs[positions - 1, held[positions]] - segments[at].logprobs)
-    differs = (np.sort(rows, -1) != expected.experts[: len(rows)]).any(-1) & (
-        expected.margins[: len(rows)] > TIE_MARGIN
-    )
+    settled = settled_rows(expected, rows, start=0)
+    gaps[max(0, settled + 1 - starts[at]) :] = 0.0
+    differs = (np.sort(rows[:settled], -1) != expected.experts[:settled]).any((1, 2))
     row_start = starts[at] - 1 if at else 0
-    for row in row_start + np.flatnonzero(differs[row_start:].any(-1)):
+    for row in row_start + np.flatnonzero(differs[row_start:]):
         gaps[max(0, int(row) + 1 - starts[at])] = np.inf
     return gaps
 

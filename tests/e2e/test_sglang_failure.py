@@ -87,11 +87,12 @@ async def test_a_server_that_does_not_start_shows_the_end_of_its_log(dense_check
 
 
 async def test_a_start_that_takes_too_long_is_ended(dense_checkpoint: Path):
+    before = set(descendants(os.getpid()))
     with pytest.raises(EngineError, match=r"replica-0: the server did not start within engine.start_timeout_s=1"):
         await SglangReplica.start(
             config(start_timeout_s=1), name="replica-0", checkpoint=dense_checkpoint, capture_routing=False
         )
-    assert not descendants(os.getpid()), "what was started is gone"
+    assert set(descendants(os.getpid())) <= before, "what was started is gone"
 
 
 async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(tmp_path: Path):

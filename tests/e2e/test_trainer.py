@@ -13,6 +13,7 @@ from async_rl.train.model import ParallelConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
 from tests.parallel.support import (
+    LAYERS,
     gradients,
     largest_difference,
     make_batch,
@@ -28,13 +29,15 @@ BY_LAG = {
     *("clip/fraction", "truncate/fraction", "ess/token"),
     *(f"mismatch/{name}" for name in ("k1", "k3", "abs_mean", "abs_p99", "abs_max", "f2", "f5", "chi2")),
 }
+ROUTING = {f"routing/{name}" for name in ("overlap", "gate_mass", "refused_fraction", "fallback_fraction")}
 METRICS = {
     *("loss", "grad_norm", "entropy", "lr", "tokens", "ess/sequence"),
     *BY_LAG,
     *(f"{key}_{lag}" for key in BY_LAG for lag in LAGS),
     *(f"tokens/{kind}" for kind in (*LAGS, "positive", "negative")),
     *(f"{name}/fraction_{sign}" for name in ("clip", "truncate") for sign in ("positive", "negative")),
-    *("routing/overlap", "routing/fallback_fraction"),
+    *ROUTING,
+    *(f"{key}_layer{layer}" for key in ROUTING for layer in LAYERS),
 }
 
 
@@ -120,16 +123,17 @@ def test_a_restart_continues_bit_for_bit(checkpoint, tmp_path):
 def test_saving_again_replaces_the_folder_whole(checkpoint, tmp_path):
     trainer = start_trainer(checkpoint)
     (tmp_path / "state.partial").mkdir()
-    (tmp_path / "state.partial" / "rank-00007.pt").write_text("left over")
+    (tmp_path / "state.partial" / "__7_0.distcp").write_text("left over")
     trainer.save(tmp_path / "state")
     trainer.save(tmp_path / "state")
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
-    assert [p.name for p in (tmp_path / "state").iterdir()] == ["rank-00000.pt"]
+    names = {"trainer.json", "metadata.json", ".metadata", "common.pt", "__0_0.distcp"}
+    assert {p.name for p in (tmp_path / "state").iterdir()} == names
 
 
 def test_restoring_what_is_no_trainer_state_is_refused(checkpoint, tmp_path):
     trainer = start_trainer(checkpoint)
-    with pytest.raises(TrainerCheckpointError, match=r"has no rank-00000\.pt"):
+    with pytest.raises(TrainerCheckpointError, match=r"has no readable trainer\.json"):
         trainer.restore(tmp_path)
 
 

@@ -218,16 +218,28 @@ def test_routing_that_does_not_fit_is_refused(trainer, broken, message):
 
 def test_rows_for_other_layers_are_refused(trainer):
     from async_rl.batch.routed_experts import local_tables
-    from message_queue.tokens import RoutingSpec
 
     rows = make_batch()["routed_experts"]
     with pytest.raises(RoutingError, match=r"routes layers \[3\], but rows exist for layers \[0, 1, 2\]"):
         local_tables(
             rows,
             torch.arange(4),
-            routing=RoutingSpec(layers=(0, 1, 2), num_experts=8, top_k=2),
+            given=(0, 1, 2),
             layers=trainer.model.replay.layers,
         )
+
+
+def test_a_checkpoint_with_layers_for_multi_token_prediction_is_refused(checkpoint, trainer, tmp_path):
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    further = {
+        "model.layers.4.eh_proj.weight": torch.zeros(2, 2),
+        "model.layers.4.shared_head.norm.weight": torch.zeros(2),
+    }
+    save_file(saved_weights(checkpoint) | further, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2 tensors of layers after num_hidden_layers=4.*layers\.4\.eh_proj"):
+        start_trainer(folder)
 
 
 def test_a_checkpoint_without_a_tensor_is_refused(trainer, checkpoint, tmp_path):

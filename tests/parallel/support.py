@@ -86,7 +86,20 @@ def gradients(trainer):
     from async_rl.train.convert import export_weights
 
     model = trainer.model
+    for chunk in model.wrapped:
+        gather_gradients(chunk)
     return dict(export_weights(model.chunks, shape=model.shape, read=lambda p: p.main_grad.detach()))
+
+
+def gather_gradients(wrapped):
+    """Make `main_grad` whole where the distributed optimizer has left each rank its share; collective."""
+    if not wrapped.ddp_config.use_distributed_optimizer:
+        return
+    for bucket_group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        for bucket in bucket_group.buckets:
+            shares = list(bucket.grad_data.chunk(group.size()))
+            torch.distributed.all_gather(shares, shares[group.rank()].clone(), group=group)
 
 
 def load_reference(checkpoint):

@@ -1,9 +1,13 @@
 """Checkpoints appear whole, are pruned, and round-trip the driver's state."""
 
+import subprocess
+import sys
+
 import pytest
 
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
 from message_queue.queue import Admission, QueueSnapshot
+from tests.unit.killed_saves import BEFORE
 
 STATE = RunState(
     train_step=4,
@@ -46,6 +50,40 @@ async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_p
     with pytest.raises(OSError):
         await checkpoints.save(RunState(train_step=5), trainer=Saver(OSError("disk full")))
     assert checkpoints.latest() == first
+    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+
+
+async def test_a_step_that_is_saved_again_is_the_new_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+    for version in (1, 2):
+        path = await checkpoints.save(RunState(train_step=4, param_version=version), trainer=Saver())
+    assert read_run_state(path).param_version == 2
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("step", [6, BEFORE[-1]], ids=["a new step", "the same step again"])
+def test_a_kill_at_any_touch_of_the_disk_leaves_whole_checkpoints(tmp_path, step):
+    subprocess.run([sys.executable, "-m", "tests.unit.killed_saves", str(tmp_path), str(step)], check=True)
+    runs = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
+    assert len(runs) > 15
+    seen = set()
+    for run in runs:
+        checkpoints = Checkpoints(run, config=CheckpointConfig())
+        checkpoints.recover()
+        names = {path.name for path in run.iterdir()}
+        assert names <= {"step-000002", "step-000004", f"step-{step:06d}"}, run.name
+        assert {"step-000004"} <= names, run.name
+        for path in run.iterdir():
+            word = {3: "old", 5: "newer"}[read_run_state(path).param_version]
+            held = {file.name: file.read_text() for file in (path / "trainer").iterdir()}
+            assert held == {"model": word, "optimizer": word}, run.name
+        seen.add((checkpoints.latest().name, read_run_state(checkpoints.latest()).param_version))
+    assert seen == {("step-000004", 3), (f"step-{step:06d}", 5)}
+
+
+def test_recovering_a_run_that_never_saved_is_nothing(tmp_path):
+    Checkpoints(tmp_path / "checkpoints", config=CheckpointConfig()).recover()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_only_the_newest_are_kept(tmp_path):

@@ -97,6 +97,8 @@ def test_a_parallel_layout_can_be_asked_for():
         (["sync.every=3", "staleness.max_staleness=1"], ["staleness.max_staleness", "1", "sync.every=3"]),
         (["sync.transport=disk"], ["sync.transport", "sync.directory"]),
         (["trainer.router_replay=R4"], ["router_replay", "R4"]),
+        (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),
+        (["trainer.replay_threshold=0.5", "trainer.router_replay=none"], ["replay_threshold=0", "router_replay"]),
         (["engine.enforce_eager=false"], ["enforce_eager"]),
         (["engine.block_size=33"], ["block_size", "33"]),
         (["optimizer.decay=wavy"], ["decay", "wavy"]),

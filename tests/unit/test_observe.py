@@ -116,6 +116,16 @@ def test_a_metric_without_a_reduction_is_refused():
         StepRecord(metrics={"train_step": 1, "wish": 2.0}, staleness_tokens={})
 
 
+def test_a_metric_of_a_layer_is_one_where_the_whole_model_has_it(tmp_path):
+    metrics = {"train_step": 1, "routing/overlap_layer12": 0.5, "routing/overlap": 0.75}
+    recorder = Recorder(tmp_path, console=Null(), scalars=Null())
+    recorder.step(StepRecord(metrics=metrics, staleness_tokens={}))
+    recorder.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["routing/overlap_layer12"] == 0.5
+    with pytest.raises(ValueError, match="loss_layer12"):
+        StepRecord(metrics={"train_step": 1, "loss_layer12": 2.0}, staleness_tokens={})
+
+
 def test_overlapping_spans_of_a_track_get_lanes_of_their_own(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     with trace.span("rollout", "a"), trace.span("rollout", "b"), trace.span("train", "c"):

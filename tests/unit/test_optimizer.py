@@ -39,6 +39,7 @@ def test_the_rate_stays_between_its_bounds(update, decay, warmup, steps):
         ({"betas": (0.9, 1.0)}, r"optimizer\.betas"),
         ({"clip_grad": -1.0}, r"optimizer\.clip_grad is -1.0"),
         ({"warmup_steps": -1}, r"optimizer\.warmup_steps is -1"),
+        ({"cpu_offload": 1.5}, r"optimizer\.cpu_offload is 1.5"),
         ({"decay": "step"}, r"optimizer\.decay is 'step'"),
         ({"decay": "linear"}, r"decay is linear with decay_steps=0"),
     ],

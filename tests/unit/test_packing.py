@@ -34,6 +34,15 @@ def test_a_micro_batch_is_within_bounds_or_a_single_sequence(lengths, max_tokens
             assert len(micro_batch) <= 1 or cost(micro_batch, lengths, padded=padded) <= max_tokens
 
 
+@given(LENGTHS.filter(len), st.integers(1, 800), st.integers(1, 3), st.booleans(), st.integers(1, 4))
+def test_the_number_of_micro_batches_is_the_next_multiple(lengths, max_tokens, num_ranks, padded, multiple):
+    limits = {"max_tokens": max_tokens, "num_ranks": num_ranks, "padded": padded}
+    free = plan_micro_batches(lengths, **limits)
+    plan = plan_micro_batches(lengths, **limits, multiple=multiple)
+    assert {len(rank) for rank in plan} == {-(-len(free[0]) // multiple) * multiple}
+    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(len(lengths)))
+
+
 @given(LENGTHS, st.integers(1, 5))
 def test_ranks_differ_by_at_most_one_sequence_in_tokens(lengths, num_ranks):
     plan = plan_micro_batches(lengths, max_tokens=500, num_ranks=num_ranks)

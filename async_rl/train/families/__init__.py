@@ -1,7 +1,7 @@
 """Model families: a Hugging Face config as megatron's, and the names of the weights on both sides.
 
 To add a family, add a Family to FAMILIES; its name is the `model_type` of its configs, which is ModelInfo.family too.
-Layers for multi-token prediction (num_nextn_predict_layers) are not built: they are neither trained nor exported.
+Layers for multi-token prediction (num_nextn_predict_layers) are not built; weights for them are refused.
 """
 
 from __future__ import annotations

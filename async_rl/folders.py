@@ -1,0 +1,74 @@
+"""Folders that appear whole or not at all, whatever kills the process that writes them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+PARTIAL, REPLACED = ".partial", ".replaced"
+
+
+def partial_folder(final: Path) -> Path:
+    """Where the content of `final` is written until `publish_folder`."""
+    return final.with_name(final.name + PARTIAL)
+
+
+def publish_folder(final: Path) -> None:
+    """Make `partial_folder(final)` durable and move it to `final`; one that is there goes.
+
+    Wherever this is cut short, by a kill or an OSError, `recover_folder` leaves the old content or the new, whole.
+    """
+    partial, replaced = partial_folder(final), _replaced(final)
+    _sync_tree(partial)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def recover_folder(final: Path) -> None:
+    """Put `final` in order after a kill: nothing half written stays, and what was being replaced comes back."""
+    replaced = _replaced(final)
+    if replaced.exists():
+        if final.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(final)
+    if partial_folder(final).exists():
+        shutil.rmtree(partial_folder(final))
+
+
+def recover_folders(parent: Path) -> None:
+    """`recover_folder` for every folder in `parent`."""
+    if parent.is_dir():
+        for left in [*parent.glob(f"*{PARTIAL}"), *parent.glob(f"*{REPLACED}")]:
+            recover_folder(left.with_suffix(""))
+
+
+def remove_folder(final: Path) -> None:
+    """Remove `final`; cut short, it is not a folder with half its content that stays."""
+    removed = partial_folder(final)
+    final.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Return once the files of `folder` and their names survive a loss of power."""
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(final.name + REPLACED)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,87 @@
+"""Optimizer state on the CPU: refused without a GPU, and the same training where the GPU is only said to be one.
+
+The stand-in: weights in the buffers of the model say that they are on a GPU, so that megatron makes its copies and
+moves gradients and weights between them. Whether CUDA streams are in order is not seen here.
+"""
+
+import pytest
+import torch
+
+from async_rl.train.optimizer import OptimizerConfig
+from tests.parallel.resharding import whole_tensors
+from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+OFFLOAD = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01, cpu_offload=1.0)
+PLAIN = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
+SPLIT_BFLOAT16 = {"dtype": "bfloat16", "distributed_optimizer": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("offload") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(checkpoint):
+    """Owns the process group of this module's trainers."""
+    owner = start_trainer(checkpoint)
+    yield
+    owner.close()
+
+
+@pytest.fixture
+def said_to_be_gpu(monkeypatch):
+    """Weights that are laid out in buffers for gradients and weights say that they are on a GPU."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    storages = set()
+    build = _ParamAndGradBuffer.__init__
+
+    def remembering(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        storages.update(p.untyped_storage().data_ptr() for p in self.params)
+
+    monkeypatch.setattr(_ParamAndGradBuffer, "__init__", remembering)
+    start = HybridDeviceOptimizer.__init__
+    monkeypatch.setattr(
+        HybridDeviceOptimizer, "__init__", lambda self, *a, **k: start(self, *a, **{**k, "pin_cpu_grads": False})
+    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: self.untyped_storage().data_ptr() in storages))
+
+
+def test_without_a_gpu_there_is_nothing_to_offload(checkpoint):
+    with pytest.raises(ValueError, match=r"cpu_offload is 1\.0, but this trainer has no GPU"):
+        start_trainer(checkpoint, optimizer=OFFLOAD, **SPLIT_BFLOAT16)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"distributed_optimizer": True}])
+def test_what_megatron_cannot_offload_is_refused(checkpoint, said_to_be_gpu, settings):
+    with pytest.raises(ValueError, match=r"cpu_offload is 1\.0 with trainer\.dtype=.*set dtype=bfloat16"):
+        start_trainer(checkpoint, optimizer=OFFLOAD, **settings)
+
+
+def test_offloaded_training_and_its_checkpoints_are_those_without(checkpoint, tmp_path, said_to_be_gpu):
+    offloaded = start_trainer(checkpoint, optimizer=OFFLOAD, **SPLIT_BFLOAT16)
+    plain = start_trainer(checkpoint, optimizer=PLAIN, **SPLIT_BFLOAT16)
+    for part in offloaded._optimizer._parts():
+        assert part.optimizer.cpu_optimizers
+        assert part.optimizer.gpu_optimizer is None
+    metrics = [trainer.train(make_batch(seed=1)) for trainer in (offloaded, plain)]
+    assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] > OFFLOAD.clip_grad
+    offloaded.save(tmp_path / "offloaded")
+    plain.save(tmp_path / "plain")
+    ours, theirs = whole_tensors(tmp_path / "offloaded"), whole_tensors(tmp_path / "plain")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-7) for key in theirs)
+    offloaded.restore(tmp_path / "plain")
+    plain.restore(tmp_path / "offloaded")
+    ours, theirs = (trainer.train(make_batch(seed=2)) for trainer in (offloaded, plain))
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    offloaded.save(tmp_path / "again")
+    plain.save(tmp_path / "too")
+    ours, theirs = whole_tensors(tmp_path / "again"), whole_tensors(tmp_path / "too")
+    assert all(torch.allclose(ours[key], theirs[key], rtol=1e-4, atol=1e-5) for key in theirs)

@@ -1,0 +1,108 @@
+"""What keeps long runs healthy: clipping, weight decay, float32 weights beside bfloat16 ones, constant memory."""
+
+import ctypes
+import gc
+
+import psutil
+import pytest
+import torch
+
+from async_rl.train.optimizer import OptimizerConfig
+from tests.parallel.resharding import whole_tensors
+from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
+from tests.tiny_models import qwen2_moe_config, qwen3_moe_config, save_checkpoint
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("hygiene") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(checkpoint):
+    """Owns the process group of this module's trainers."""
+    owner = start_trainer(checkpoint)
+    yield
+    owner.close()
+
+
+def state_after_a_step(trainer, folder, batch=None):
+    metrics = trainer.train(make_batch(seed=1) if batch is None else batch)
+    trainer.save(folder)
+    return metrics, whole_tensors(folder)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("bound", [0.0, 0.5, 1e6], ids=["off", "active", "loose"])
+def test_the_gradient_of_all_weights_together_is_clipped(checkpoint, tmp_path, bound, split):
+    adam = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), clip_grad=bound)
+    trainer = start_trainer(checkpoint, optimizer=adam, distributed_optimizer=split)
+    metrics, state = state_after_a_step(trainer, tmp_path / "state")
+    # After the first update exp_avg is (1 - beta1) times the gradient that Adam was given.
+    first = [t for name, t in state.items() if name.startswith("optimizer.exp_avg.")]
+    used = torch.stack([t.double().norm() for t in first]).norm().item() / 0.1
+    assert metrics["grad_norm"] > 0.5
+    expected = bound if bound == 0.5 else metrics["grad_norm"]
+    assert used == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_weight_decay_spares_norms_and_biases(tmp_path, split):
+    config = qwen2_moe_config(num_hidden_layers=2)
+    model = save_checkpoint(config, tmp_path / "model", seed=3, vectors=True)
+    adam = OptimizerConfig(lr=0.1, weight_decay=0.5)
+    trainer = start_trainer(model, optimizer=adam, distributed_optimizer=split, router_replay="none")
+    trainer.save(tmp_path / "before")
+    batch = make_batch(routed=False)
+    batch["advantages"] = torch.zeros(6)
+    _, after = state_after_a_step(trainer, tmp_path / "after", batch)
+    before = whole_tensors(tmp_path / "before")
+    weights = {name: t for name, t in before.items() if not name.startswith("optimizer.")}
+    assert {1, 2} <= {t.dim() for t in weights.values()}
+    for name, tensor in weights.items():
+        factor = 1.0 if tensor.dim() == 1 else 0.95
+        assert torch.allclose(after[name], factor * tensor, rtol=1e-6), name
+
+
+def test_updates_too_small_for_bfloat16_are_kept_in_float32(checkpoint, tmp_path):
+    adam = OptimizerConfig(lr=1e-6)
+    trainer = start_trainer(checkpoint, optimizer=adam, dtype="bfloat16")
+    trainer.save(tmp_path / "before")
+    before = whole_tensors(tmp_path / "before")
+    _, after = state_after_a_step(trainer, tmp_path / "after")
+    name = "decoder.layers.1.self_attention.linear_proj.weight"
+    exact = after[f"optimizer.float32.{name}"]
+    assert (exact != before[f"optimizer.float32.{name}"]).float().mean() > 0.9
+    assert (after[name] == before[name]).float().mean() > 0.9
+    assert torch.equal(after[name], exact.bfloat16())
+
+
+def test_memory_does_not_grow_over_200_steps(tmp_path):
+    """Whatever is kept per step shows: one object, or 60 KB (the activations of a micro-batch are 300 KB here)."""
+    config = qwen3_moe_config(num_hidden_layers=2, hidden_size=32, intermediate_size=32, moe_intermediate_size=16)
+    model = save_checkpoint(config, tmp_path / "model", seed=3)
+    trainer = start_trainer(model, optimizer=OptimizerConfig(), router_replay="R3")
+    batch, held = make_batch((9, 7, 8), layers=1), {}
+    for step in range(1, 201):
+        trainer.train(batch.clone())
+        if step in (50, 200):
+            held[step] = what_is_held()
+    growth = {key: held[200][key] - held[50][key] for key in held[200]}
+    assert growth["tensors"] == 0, growth
+    assert growth["objects"] < 150, growth
+    assert growth["bytes"] < 150 * 60_000, growth
+
+
+def what_is_held():
+    """Tensors and objects that are alive, and the resident memory less what malloc holds in reserve."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    objects = gc.get_objects()
+    tensors = sum(issubclass(type(held), torch.Tensor) for held in objects)
+    return {"tensors": tensors, "objects": len(objects), "bytes": psutil.Process().memory_info().rss}

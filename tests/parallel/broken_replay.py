@@ -1,0 +1,78 @@
+"""Replays that are broken on purpose, which a parity check must see; each changes what a rank is about to replay.
+
+Layers are global, from 0; the tiny models have experts in the layers 1, 2 and 3.
+"""
+
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+
+
+def _drop_layer(_model, routings):
+    """Layer 2 is left to the live router."""
+    for routing in routings:
+        if 2 in routing.tables:
+            routing.tables[2] = torch.full_like(routing.tables[2], -1)
+
+
+def _drop_stage(_model, routings):
+    """The last pipeline stage is left to the live router."""
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        for routing in routings:
+            routing.tables = {layer: torch.full_like(table, -1) for layer, table in routing.tables.items()}
+
+
+def _shift_layer(_model, routings):
+    """Each layer of a rank gets the rows of the next one."""
+    for routing in routings:
+        layers = sorted(routing.tables)
+        moved = layers[1:] + layers[:1]
+        routing.tables = {layer: routing.tables[other] for layer, other in zip(layers, moved, strict=True)}
+
+
+def _shift_token(_model, routings):
+    """Each token gets the row of the one before."""
+    for routing in routings:
+        routing.tables = {layer: table.roll(1, dims=0) for layer, table in routing.tables.items()}
+
+
+def _live_recomputation(model, routings):
+    """What is recomputed is routed by the live router: the replay of the forward pass is over by then."""
+    for chunk in model.chunks:
+        for layer in chunk.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None:
+                router.router_replay = _ForwardOnly(router.router_replay)
+
+
+class _ForwardOnly:
+    """Replays where no gradient is taken, as in the first forward pass of a layer that is recomputed."""
+
+    def __init__(self, replay) -> None:
+        self._replay = replay
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        if torch.is_grad_enabled():
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self._replay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+
+
+def _rounded_weights(model, _routings):
+    """No fault: every weight moves by a unit in the last place, which says how well conditioned gradients are."""
+    noise = torch.Generator().manual_seed(5)
+    for chunk in model.chunks:
+        for weight in chunk.parameters():
+            up = torch.rand(weight.shape, generator=noise).to(weight) < 0.5
+            weight.data = torch.nextafter(weight.data, torch.where(up, torch.inf, -torch.inf).to(weight))
+
+
+ROUNDED = "rounded-weights"
+FAULTS: dict[str, Callable] = {
+    ROUNDED: _rounded_weights,
+    "drop-layer": _drop_layer,
+    "drop-stage": _drop_stage,
+    "shift-layer": _shift_layer,
+    "shift-token": _shift_token,
+    "live-recomputation": _live_recomputation,
+}

@@ -1,0 +1,255 @@
+"""Parity of the trainer: a cell is a layout, a replay mode, a recomputation, a packing and a family, against one rank.
+
+A cell makes one update. Between the passes at the start of its batch and the update its routers are moved, so that
+routing of then (R2), of the rollout (R3) and of now (none) are three different things. `Difference` says how a cell is
+compared with the same update on one rank, packed, with nothing recomputed.
+"""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from async_rl.batch.routed_experts import keep_layers
+from async_rl.model_info import read_model_info
+from async_rl.train.distributed import open_store
+from async_rl.train.losses import LossConfig
+from tests import tiny_models
+from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
+from tests.parallel.support import NO_UPDATE, gradients, make_batch
+
+TOLERANCE = 2e-6
+LIMIT_S = 180.0  # of one cell; the first waits for the processes to start
+LOSS = LossConfig(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
+MOVED_BY = 0.04  # standard deviation of what is added to router weights, which have 0.1
+# Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
+# unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
+GAINS = {"embed_tokens.weight": 10.0, "o_proj.weight": 0.05, "down_proj.weight": 0.05, "gate.weight": 0.2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A cell against one rank, |x| the Euclidean norm and every difference over what one rank gives.
+
+    loss: |difference| / |loss|. logprobs: of the tokens in the loss, as one vector. gradients: of each weight tensor
+    by itself (an expert's are tensors of their own), the largest; worst: its Hugging Face name.
+    error: why there are no numbers; they are infinite then.
+    """
+
+    loss: float = float("inf")
+    logprobs: float = float("inf")
+    gradients: float = float("inf")
+    worst: str = ""
+    error: str = ""
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.logprobs, self.gradients)
+
+    def as_dict(self) -> dict[str, float | str]:
+        return asdict(self)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """|ours - theirs| / |theirs| in float64; infinite if only one of them is zero, or if ours is not finite."""
+    difference = (ours.double() - theirs.double()).norm().item()
+    norm = theirs.double().norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm and difference == difference else float("inf")
+
+
+def compare(ours: dict, theirs: dict) -> Difference:
+    """`ours` and `theirs`: loss, logprobs and gradients of `update`."""
+    missing = ours["gradients"].keys() ^ theirs["gradients"].keys()
+    if missing:
+        return Difference(error=f"gradients of other weights: {sorted(missing)[:4]}")
+    gradient = {n: relative(ours["gradients"][n], held) for n, held in theirs["gradients"].items()}
+    worst = max(gradient, key=gradient.__getitem__)
+    return Difference(
+        loss=relative(*(torch.tensor(each["loss"], dtype=torch.float64) for each in (ours, theirs))),
+        logprobs=relative(ours["logprobs"], theirs["logprobs"]),
+        gradients=gradient[worst],
+        worst=worst,
+    )
+
+
+# ---- one cell on this rank
+
+
+def parity_batch():
+    """The batch of every cell: advantages of one sign more than the other, so that the loss is far from zero."""
+    batch = make_batch()
+    batch["advantages"] += 1.0
+    return batch
+
+
+def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
+    """Loss, logprobs [S, T] under the moved routers, and gradients by Hugging Face name; collective."""
+    from async_rl.train.worker import TrainerRank
+    from tests.parallel.broken_replay import FAULTS
+
+    class MovedRank(TrainerRank):
+        """Moves its routers between the passes at the start of a batch and the update."""
+
+        seen: Tensor
+
+        def _update(self, batch, micro_batches, objective, aux_loss_coefficient):
+            move_routers(self.model.chunks)
+            if cell.fault:
+                FAULTS[cell.fault](self.model, [mb.context.routing for mb in micro_batches])
+            found = self._passes.logprobs(micro_batches)
+            self.seen = self._passes.whole_batch(batch, micro_batches, found)
+            return super()._update(batch, micro_batches, objective, aux_loss_coefficient)
+
+    trainer = MovedRank(
+        config=cell.config(),
+        optimizer=NO_UPDATE,
+        loss=LOSS,
+        checkpoint=checkpoint,
+        rank=rank,
+        world_size=ranks_of(cell),
+    )
+    rows = keep_layers(parity_batch(), trainer.routed_layers, routing=read_model_info(checkpoint).routing)
+    metrics = trainer.train(rows)
+    grads = {name: gradient.cpu() for name, gradient in gradients(trainer).items()}
+    return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": grads}
+
+
+def move_routers(chunks) -> None:
+    """Add the same noise to a router on whichever ranks it is."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None:
+                noise = torch.Generator().manual_seed(layer.layer_number)
+                weight = router.weight.data
+                weight += MOVED_BY * torch.randn(weight.shape, generator=noise).to(weight)
+
+
+# ---- ranks that stay up for many cells
+
+
+def run_cells(cells: list[Cell], folder: Path) -> Iterator[tuple[Cell, Difference]]:
+    """Each cell and how far it is from one rank, as they are done, small layouts first.
+
+    `folder` keeps checkpoints and what one rank gives; another call may use them again. Where a cell fails on any rank
+    or hangs, all ranks are started anew for the cells after it.
+    """
+    make_references(cells, folder)
+    for ranks in sorted({ranks_of(cell) for cell in cells}):
+        todo = sorted((c for c in cells if ranks_of(c) == ranks), key=lambda c: list(LAYOUTS).index(c.layout))
+        while todo:
+            done = 0
+            for cell, difference in _Ranks(ranks, todo, folder).results():
+                yield cell, difference
+                done += 1
+            todo = todo[done:]
+
+
+def make_references(cells: list[Cell], folder: Path) -> None:
+    """Checkpoints and what one rank, this process, gives, where `folder` has them not."""
+    from async_rl.train.distributed import ProcessGroups
+
+    absent = {c.reference: Cell(family=c.family, layout="single", replay=c.replay) for c in cells}
+    absent = {name: cell for name, cell in absent.items() if not (folder / name).exists()}
+    for name, cell in absent.items():
+        if not (folder / cell.family).exists():
+            make_checkpoint(cell.family, folder / cell.family)
+        groups = ProcessGroups(cell.config(), rank=0, world_size=1, rendezvous=None)
+        try:
+            torch.save(update(cell, folder / cell.family, rank=0), folder / name)
+        finally:
+            groups.close()
+
+
+def make_checkpoint(family: str, folder: Path) -> Path:
+    """A tiny model whose weights are spread wide, then scaled by GAINS."""
+    path = tiny_models.save_checkpoint(FAMILIES[family](), folder, seed=3) / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        weight *= next((gain for end, gain in GAINS.items() if name.endswith(end)), 1.0)
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+class _Ranks:
+    """Processes that run `cells` one after the other until one fails."""
+
+    def __init__(self, ranks: int, cells: list[Cell], folder: Path) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self._cells = cells
+        layouts = list(dict.fromkeys(c.layout for c in cells))
+        self._stores = {layout: open_store("127.0.0.1") for layout in layouts}
+        addresses = {name: f"{store.host}:{store.port}" for name, store in self._stores.items()}
+        self._results, sending = context.Pipe(duplex=False)
+        self._processes = [
+            context.Process(target=_rank, args=(rank, ranks, cells, folder, addresses, sending), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in self._processes:
+            process.start()
+        sending.close()
+
+    def results(self) -> Iterator[tuple[Cell, Difference]]:
+        """The difference of each cell, in order; the last one has an error if not all could be run."""
+        patience_s = 0.0
+        try:
+            for cell in self._cells:
+                difference = self._next()
+                yield cell, difference
+                if difference.error:
+                    return
+            patience_s = 10.0
+        finally:
+            self._stop(patience_s)
+
+    def _next(self) -> Difference:
+        if not self._results.poll(LIMIT_S):
+            return Difference(error=f"no rank answered in {LIMIT_S} s")
+        try:
+            return self._results.recv()
+        except EOFError:
+            return Difference(error=f"the ranks ended: exit codes {[p.exitcode for p in self._processes]}")
+
+    def _stop(self, patience_s: float) -> None:
+        """After the last cell ranks end by themselves; after a failure they wait for one that is gone."""
+        for process in self._processes:
+            process.join(patience_s)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._results.close()
+
+
+def _rank(rank, ranks, cells, folder, addresses, sending):
+    from async_rl.train.distributed import ProcessGroups
+
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    groups, layout = None, None
+    for cell in cells:
+        try:
+            if cell.layout != layout:
+                if groups is not None:
+                    groups.close()
+                layout = cell.layout
+                config = replace(cell.config(), threads=1)
+                groups = ProcessGroups(config, rank=rank, world_size=ranks, rendezvous=addresses[layout])
+                torch.set_num_threads(1)
+            result = update(cell, folder / cell.family, rank=rank)
+            if rank == 0:
+                sending.send(compare(result, torch.load(folder / cell.reference, weights_only=False)))
+        except BaseException:  # noqa: BLE001 - whatever it is, the table shows it
+            # Short enough to be written at once: ranks share the pipe.
+            sending.send(Difference(error=f"rank {rank}: {traceback.format_exc()[-2000:]}"))
+            sys.exit(1)
+    if groups is not None:
+        groups.close()

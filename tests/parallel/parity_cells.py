@@ -1,0 +1,123 @@
+"""Cells of the parity table: layouts, replay modes, recomputations, packings and families."""
+
+from dataclasses import dataclass, field, replace
+
+from async_rl.train.model import ParallelConfig, TrainerConfig
+from tests import tiny_models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """ranks: what is left of them after `parallel` is data parallel."""
+
+    ranks: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    distributed_optimizer: bool = False
+
+
+def _layout(ranks: int, *, distributed_optimizer: bool = False, **parallel: int) -> Layout:
+    return Layout(ranks=ranks, parallel=ParallelConfig(**parallel), distributed_optimizer=distributed_optimizer)
+
+
+LAYOUTS = {
+    "single": Layout(),
+    "dp2": _layout(2),
+    "dp2-distopt": _layout(2, distributed_optimizer=True),
+    "tp2": _layout(2, tensor=2),
+    "tp2-etp1": _layout(2, tensor=2, expert_tensor=1),
+    "tp2-ep2-etp1": _layout(2, tensor=2, expert=2, expert_tensor=1),
+    "etp2": _layout(2, expert_tensor=2),
+    "ep2": _layout(2, expert=2),
+    "cp2": _layout(2, context=2),
+    "cp2-ep2": _layout(2, context=2, expert=2),
+    "pp2": _layout(2, pipeline=2),
+    "pp2-vpp2": _layout(2, pipeline=2, virtual_pipeline=2),
+    "tp2-dp2-distopt": _layout(4, tensor=2, distributed_optimizer=True),
+    "tp2-pp2": _layout(4, tensor=2, pipeline=2),
+    "tp2-pp2-vpp2": _layout(4, tensor=2, pipeline=2, virtual_pipeline=2),
+    "tp2-cp2": _layout(4, tensor=2, context=2),
+    "tp2-ep2": _layout(4, tensor=2, expert=2),
+    "tp2-dp2-ep2-etp1": _layout(4, tensor=2, expert=2, expert_tensor=1),
+    "ep2-etp2": _layout(4, expert=2, expert_tensor=2),
+    "ep4": _layout(4, expert=4),
+    "ep2-dp2-distopt": _layout(4, expert=2, distributed_optimizer=True),
+    "cp2-ep2-dp2": _layout(4, context=2, expert=2),
+    "cp2-pp2": _layout(4, context=2, pipeline=2),
+    "pp2-ep2": _layout(4, pipeline=2, expert=2),
+    "pp2-vpp2-ep2": _layout(4, pipeline=2, virtual_pipeline=2, expert=2),
+    "pp4": _layout(4, pipeline=4),
+}
+REPLAYS = ("none", "R2", "R3")
+RECOMPUTES = ("none", "selective", "full")
+PACKINGS = ("packed", "padded")
+# An odd rank of the latents, so that splitting them over ranks would fail.
+_LATENT = {
+    "q_lora_rank": 47,
+    "kv_lora_rank": 41,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+}
+FAMILIES = {
+    "qwen3_moe": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0),
+    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**_LATENT, num_hidden_layers=4),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """fault: a replay that is broken on purpose (tests/parallel/broken_replay.py); empty for none."""
+
+    family: str
+    layout: str
+    replay: str
+    recompute: str = "none"
+    packing: str = "packed"
+    dtype: str = "float32"
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        dtype = "" if self.dtype == "float32" else self.dtype
+        parts = (self.family, self.layout, self.replay, self.recompute, self.packing, dtype, self.fault)
+        return "/".join(part for part in parts if part)
+
+    @property
+    def reference(self) -> str:
+        """Name of the file with what one rank gives, in float32."""
+        return f"{self.family}-{self.replay}.pt"
+
+    @property
+    def on_one_rank(self) -> "Cell":
+        return replace(self, layout="single")
+
+    def config(self) -> TrainerConfig:
+        layout = LAYOUTS[self.layout]
+        return TrainerConfig(
+            ranks=layout.ranks,
+            parallel=layout.parallel,
+            distributed_optimizer=layout.distributed_optimizer,
+            router_replay=self.replay,  # pyright: ignore[reportArgumentType]
+            recompute=self.recompute,  # pyright: ignore[reportArgumentType]
+            packing=self.packing == "packed",
+            dtype=self.dtype,  # pyright: ignore[reportArgumentType]
+            micro_batch_tokens=32,  # several micro-batches on every rank, of sequences of different lengths
+            timeout_s=60,
+        )
+
+
+def all_cells() -> list[Cell]:
+    """The whole table, layouts of equal size together."""
+    return [
+        Cell(family=family, layout=layout, replay=replay, recompute=recompute, packing=packing)
+        for layout in LAYOUTS
+        for family in FAMILIES
+        for replay in REPLAYS
+        for recompute in RECOMPUTES
+        for packing in PACKINGS
+    ]
+
+
+def ranks_of(cell: Cell) -> int:
+    """How many ranks a cell runs on."""
+    return LAYOUTS[cell.layout].ranks

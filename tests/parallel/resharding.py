@@ -1,0 +1,152 @@
+"""Carries a checkpoint through a chain of layouts: each restores what the one before saved, and saves it again."""
+
+import multiprocessing
+import os
+import shutil
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from async_rl.folders import partial_folder
+from async_rl.train.distributed import open_store
+from async_rl.train.model import ParallelConfig
+from tests.parallel.ranks import ADAM, LIMIT_S
+from tests.parallel.support import make_batch, make_supervised_batch, start_trainer
+from tests.unit.killed_saves import kill_before_touch
+
+NEXT_SEEDS = (3, 4)
+
+
+def restored(trainer, folder, again, layers):
+    """The steps after a restore, and those after another restore of what was saved in this layout."""
+    trainer.restore(folder)
+    trainer.save(again)
+    first = next_steps(trainer, layers)
+    trainer.restore(again)
+    return {**first, "repeated": next_steps(trainer, layers)}
+
+
+def next_steps(trainer, layers):
+    """Random numbers, metrics of the next updates and the weights after them."""
+    from async_rl.train.convert import export_weights
+
+    draw = torch.rand(3)
+    metrics = [trainer.train(make_batch(seed=seed, layers=layers)) for seed in NEXT_SEEDS]
+    weights = dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
+    return {"draw": draw, "metrics": metrics, "weights": weights}
+
+
+def whole_tensors(folder):
+    """Every tensor of a trainer checkpoint, by name."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    held = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in held.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group is meant
+        load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
+@dataclass(kw_only=True)
+class Chain:
+    """links: name -> settings of the trainer; each restores folder / name of the one before, the first folder / begin.
+
+    settings: of every link. layers: MoE layers of the model.
+    """
+
+    checkpoint: Path
+    folder: Path
+    links: dict[str, dict]
+    settings: dict = field(default_factory=dict)
+    layers: int = 3
+
+    def begin(self):
+        """One rank trains and saves; what it gives when it goes on."""
+        trainer = start_trainer(self.checkpoint, optimizer=ADAM, **self.settings)
+        trainer.train(make_batch(seed=1, layers=self.layers))
+        trainer.train_supervised(make_supervised_batch(seed=2))
+        trainer.save(self.folder / "begin")
+        result = next_steps(trainer, self.layers)
+        trainer.close()
+        return result
+
+    def end(self, name, **changes):
+        """One rank restores what the last link saved and saves it as `name`; what it gives when it goes on."""
+        trainer = start_trainer(self.checkpoint, optimizer=ADAM, **{**self.settings, **changes})
+        result = restored(trainer, self.folder / list(self.links)[-1], self.folder / name, self.layers)
+        trainer.close()
+        return result
+
+    def result(self, name):
+        """Of a link: what rank 0 saw, or the traceback of a rank."""
+        failures = sorted(self.folder.glob(f"{name}.*.error"))
+        if failures:
+            return failures[0].read_text()
+        path = self.folder / f"{name}.pt"
+        return torch.load(path, weights_only=False) if path.exists() else "the ranks ended before this link"
+
+
+def run_chains(chains, *, ranks):
+    """Every link of every chain, in processes that go through all of them.
+
+    At last rank 1 is killed while the ranks save over folder / killed of the first chain, a copy of folder / begin.
+    """
+    context = multiprocessing.get_context("spawn")
+    stores = [[open_store("127.0.0.1") for _ in chain.links] for chain in chains]
+    addresses = [[f"{store.host}:{store.port}" for store in of_chain] for of_chain in stores]
+    last = open_store("127.0.0.1")
+    shutil.copytree(chains[0].folder / "begin", chains[0].folder / "killed")
+    arguments = (ranks, chains, addresses, f"{last.host}:{last.port}")
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+
+
+def _rank(rank, ranks, chains, addresses, last):
+    warnings.simplefilter("ignore")
+    for chain, of_chain in zip(chains, addresses, strict=True):
+        before = chain.folder / "begin"
+        for (name, changes), address in zip(chain.links.items(), of_chain, strict=True):
+            try:
+                settings = {**chain.settings, **changes, "rank": rank, "ranks": ranks, "rendezvous": address}
+                trainer = start_trainer(chain.checkpoint, optimizer=ADAM, **settings)
+                result = restored(trainer, before, chain.folder / name, chain.layers)
+                trainer.close()
+                if rank == 0:
+                    torch.save(result, chain.folder / f"{name}.pt")
+                before = chain.folder / name
+            except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
+                (chain.folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
+                sys.exit(1)  # the other rank waits in a collective and fails when this one is gone
+    _save_until_killed(chains[0], rank=rank, ranks=ranks, rendezvous=last)
+
+
+def _save_until_killed(chain, *, rank, **settings):
+    """Rank 1 is killed when it opens the file of its tensors; the others write down what they are told."""
+    folder = chain.folder / "killed"
+    trainer = start_trainer(
+        chain.checkpoint, optimizer=ADAM, rank=rank, **settings, **chain.settings, parallel=ParallelConfig(tensor=2)
+    )
+    trainer.restore(folder)
+    trainer.train(make_batch(seed=3, layers=chain.layers))
+    if rank == 1:
+        kill_before_touch(0, partial_folder(folder) / "__1_0.distcp")
+    try:
+        trainer.save(folder)
+    except Exception as error:  # noqa: BLE001 - gloo has no class of its own for it
+        (chain.folder / "told").write_text(str(error))
+    os._exit(0)  # a group that has lost a rank cannot be left in order

@@ -1,0 +1,117 @@
+"""Cells of the parity table that run with every change (`make parity` runs them all), and what the check sees.
+
+The cells are mixes of layouts on four ranks, one or more for each replay mode, recomputation, packing and family.
+"""
+
+import pytest
+import torch
+
+from async_rl.train.model import TrainerConfig
+from tests.parallel import parity_table
+from tests.parallel.broken_replay import FAULTS, ROUNDED
+from tests.parallel.parity import TOLERANCE, Difference, compare, relative, run_cells
+from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES, REPLAYS, Cell, all_cells
+
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
+
+
+def cell(family, layout, replay, recompute, packing, fault=""):
+    return Cell(family=family, layout=layout, replay=replay, recompute=recompute, packing=packing, fault=fault)
+
+
+SOUND = [
+    cell("qwen3_moe", "tp2-pp2-vpp2", "R2", "full", "padded"),
+    cell("deepseek_v3", "tp2-pp2-vpp2", "R3", "full", "packed"),
+    cell("qwen3_moe", "tp2-dp2-ep2-etp1", "R3", "selective", "packed"),
+    cell("deepseek_v3", "tp2-dp2-ep2-etp1", "R2", "none", "padded"),
+    cell("qwen3_moe", "cp2-pp2", "R3", "full", "packed"),
+    cell("qwen3_moe", "cp2-ep2-dp2", "none", "full", "padded"),
+    cell("deepseek_v3", "tp2-cp2", "R3", "selective", "padded"),
+    cell("qwen3_moe", "ep2-etp2", "R3", "full", "packed"),
+    cell("qwen3_moe", "ep2-dp2-distopt", "R2", "full", "packed"),
+    cell("deepseek_v3", "pp2-vpp2-ep2", "R3", "none", "padded"),
+    cell("qwen3_moe", "pp4", "R3", "full", "packed"),
+    cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", ROUNDED),
+    cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", ROUNDED),
+]
+BROKEN = [cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]
+BROKEN += [cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", fault) for fault in ("drop-layer", "shift-token")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return {cell.name: found for cell, found in run_cells(SOUND + BROKEN, tmp_path_factory.mktemp("parity"))}
+
+
+@pytest.mark.parametrize("cell", SOUND, ids=lambda c: c.name)
+def test_a_layout_is_within_rounding_of_one_rank(cell, results):
+    found = results[cell.name]
+    assert not found.error, found.error
+    assert found.largest <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("cell", BROKEN, ids=lambda c: c.name)
+def test_a_broken_replay_is_seen(cell, results):
+    found = results[cell.name]
+    assert not found.error, found.error
+    assert found.gradients > 1e4 * TOLERANCE, found
+
+
+def test_the_cells_here_have_every_mode_and_the_table_every_layout():
+    for name, values in (("replay", REPLAYS), ("recompute", RECOMPUTES), ("packing", PACKINGS), ("family", FAMILIES)):
+        assert {getattr(c, name) for c in SOUND} == set(values)
+    cells = all_cells()
+    assert len({c.name for c in cells}) == len(cells) == len(LAYOUTS) * 3 * 3 * 2 * len(FAMILIES)
+    assert all(isinstance(c.config(), TrainerConfig) for c in cells)
+
+
+def test_a_difference_is_relative_to_the_norm_and_infinite_where_there_is_none():
+    one, two = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
+    assert relative(two, one) == pytest.approx(0.1)
+    assert relative(one, one) == relative(0 * one, 0 * one) == 0
+    assert relative(one, 0 * one) == relative(one * float("nan"), one) == float("inf")
+
+
+def test_the_gradient_of_a_cell_is_that_of_its_worst_tensor():
+    theirs = {"loss": 2.0, "logprobs": torch.ones(4), "gradients": {"a": torch.ones(2), "b": torch.ones(2)}}
+    ours = {"loss": 2.2, "logprobs": torch.ones(4), "gradients": {"a": torch.ones(2) * 1.1, "b": torch.ones(2) * 1.5}}
+    found = compare(ours, theirs)
+    assert (found.loss, found.logprobs) == (pytest.approx(0.1), 0)
+    assert (found.gradients, found.worst) == (0.5, "b")
+    del ours["gradients"]["a"]
+    assert compare(ours, theirs).largest == float("inf")
+
+
+def fake_run(differences):
+    def run(cells, _folder):
+        for cell in cells:
+            yield cell, differences.get(cell.name, Difference(loss=1e-7, logprobs=1e-7, gradients=1e-6, worst="w"))
+
+    return run
+
+
+@pytest.mark.parametrize("bad", [Difference(loss=0, logprobs=0, gradients=3e-6, worst="w"), Difference(error="died")])
+def test_the_command_fails_and_names_the_cells_that_are_off(bad, monkeypatch, capsys):
+    name = cell("qwen3_moe", "tp2", "R3", "full", "packed").name
+    monkeypatch.setattr(parity_table, "run_cells", fake_run({name: bad}))
+    assert parity_table.main(["--layout", "tp2", "pp2"]) == 1
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("OFF")] == [
+        f"OFF {name}"
+    ]
+    monkeypatch.setattr(parity_table, "run_cells", fake_run({}))
+    assert parity_table.main(["--layout", "tp2", "pp2"]) == 0
+
+
+def test_the_command_goes_on_where_its_file_ends(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(parity_table, "run_cells", fake_run({}))
+    arguments = ["--layout", "tp2", "--json", str(tmp_path / "cells.jsonl")]
+    assert parity_table.main([*arguments, "--replay", "R3"]) == 0
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 12
+    run = []
+    monkeypatch.setattr(
+        parity_table, "run_cells", lambda cells, folder: fake_run({})(run.extend(cells) or cells, folder)
+    )
+    assert parity_table.main([*arguments, "--markdown", str(tmp_path / "table.md")]) == 0
+    assert {c.replay for c in run} == {"none", "R2"}
+    assert "36 cells" in capsys.readouterr().out
+    assert (tmp_path / "table.md").read_text().count("| tp2 |") == len(FAMILIES)

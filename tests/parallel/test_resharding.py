@@ -1,0 +1,142 @@
+"""A checkpoint of one layout goes on in every other: the same state bit for bit, and the same next steps."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import ParallelConfig
+from tests.parallel.ranks import ADAM
+from tests.parallel.resharding import Chain, run_chains, whole_tensors
+from tests.parallel.support import VOCAB, distance, start_trainer
+from tests.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
+    ),
+    pytest.mark.timeout(300),
+]
+
+SPLIT = {"distributed_optimizer": True}
+QWEN_LINKS = {
+    "tensor": {"parallel": ParallelConfig(tensor=2)},
+    "expert": {"parallel": ParallelConfig(expert=2)},
+    "data-split": SPLIT,
+    "virtual-pipeline": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2)},
+    "tensor-expert-split": {"parallel": ParallelConfig(tensor=2, expert=2, expert_tensor=1), **SPLIT},
+    "context": {"parallel": ParallelConfig(context=2)},
+    "expert-tensor": {"parallel": ParallelConfig(expert_tensor=2)},
+}
+# bfloat16 weights with float32 ones beside them, frozen weights of a KL term; DeepSeek-V3 has the rest of it.
+BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": LossConfig(kl_coefficient=0.1)}
+DEEPSEEK_LINKS = {
+    "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},
+    "expert": {"parallel": ParallelConfig(expert=2)},
+    "expert-split": {"parallel": ParallelConfig(expert=2), **SPLIT},
+}
+MODELS = {
+    "qwen": (qwen3_moe_config(rope_theta=1000.0, tie_word_embeddings=True), {"links": QWEN_LINKS}),
+    "deepseek": (deepseek_v3_config(), {"links": DEEPSEEK_LINKS, "settings": BFLOAT16, "layers": 2}),
+}
+CASES = [(family, name) for family, (_, chain) in MODELS.items() for name in (*chain["links"], "one")]
+
+
+@dataclass
+class Outcome:
+    """expected: what one rank gives that was never restored. results and saved: of every link; saved: tensors."""
+
+    expected: dict
+    results: dict
+    saved: dict
+    chain: Chain
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """One rank saves, two carry it on through the links, one restores it from the last of them."""
+    folder = tmp_path_factory.mktemp("chains")
+    chains = {
+        family: Chain(
+            checkpoint=save_checkpoint(config, folder / family / "model", seed=3), folder=folder / family, **chain
+        )
+        for family, (config, chain) in MODELS.items()
+    }
+    expected = {family: chain.begin() for family, chain in chains.items()}
+    run_chains(list(chains.values()), ranks=2)
+    found = {}
+    for family, chain in chains.items():
+        results = {name: chain.result(name) for name in chain.links}
+        for name, result in results.items():
+            assert isinstance(result, dict), f"{family} {name}: {result}"
+        results["one"] = chain.end("one", **SPLIT)
+        saved = {name: whole_tensors(chain.folder / name) for name in ("begin", *results)}
+        found[family] = Outcome(expected[family], results, saved, chain)
+    return found
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, name):
+    before, after = outcomes[family].saved["begin"], outcomes[family].saved[name]
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        rows = VOCAB if key.endswith(("word_embeddings.weight", "output_layer.weight")) else None
+        assert torch.equal(after[key][:rows], tensor[:rows]), key
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_restart_in_the_same_layout_is_exact(outcomes, family, name):
+    result = outcomes[family].results[name]
+    assert str(result["repeated"]["metrics"]) == str(result["metrics"])  # nan is nan
+    weights = result["repeated"]["weights"]
+    assert all(torch.equal(weights[key], tensor) for key, tensor in result["weights"].items())
+
+
+@pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[0] != "deepseek"])
+def test_the_next_steps_are_those_of_the_layout_before(outcomes, family, name):
+    got, expected = outcomes[family].results[name], outcomes[family].expected
+    for ours, theirs in zip(got["metrics"], expected["metrics"], strict=True):
+        assert theirs["grad_norm"] > ADAM.clip_grad  # so that clipping is seen, too
+        for key in ("loss", "grad_norm", "entropy", "mismatch/k1"):
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-6, abs=1e-8), key
+        assert ours["lr"] == theirs["lr"]
+    assert distance(got["weights"], expected["weights"]) <= 2e-6
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_random_numbers_begin_anew_in_another_layout_and_go_on_in_the_same(outcomes, family, name):
+    got, expected = outcomes[family].results[name], outcomes[family].expected
+    assert torch.equal(got["repeated"]["draw"], got["draw"])
+    assert not torch.equal(got["draw"], expected["draw"])
+
+
+def test_everything_is_in_it(outcomes):
+    saved = outcomes["deepseek"].saved["begin"]
+    names = set(saved)
+    weights = {
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "decoder.layers.0.self_attention.linear_kv_down_proj.weight",
+        "decoder.layers.1.mlp.experts.experts.linear_fc2.weight",
+        "decoder.layers.1.mlp.shared_experts.linear_fc2.weight",
+        "decoder.layers.1.mlp.router.weight",
+    }
+    state = ("optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.float32", "reference")
+    assert names >= weights | {f"{kind}.{name}" for kind in state for name in weights}
+    assert names >= {"decoder.layers.1.mlp.router.expert_bias", "reference.decoder.layers.1.mlp.router.expert_bias"}
+    assert saved["optimizer.float32.output_layer.weight"].dtype == torch.float32
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(outcomes):
+    chain = outcomes["qwen"].chain
+    assert (chain.folder / "told").read_text()
+    assert (chain.folder / "killed.partial").is_dir()
+    trainer = start_trainer(chain.checkpoint, optimizer=ADAM)
+    trainer.restore(chain.folder / "killed")
+    trainer.close()
+    assert not (chain.folder / "killed.partial").exists()
+    held = whole_tensors(chain.folder / "killed")
+    assert all(torch.equal(held[name], tensor) for name, tensor in outcomes["qwen"].saved["begin"].items())
