@@ -52,7 +52,11 @@ def run_seed(seed: int, *, faults: Collection[int] | None = None) -> Outcome:
     scenario = draw_scenario(seed)
     if faults is not None:
         scenario = replace(scenario, faults=tuple(f for f in scenario.faults if f.number in faults))
-    world = run_scenario(scenario)
+    try:
+        world = run_scenario(scenario)
+    except BaseException as error:
+        error.add_note(f"the simulation of seed {seed} itself failed")
+        raise
     violation = world.violation
     content = "\n".join(f"{at:.9f} {who} {what} {details}" for at, who, what, details in world.events)
     return Outcome(
