@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -150,34 +150,34 @@ class Pipeline:
         """
         if self._train_step == 0 and self._validator is not None:
             await self._validate_now(0)
+        timeout_s = self._config.replica_timeout_s
         async with asyncio.TaskGroup() as background:
             stages = {
                 name: background.create_task(self._stage(name, work), name=name)
                 for name, work in (
-                    ("feed", self._feed()),
-                    ("rollout", self._rollout()),
-                    ("expire", self._expire()),
-                    ("publish", self._publish()),
-                    ("validate", self._validate()),
-                    ("watch", self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=self._config.replica_timeout_s)),
+                    ("feed", self._feed),
+                    ("rollout", self._rollout),
+                    ("expire", self._expire),
+                    ("publish", self._publish),
+                    ("validate", self._validate),
+                    ("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s)),
                 )
             }
-            await self._stage("train", self._train())
+            await self._stage("train", self._train)
             stages["feed"].cancel()
             stages["rollout"].cancel()
             await self._updates.join()
             await self._save()
-            finished = not self._stop.is_set()
-            if finished and self._validator is not None:
+            if (finished := not self._stop.is_set()) and self._validator is not None:
                 await self._validations.join()
                 await self._validate_now(self._train_step)
             for task in stages.values():
                 task.cancel()
         return finished
 
-    async def _stage(self, name: str, work: Coroutine[None, None, None]) -> None:
+    async def _stage(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
-            await work
+            await work()
         except Exception as error:
             raise StageError(f"stage {name} failed") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import tempfile
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,8 +76,7 @@ def run_scenario(scenario: Scenario) -> World:
     collects = gc.isenabled()
     gc.disable()  # what is closed when it is collected would be closed at another time in another process
     try:
-        with tempfile.TemporaryDirectory(prefix="async_rl-simulate-", dir=base) as directory, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a driver that dies leaves coroutines that never began
+        with tempfile.TemporaryDirectory(prefix="async_rl-simulate-", dir=base) as directory:
             loop = VirtualTimeLoop()
             world = World(scenario, directory=Path(directory), loop=loop)
             run_to_end(world, loop)
