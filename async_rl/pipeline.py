@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 
 from agent_loop.loop import Prompt
@@ -115,24 +115,25 @@ class Pipeline:
         Raises:
             ExceptionGroup: of StageError, the cause of each chained.
         """
-        if self._restored is not None:
-            await self._stage("catch up", self._catch_up(self._restored))
+        if (restored := self._restored) is not None:
+            await self._stage("catch up", lambda: self._catch_up(restored))
         if self._train_step == 0 and self._validator is not None and (self._restored is None or self._restored.began):
             await self._validate_now(0)
+        timeout_s = self._config.replica_timeout_s
         async with asyncio.TaskGroup() as background:
             stages = {
                 name: background.create_task(self._stage(name, work), name=name)
                 for name, work in (
-                    ("feed", self._feed()),
-                    ("rollout", self._rollout()),
-                    ("expire", self._expire()),
-                    ("publish", self._publish()),
-                    ("validate", self._validate()),
-                    ("watch", self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=self._config.replica_timeout_s)),
+                    ("feed", self._feed),
+                    ("rollout", self._rollout),
+                    ("expire", self._expire),
+                    ("publish", self._publish),
+                    ("validate", self._validate),
+                    ("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s)),
                 )
             }
             try:
-                await self._stage("train", self._train())
+                await self._stage("train", self._train)
             except StageError:
                 with contextlib.suppress(Exception):  # it must not hide why the stage failed
                     await self._put_down(stages)
@@ -141,17 +142,16 @@ class Pipeline:
             await self._updates.join()
             await self._put_down(stages)
             await self._save()
-            finished = not self._stop.is_set()
-            if finished and self._validator is not None:
+            if (finished := not self._stop.is_set()) and self._validator is not None:
                 await self._validations.join()
                 await self._validate_now(self._train_step)
             for task in stages.values():
                 task.cancel()
         return finished
 
-    async def _stage(self, name: str, work: Coroutine[None, None, None]) -> None:
+    async def _stage(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
-            await work
+            await work()
         except Exception as error:
             raise StageError(f"stage {name} failed") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import tempfile
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +51,11 @@ def run_seed(seed: int, *, faults: Collection[int] | None = None) -> Outcome:
     scenario = draw_scenario(seed)
     if faults is not None:
         scenario = replace(scenario, faults=tuple(f for f in scenario.faults if f.number in faults))
-    world = run_scenario(scenario)
+    try:
+        world = run_scenario(scenario)
+    except BaseException as error:
+        error.add_note(f"the simulation of seed {seed} itself failed")
+        raise
     violation = world.violation
     content = "\n".join(f"{at:.9f} {who} {what} {details}" for at, who, what, details in world.events)
     return Outcome(
@@ -73,8 +76,7 @@ def run_scenario(scenario: Scenario) -> World:
     collects = gc.isenabled()
     gc.disable()  # what is closed when it is collected would be closed at another time in another process
     try:
-        with tempfile.TemporaryDirectory(prefix="async_rl-simulate-", dir=base) as directory, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a driver that dies leaves coroutines that never began
+        with tempfile.TemporaryDirectory(prefix="async_rl-simulate-", dir=base) as directory:
             loop = VirtualTimeLoop()
             world = World(scenario, directory=Path(directory), loop=loop)
             run_to_end(world, loop)

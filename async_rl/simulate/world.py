@@ -208,7 +208,9 @@ class World:
         return done
 
     def _newest_state(self) -> RunState:
-        latest = checkpoints_of(self).latest()
+        checkpoints = checkpoints_of(self)
+        checkpoints.recover()
+        latest = checkpoints.latest()
         return RunState() if latest is None else read_run_state(latest)
 
     def _require_excuse(self, error: str, fired: list[Fault]) -> None:

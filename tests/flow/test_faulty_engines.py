@@ -9,6 +9,7 @@ import pytest
 
 from agent_loop.loop import TurnLimits
 from async_rl.run import causes
+from async_rl.simulate.virtual_time import run_in_virtual_time
 from tests.fakes import fake_logprob, true_rows
 from tests.faults import FAULTS
 from tests.flow.harness import FakeTrainer, Harness
@@ -98,7 +99,11 @@ async def test_a_replica_that_dies_in_the_middle_of_its_decodes_loses_no_rollout
     check_trained(harness, groups)
 
 
-async def test_rollouts_that_go_back_to_a_replica_with_older_weights_stay_within_the_bound(tmp_path):
+def test_rollouts_that_go_back_to_a_replica_with_older_weights_stay_within_the_bound(tmp_path):
+    run_in_virtual_time(go_back_to_older_weights(tmp_path))
+
+
+async def go_back_to_older_weights(tmp_path):
     harness = Harness(
         tmp_path,
         token_s=0.002,

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from async_rl.simulate import outcome as outcome_module
 from async_rl.simulate.__main__ import main
 from async_rl.simulate.outcome import run_seed, shrink
 from tests.simulation.mutations import a_call_that_begins_again_when_its_message_comes_twice as plant
@@ -33,3 +34,13 @@ def test_a_broken_seed_is_reported_with_the_command_that_replays_it(failed, caps
 def test_a_seed_that_is_well_cannot_be_shrunk():
     with pytest.raises(ValueError, match="breaks no invariant"):
         shrink(run_seed(0))
+
+
+def test_a_seed_on_which_the_simulation_itself_fails_is_named(monkeypatch):
+    def run_scenario(scenario):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(outcome_module, "run_scenario", run_scenario)
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_seed(7)
+    assert caught.value.__notes__ == ["the simulation of seed 7 itself failed"]

@@ -45,7 +45,7 @@ def test_a_seed_gives_the_same_trace_in_every_process():
 
 def test_a_choice_that_depends_on_the_process_gives_another_trace():
     code = A_SET_OF_NAMES + HASHES.format(4)
-    assert len({hashes(code, hash_seed=str(number)) for number in range(3)}) > 1
+    assert hashes(code, hash_seed="0") != hashes(code, hash_seed="1")  # they order replica-0 and replica-1 differently
 
 
 def test_seeds_differ():
