@@ -289,6 +289,7 @@ class World:
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
+        self.run.recorder.close()
         self._cleaning = 0
 
 
