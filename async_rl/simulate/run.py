@@ -82,13 +82,13 @@ class _WatchedCheckpoints(Checkpoints):
     world: World
 
     async def save(self, state: RunState, *, trainer: SavesTrainer) -> Path:
-        state = _with_next_version(state)
+        state = with_next_version(state)
         path = await super().save(state, trainer=trainer)
         self.world.checkpointed(state)
         return path
 
 
-def _with_next_version(state: RunState) -> RunState:
+def with_next_version(state: RunState) -> RunState:
     """The state with the version under which a restart publishes its weights."""
     step = state.train_step
     version = state.param_version + (state.version_updates[state.param_version] < step)

@@ -60,9 +60,10 @@ def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int) -> flo
     if segment.weights != tested.update(segment.weights.version).weights:
         return np.inf
     expected = _expected(tested, exchange, at)
-    if routing_mismatches(expected, rows.experts, start=first_row):
+    seen = np.concatenate([s.routed_experts.experts for s in answer[: at + 1] if s.routed_experts is not None])
+    settled = settled_rows(expected, seen, start=request.rows_held)
+    if routing_mismatches(expected, rows.experts, start=first_row, settled=settled):
         return np.inf
-    settled = settled_rows(expected, rows.experts, start=first_row)
     return logprob_gap(expected, whole(exchange), segment.logprobs, start=starts[at], settled=settled)
 
 

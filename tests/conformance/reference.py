@@ -14,6 +14,7 @@ LOGPROB_TOLERANCE = 1e-4
 # Two float32 implementations may rank experts differently when their scores are this close: the router scores of the
 # models here, whose standard deviation is 5, are up to 6e-5 away from those of the same model in float64.
 TIE_MARGIN = 1e-4
+UNSEEN_TIE_MARGIN = 2e-5  # 99.9 % of them are closer than this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,22 +76,24 @@ def logprob_gap(
     return float(gaps[: None if settled is None else max(0, settled + 1 - start)].max(initial=0.0))
 
 
-def routing_mismatches(expected: Reference, experts: Any, *, start: int) -> int:
+def routing_mismatches(expected: Reference, experts: Any, *, start: int, settled: int | None = None) -> int:
     """Entries (position, layer) of `experts` [rows, moe_layers, top_k] from position `start` on that choose otherwise.
 
-    Numerical ties, and what they decide, do not count.
+    Numerical ties, and what they decide, do not count. settled: from `settled_rows`, where more rows are known.
     """
-    settled = settled_rows(expected, experts, start=start)
+    if settled is None:
+        settled = settled_rows(expected, experts, start=start)
     return int(_differs(expected, experts, start=start)[: max(0, settled - start)].sum())
 
 
 def settled_rows(expected: Reference, experts: np.ndarray[Any, Any], *, start: int) -> int:
     """Rows before the first numerical tie that the engine decided the other way; what it feeds is not wrong, but other.
 
-    experts: [rows, moe_layers, top_k] of the engine from position `start` on. Of a tie before that, which nobody saw,
-    the worst is assumed.
+    experts: [rows, moe_layers, top_k] of the engine from position `start` on. Of a close tie before that, which nobody
+    saw, the worst is assumed.
     """
     tie = expected.margins[: start + len(experts)] <= TIE_MARGIN
+    tie[:start] = expected.margins[:start] <= UNSEEN_TIE_MARGIN
     tie[start:] &= _differs(expected, experts, start=start)
     found = np.flatnonzero(tie.any(-1))
     return int(found[0]) if len(found) else start + len(experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ async def test_a_resume_at_every_position_of_a_short_sequence(tested: EngineUnde
     for sampled, rollout in enumerate(rollouts):
         rollout.trajectory.observe(tokens(6))
         for segment in cut_segments(first.answer, count=sampled, first_position=6) if sampled else ():
-            rollout.trajectory.extend(segment)
+            rollout.trajectory.extend(replace(segment, stop_reason=StopReason.ABORT))
     await asyncio.gather(*(rollout.go_on(max_new_tokens=15 - sampled) for sampled, rollout in enumerate(rollouts)))
     assert_true(tested, tested.exchanges)
     written = first.answer[0].token_ids

@@ -42,7 +42,7 @@ class SlowTurns:
 
 class SlowTask(CalculatorTask):
     def build_loop(self, *, engine, tokenizer, sampling, limits, gate=None):
-        return SlowTurns(engine=engine, chat=build_chat(tokenizer), limits=limits, sampling=sampling, turn_s=0.6)
+        return SlowTurns(engine=engine, chat=build_chat(tokenizer), limits=limits, sampling=sampling, turn_s=0.8)
 
 
 def slow_task(options, *, seed):

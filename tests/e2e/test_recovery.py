@@ -15,6 +15,7 @@ from async_rl.config import load_config
 from async_rl.model_info import read_model_info
 from async_rl.resume import Resume
 from message_queue.journal import Journal, JournalError
+from tests.e2e.slow_task import TURNS
 from tests.e2e.test_run import SMALL, finish, lines, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(300)
@@ -85,7 +86,10 @@ def peek(directory, warm_starts, copy):
 
 
 def in_flight(recovered):
-    return [g.admission.group for g in recovered.open if g.num_tokens]
+    """Groups that have sampled something and have more to sample."""
+    limits = RUN.rollout.limits
+    whole = RUN.rollout.trajectories_per_group * TURNS * limits.max_new_tokens_per_turn
+    return [g.admission.group for g in recovered.open if 0 < g.num_tokens < whole]
 
 
 def content(trajectory):

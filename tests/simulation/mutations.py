@@ -10,7 +10,7 @@ from async_rl.observe.recorder import Recorder
 from async_rl.pipeline import Pipeline
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.validator import Validator
-from async_rl.simulate import engine
+from async_rl.simulate import engine, run
 from async_rl.weights.publisher import Publisher
 from message_queue.holdings import Holdings
 from message_queue.ledger import Ledger
@@ -258,28 +258,7 @@ def _state(pipeline, snapshot, cursor):
 
 
 def weights_of_a_checkpoint_under_an_old_version(patch):
-    whole = Pipeline._save
-
-    async def save(self):
-        updates = self._version_updates
-        self._version_updates = {**updates, self._version: self._train_step}
-        try:
-            checkpoints = self._checkpoints
-            self._checkpoints = _Relabel(checkpoints, updates)
-            await whole(self)
-        finally:
-            self._checkpoints, self._version_updates = checkpoints, updates
-
-    patch.setattr(Pipeline, "_save", save)
-
-
-class _Relabel:
-    def __init__(self, checkpoints, updates):
-        self._checkpoints, self._updates = checkpoints, updates
-
-    async def save(self, state, *, trainer):
-        queue = replace(state.queue, update=self._updates[state.param_version])
-        await self._checkpoints.save(replace(state, version_updates=self._updates, queue=queue), trainer=trainer)
+    patch.setattr(run, "with_next_version", lambda state: state)
 
 
 MUTATIONS = {
