@@ -41,7 +41,7 @@ def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
         for chunk in chunks:
             yield from run_chunk(chunk)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for outcomes in pool.map(run_chunk, chunks):
             yield from outcomes
 
