@@ -23,6 +23,7 @@ import aiohttp
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
 from async_rl.engines.checkpoint_weights import weight_files
+from async_rl.engines.checks import weight_label
 from async_rl.engines.replica import Flight, KeptKV, ReplicaStats, RequestGate
 from async_rl.engines.sglang_config import (
     FORCED_FAMILIES,
@@ -31,7 +32,7 @@ from async_rl.engines.sglang_config import (
     check_engine,
 )
 from async_rl.engines.sglang_ids import PrefixFreeIds
-from async_rl.engines.sglang_segment import check_request, generate_body, to_segments, weight_label
+from async_rl.engines.sglang_segment import check_generate, generate_body, to_segments
 from async_rl.engines.sglang_server import CallError, SglangServer
 from async_rl.engines.sglang_update import Shapes, check_update, first_digest, loaded_digest, shapes_of, update_folder
 from async_rl.weights.transport import WeightUpdate
@@ -160,7 +161,7 @@ class SglangReplica:
 
     def _check(self, request: GenerateRequest, what: str) -> None:
         try:
-            check_request(
+            check_generate(
                 request,
                 info=self._model.info,
                 routing=self._routing,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
+from async_rl.engines.checks import check_request, check_segments, moe_rows, numbers, rows_shape, sampled_tokens
 from async_rl.engines.spans import cut_into_segments
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import (
@@ -28,56 +29,25 @@ STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": S
 FORCED = "async_rl_forced"  # key of the forced rows in SGLang's custom_params; the plugin reads it
 
 
-def weight_label(weights: WeightVersion) -> str:
-    """What the server calls a version."""
-    return f"{weights.version}:{weights.digest}"
-
-
-def check_request(
+def check_generate(
     request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None, max_model_len: int
 ) -> None:
-    """Refuse a request that the server would refuse, cut short or misread, before it is sent.
+    """Refuse a request that no engine can serve, or that the server would cut short or misread.
 
     Raises:
         ContractError: names the field and the value.
     """
+    check_request(request, info=info, routing=routing)
     tokens = len(request.token_ids)
-    if not request.request_id:
-        raise ContractError("GenerateRequest.request_id is empty; an id names the request in the engine")
-    if not tokens:
-        raise ContractError("GenerateRequest.token_ids is empty; a decode starts from at least one token")
-    if request.max_new_tokens < 1:
-        raise ContractError(f"GenerateRequest.max_new_tokens is {request.max_new_tokens}; must be >= 1")
     if tokens + request.max_new_tokens > max_model_len:
         raise ContractError(
             f"GenerateRequest has {tokens} tokens and max_new_tokens={request.max_new_tokens}; together more than "
             f"engine.max_model_len={max_model_len}"
         )
-    if not 0 <= request.rows_held < tokens:
-        raise ContractError(
-            f"GenerateRequest.rows_held is {request.rows_held} for {tokens} tokens; the last token was never "
-            f"forwarded, so at most {tokens - 1} rows exist"
-        )
-    if not 0 <= int(request.token_ids.min()) <= int(request.token_ids.max()) < info.vocab_size:
-        raise ContractError(
-            f"GenerateRequest.token_ids spans {int(request.token_ids.min())}..{int(request.token_ids.max())}; "
-            f"the vocabulary has {info.vocab_size}"
-        )
     if _is_cut(request) and _top_k(request, info) > MAX_CUT:
         raise ContractError(
             f"GenerateRequest.sampling has top_p={request.sampling.top_p} and top_k={request.sampling.top_k}; SGLang "
             f"gives logprobs of a cut distribution for a top_k of at most {MAX_CUT}; set one, or neither of the two"
-        )
-    forced = request.forced_experts
-    if forced is None:
-        return
-    if routing is None:
-        raise ContractError("GenerateRequest.forced_experts is set, but the replica captures no routing")
-    forced.check(routing)
-    if forced.unavailable or forced.end_position > tokens - 1:
-        raise ContractError(
-            f"GenerateRequest.forced_experts has rows {forced.first_position}..{forced.end_position - 1} "
-            f"({forced.unavailable} unavailable) for {tokens} tokens; need available rows up to {tokens - 2} at most"
         )
 
 
@@ -130,7 +100,7 @@ def to_segments(
     """
     meta: Any = _field(answer, "meta_info", dict)
     stop_reason = _stop_reason(meta)
-    token_ids = _token_ids(answer, request, info)
+    token_ids = sampled_tokens(_field(answer, "output_ids", list), "output_ids", request=request, info=info)
     if stop_reason is StopReason.LENGTH and len(token_ids) != request.max_new_tokens:
         raise ContractError(
             f"the engine's finish_reason is 'length' after {len(token_ids)} tokens; "
@@ -149,9 +119,7 @@ def to_segments(
         stop_reason=stop_reason,
         replica=replica,
     )
-    for segment in segments:
-        segment.check(vocab_size=info.vocab_size, routing=routing)
-    return segments
+    return check_segments(segments, info=info, routing=routing)
 
 
 def _is_cut(request: GenerateRequest) -> bool:
@@ -190,32 +158,6 @@ def _stop_reason(meta: dict[str, Any]) -> StopReason:
     return STOP_REASONS[reason]
 
 
-def _numbers(values: Any, dtype: Any, name: str) -> Any:
-    """1-d array of `dtype`."""
-    try:
-        array = np.asarray(values, dtype=dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ContractError(f"the engine's {name} is {values!r:.100}: {error}") from error
-    if array.ndim != 1:
-        raise ContractError(f"the engine's {name} has shape {list(array.shape)}; need one number per token")
-    return array
-
-
-def _token_ids(answer: dict[str, Any], request: GenerateRequest, info: ModelInfo) -> Int32Array:
-    """int32 [n]."""
-    token_ids = _numbers(_field(answer, "output_ids", list), np.int64, "output_ids")
-    if len(token_ids) > request.max_new_tokens:
-        raise ContractError(
-            f"the engine's output_ids has {len(token_ids)} tokens; the request is for {request.max_new_tokens}"
-        )
-    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < info.vocab_size:
-        raise ContractError(
-            f"the engine's output_ids spans {int(token_ids.min())}..{int(token_ids.max())}; "
-            f"the vocabulary has {info.vocab_size}"
-        )
-    return token_ids.astype(np.int32)
-
-
 def _logprobs(meta: dict[str, Any], request: GenerateRequest, token_ids: Int32Array) -> Float32Array:
     """float32 [n], of the sampled tokens."""
     if not len(token_ids):
@@ -228,8 +170,8 @@ def _logprobs(meta: dict[str, Any], request: GenerateRequest, token_ids: Int32Ar
             f"{len(entries)} entries, for {of_tokens[:5]}..."
         )
     if not _is_cut(request):
-        return _numbers([entry[0] for entry in entries], np.float32, "output_token_logprobs")
-    cut = _numbers(_field(meta, "output_token_sampling_logprobs", list), np.float32, "output_token_sampling_logprobs")
+        return numbers([entry[0] for entry in entries], np.float32, "output_token_logprobs")
+    cut = numbers(_field(meta, "output_token_sampling_logprobs", list), np.float32, "output_token_sampling_logprobs")
     if len(cut) != len(token_ids):
         raise ContractError(
             f"the engine's output_token_sampling_logprobs has {len(cut)} entries for {len(token_ids)} sampled tokens"
@@ -242,7 +184,7 @@ def _rows(
 ) -> RoutedExperts:
     """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also sends dense layers."""
     encoded = _field(meta, "routed_experts", str)
-    expected = (len(request.token_ids) + len(token_ids) - 1 - request.rows_held, info.num_layers, routing.top_k)
+    expected = rows_shape(request, len(token_ids), info=info, routing=routing)
     try:
         flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
     except (binascii.Error, ValueError) as error:
@@ -259,26 +201,7 @@ def _rows(
             f"the engine's routed_experts names experts in the dense layers {dense}, where rows are zero; "
             f"its layout is not {list(expected)} (rows, layers, top_k)"
         )
-    routed = layers[:, list(routing.layers)]
-    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
-        raise ContractError(
-            f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
-            f"the model has {routing.num_experts}"
-        )
-    rows = RoutedExperts(first_position=request.rows_held, experts=routed.astype(routing.dtype, order="C"))
-    _check_forced(rows, request.forced_experts)
-    return rows
-
-
-def _check_forced(rows: RoutedExperts, forced: RoutedExperts | None) -> None:
-    """Refuse rows that are not the experts they were forced to."""
-    if forced is None:
-        return
-    start, end = max(rows.first_position, forced.first_position), min(rows.end_position, forced.end_position)
-    got = rows.experts[start - rows.first_position : max(end, start) - rows.first_position]
-    asked = forced.experts[start - forced.first_position : max(end, start) - forced.first_position]
-    if (np.sort(got, -1) != np.sort(asked, -1)).any():
-        raise ContractError(f"the engine's routed_experts are not the forced ones between positions {start} and {end}")
+    return moe_rows(layers, request=request, routing=routing, in_order=False)
 
 
 def _spans(meta: dict[str, Any], loaded: Mapping[str, WeightVersion], tokens: int) -> list[tuple[WeightVersion, int]]:

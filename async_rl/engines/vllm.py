@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.engines.checkpoint_weights import digest_checkpoint, tensor_names, weight_files
+from async_rl.engines.checks import weight_label
 from async_rl.engines.replica import KeptKV, ReplicaStats, RequestGate
 from async_rl.engines.vllm_config import (
     ServedModel,
@@ -26,7 +27,7 @@ from async_rl.engines.vllm_config import (
 )
 from async_rl.engines.vllm_decode import Decoder, LoadedWeights
 from async_rl.engines.vllm_process import describe, engine_processes, is_engine_death, start_engine, stop_engine
-from async_rl.engines.vllm_segment import recorded_rows, weight_label
+from async_rl.engines.vllm_segment import recorded_rows
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from async_rl.engines.checks import check_request, weight_label
 from async_rl.engines.replica import Flight, RequestGate
 from async_rl.engines.spans import continued, joined
 from async_rl.engines.vllm_config import ServedModel
 from async_rl.engines.vllm_process import describe, is_engine_death
-from async_rl.engines.vllm_segment import cache_salt, check_request, sampling_params, to_segments, weight_label
+from async_rl.engines.vllm_segment import cache_salt, sampling_params, to_segments
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:

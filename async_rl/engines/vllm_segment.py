@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
+from async_rl.engines.checks import check_segments, moe_rows, numbers, rows_shape, sampled_tokens
 from async_rl.engines.spans import cut_into_segments
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import (
     ContractError,
-    ExpertArray,
     Float32Array,
     Int32Array,
     RoutedExperts,
@@ -35,45 +35,6 @@ STOP_REASONS = {
     "abort": StopReason.ABORT,
     "error": StopReason.ERROR,
 }
-
-
-def weight_label(weights: WeightVersion) -> str:
-    """What the engine core calls a version; it stamps every token with it."""
-    return f"{weights.version}:{weights.digest}"
-
-
-def check_request(request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None) -> None:
-    """Refuse a request that no engine can serve, before it is sent.
-
-    Raises:
-        ContractError: names the field and the value.
-    """
-    tokens = len(request.token_ids)
-    if not tokens:
-        raise ContractError("GenerateRequest.token_ids is empty; a decode starts from at least one token")
-    if request.max_new_tokens < 1:
-        raise ContractError(f"GenerateRequest.max_new_tokens is {request.max_new_tokens}; must be >= 1")
-    if not 0 <= request.rows_held < tokens:
-        raise ContractError(
-            f"GenerateRequest.rows_held is {request.rows_held} for {tokens} tokens; the last token was never "
-            f"forwarded, so at most {tokens - 1} rows exist"
-        )
-    if not 0 <= int(request.token_ids.min()) <= int(request.token_ids.max()) < info.vocab_size:
-        raise ContractError(
-            f"GenerateRequest.token_ids spans {int(request.token_ids.min())}..{int(request.token_ids.max())}; "
-            f"the vocabulary has {info.vocab_size}"
-        )
-    forced = request.forced_experts
-    if forced is None:
-        return
-    if routing is None:
-        raise ContractError("GenerateRequest.forced_experts is set, but the replica captures no routing")
-    forced.check(routing)
-    if forced.unavailable or forced.end_position > tokens - 1:
-        raise ContractError(
-            f"GenerateRequest.forced_experts has rows {forced.first_position}..{forced.end_position - 1} "
-            f"({forced.unavailable} unavailable) for {tokens} tokens; need available rows up to {tokens - 2} at most"
-        )
 
 
 def sampling_params(
@@ -156,7 +117,7 @@ def to_segments(
         raise ContractError(
             f"the engine's finish_reason is {completion.finish_reason!r}; known are {', '.join(STOP_REASONS)}"
         )
-    token_ids = _token_ids(completion, request, info)
+    token_ids = sampled_tokens(completion.token_ids, "token_ids", request=request, info=info)
     segments = cut_into_segments(
         request,
         token_ids=token_ids,
@@ -166,24 +127,7 @@ def to_segments(
         stop_reason=STOP_REASONS[completion.finish_reason],
         replica=replica,
     )
-    for segment in segments:
-        segment.check(vocab_size=info.vocab_size, routing=routing)
-    return segments
-
-
-def _token_ids(completion: CompletionOutput, request: GenerateRequest, info: ModelInfo) -> Int32Array:
-    """int32 [n]."""
-    token_ids = _array(completion.token_ids, np.int64, "token_ids")
-    if len(token_ids) > request.max_new_tokens:
-        raise ContractError(
-            f"the engine's token_ids has {len(token_ids)} tokens; the request is for {request.max_new_tokens}"
-        )
-    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < info.vocab_size:
-        raise ContractError(
-            f"the engine's token_ids spans {int(token_ids.min())}..{int(token_ids.max())}; "
-            f"the vocabulary has {info.vocab_size}"
-        )
-    return token_ids.astype(np.int32)
+    return check_segments(segments, info=info, routing=routing)
 
 
 def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Array:
@@ -196,7 +140,7 @@ def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Arr
             f"the engine's logprobs are not of its {len(token_ids)} sampled tokens: "
             f"{None if flat is None else len(flat.token_ids)} entries"
         )
-    return _array(flat.logprobs, np.float32, "logprobs")
+    return numbers(flat.logprobs, np.float32, "logprobs")
 
 
 def _rows(
@@ -204,45 +148,13 @@ def _rows(
 ) -> RoutedExperts:
     """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also counts dense layers, as zeros."""
     experts: Any = completion.routed_experts
-    expected = (
-        len(request.token_ids) + len(completion.token_ids) - 1 - request.rows_held,
-        info.num_layers,
-        routing.top_k,
-    )
+    expected = rows_shape(request, len(completion.token_ids), info=info, routing=routing)
     if experts is None or experts.shape != expected:
         raise ContractError(
             f"the engine's routed_experts has shape {None if experts is None else list(experts.shape)}; "
             f"need {list(expected)} (rows from position {request.rows_held}, layers, top_k)"
         )
-    routed = experts[:, list(routing.layers)]
-    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
-        raise ContractError(
-            f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
-            f"the model has {routing.num_experts}"
-        )
-    rows = RoutedExperts(
-        first_position=request.rows_held, experts=cast(ExpertArray, routed.astype(routing.dtype, order="C"))
-    )
-    _check_forced(rows, request.forced_experts)
-    return rows
-
-
-def _check_forced(rows: RoutedExperts, forced: RoutedExperts | None) -> None:
-    """Refuse rows that are not the experts they were forced to."""
-    if forced is None:
-        return
-    start, end = max(rows.first_position, forced.first_position), min(rows.end_position, forced.end_position)
-    if start >= end:
-        return
-    got = rows.experts[start - rows.first_position : end - rows.first_position]
-    asked = forced.experts[start - forced.first_position : end - forced.first_position]
-    wrong = (got != asked).any(axis=(1, 2))
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise ContractError(
-            f"the engine's routed_experts at position {start + at} are {got[at].tolist()}; "
-            f"forced were {asked[at].tolist()}"
-        )
+    return moe_rows(experts, request=request, routing=routing, in_order=True)
 
 
 def _spans(completion: CompletionOutput, loaded: Mapping[str, WeightVersion]) -> list[tuple[WeightVersion, int]]:
@@ -258,14 +170,3 @@ def _spans(completion: CompletionOutput, loaded: Mapping[str, WeightVersion]) ->
         spans.append((loaded[span.version], span.end - span.start))
         at = span.end
     return spans
-
-
-def _array(values: Any, dtype: Any, field: str) -> NDArray[Any]:
-    """One-dimensional array of an answer's list."""
-    try:
-        array = np.asarray(values, dtype=dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ContractError(f"the engine's {field} are no {np.dtype(dtype).name} numbers: {error}") from error
-    if array.ndim != 1:
-        raise ContractError(f"the engine's {field} have shape {list(array.shape)}; need one dimension")
-    return array

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import GenerateRequest
+from async_rl.engines.checks import check_request, weight_label
 from async_rl.engines.vllm_segment import (
     cache_salt,
-    check_request,
     forced_args,
     recorded_rows,
     to_segments,
-    weight_label,
 )
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion

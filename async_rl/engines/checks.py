@@ -1,0 +1,148 @@
+"""What is checked at the edge of every engine: a request before it is sent, and an answer before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_loop.engine import GenerateRequest
+from async_rl.model_info import ModelInfo
+from message_queue.tokens import (
+    ContractError,
+    Int32Array,
+    RoutedExperts,
+    RoutingSpec,
+    TokenOutput,
+    WeightVersion,
+)
+
+
+def weight_label(weights: WeightVersion) -> str:
+    """What an engine is told that a version is called; it stamps what it samples with it."""
+    return f"{weights.version}:{weights.digest}"
+
+
+def check_request(request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None) -> None:
+    """Refuse a request that no engine can serve.
+
+    Raises:
+        ContractError: names the field and the value.
+    """
+    tokens = len(request.token_ids)
+    if not request.request_id:
+        raise ContractError("GenerateRequest.request_id is empty; an id names the request in the engine")
+    if not tokens:
+        raise ContractError("GenerateRequest.token_ids is empty; a decode starts from at least one token")
+    if request.max_new_tokens < 1:
+        raise ContractError(f"GenerateRequest.max_new_tokens is {request.max_new_tokens}; must be >= 1")
+    if not 0 <= request.rows_held < tokens:
+        raise ContractError(
+            f"GenerateRequest.rows_held is {request.rows_held} for {tokens} tokens; the last token was never "
+            f"forwarded, so at most {tokens - 1} rows exist"
+        )
+    _check_vocabulary(request.token_ids, "GenerateRequest.token_ids", info)
+    forced = request.forced_experts
+    if forced is None:
+        return
+    if routing is None:
+        raise ContractError("GenerateRequest.forced_experts is set, but the replica captures no routing")
+    forced.check(routing)
+    if forced.unavailable or forced.end_position > tokens - 1:
+        raise ContractError(
+            f"GenerateRequest.forced_experts has rows {forced.first_position}..{forced.end_position - 1} "
+            f"({forced.unavailable} unavailable) for {tokens} tokens; need available rows up to {tokens - 2} at most"
+        )
+
+
+def numbers(values: Any, dtype: Any, field: str) -> NDArray[Any]:
+    """A list of an answer as an array [n] of `dtype`.
+
+    Raises:
+        ContractError: it is none.
+    """
+    try:
+        array = np.asarray(values, dtype=dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ContractError(
+            f"the engine's {field} are no {np.dtype(dtype).name} numbers: {values!r:.100}: {error}"
+        ) from error
+    if array.ndim != 1:
+        raise ContractError(f"the engine's {field} has shape {list(array.shape)}; need one number per token")
+    return array
+
+
+def sampled_tokens(values: Any, field: str, *, request: GenerateRequest, info: ModelInfo) -> Int32Array:
+    """The sampled tokens of an answer, int32 [n].
+
+    Raises:
+        ContractError: more than were asked for, or ids outside the vocabulary.
+    """
+    token_ids = numbers(values, np.int64, field)
+    if len(token_ids) > request.max_new_tokens:
+        raise ContractError(
+            f"the engine's {field} has {len(token_ids)} tokens; the request is for {request.max_new_tokens}"
+        )
+    if len(token_ids):
+        _check_vocabulary(token_ids, f"the engine's {field}", info)
+    return token_ids.astype(np.int32)
+
+
+def rows_shape(
+    request: GenerateRequest, sampled: int, *, info: ModelInfo, routing: RoutingSpec
+) -> tuple[int, int, int]:
+    """(rows, layers, top_k) of the routing that answers `request` with `sampled` tokens; dense layers count."""
+    return (len(request.token_ids) + sampled - 1 - request.rows_held, info.num_layers, routing.top_k)
+
+
+def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: RoutingSpec, in_order: bool) -> RoutedExperts:
+    """Rows rows_held .. of the MoE layers, out of integer [rows, layers, top_k] of all layers.
+
+    in_order: the engine gives forced experts back in the order in which they were given.
+
+    Raises:
+        ContractError: ids that the model does not have, or rows that are not the experts they were forced to.
+    """
+    routed = experts[:, list(routing.layers)]
+    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
+        raise ContractError(
+            f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
+            f"the model has {routing.num_experts}"
+        )
+    rows = RoutedExperts(first_position=request.rows_held, experts=routed.astype(routing.dtype, order="C"))
+    if request.forced_experts is not None:
+        _check_forced(rows, request.forced_experts, in_order=in_order)
+    return rows
+
+
+def check_segments(segments: list[TokenOutput], *, info: ModelInfo, routing: RoutingSpec | None) -> list[TokenOutput]:
+    """The segments, each of which keeps the contract.
+
+    Raises:
+        ContractError: one does not.
+    """
+    for segment in segments:
+        segment.check(vocab_size=info.vocab_size, routing=routing)
+    return segments
+
+
+def _check_vocabulary(token_ids: NDArray[Any], field: str, info: ModelInfo) -> None:
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if not 0 <= low <= high < info.vocab_size:
+        raise ContractError(f"{field} spans {low}..{high}; the vocabulary has {info.vocab_size}")
+
+
+def _check_forced(rows: RoutedExperts, forced: RoutedExperts, *, in_order: bool) -> None:
+    start, end = max(rows.first_position, forced.first_position), min(rows.end_position, forced.end_position)
+    if start >= end:
+        return
+    got = rows.experts[start - rows.first_position : end - rows.first_position]
+    asked = forced.experts[start - forced.first_position : end - forced.first_position]
+    same = got == asked if in_order else np.sort(got, -1) == np.sort(asked, -1)
+    if not same.all():
+        at = int(np.argmin(same.all(axis=(1, 2))))
+        raise ContractError(
+            f"the engine's routed_experts at position {start + at} are {got[at].tolist()}; "
+            f"forced were {asked[at].tolist()}"
+        )
