@@ -7,8 +7,9 @@ TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
+TEST_PROCESSES ?= 2
 
-.PHONY: run seeds test parity simulate lint format types contracts setup setup-sglang staleness bench clean
+.PHONY: run seeds test parity simulate kills lint format types contracts setup setup-sglang staleness bench clean
 
 setup: $(VENV)/.ready
 
@@ -40,7 +41,7 @@ seeds: setup
 		--out outputs/calculator-seeds
 
 test: setup setup-sglang
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(TESTS) $(ARGS)
 
 # Every layout, replay mode, recomputation and packing against one rank; ARGS choose cells (--help says how).
 parity: setup
@@ -49,6 +50,10 @@ parity: setup
 # The control code under random schedules and faults; docs/simulation.md.
 simulate: setup
 	$(BIN)/python -m async_rl.simulate --seeds 1000 --jobs 2 $(ARGS)
+
+# The default run under 20 kill -9; ARGS="--help" says more.
+kills: setup
+	$(BIN)/python -m tests.e2e.kills $(ARGS)
 
 staleness: setup
 	$(BIN)/python -m recipes.staleness.sweep $(ARGS)

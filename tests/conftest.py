@@ -1,6 +1,19 @@
-"""What all tests share: examples of hypothesis have no deadline, as the machines that run them are shared."""
+"""What all tests share: examples of hypothesis have no deadline, as the machines that run them are shared.
 
+Where several processes run the tests (`make test`), those of a file stay together, as they share what they start. Tests
+on the servers of the conformance suite stay together too.
+"""
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+
+SERVERS = {"engine", "sglang_server", "server"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        shares_server = SERVERS & set(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("servers" if shares_server else item.path.stem))

@@ -101,26 +101,23 @@ async def sglang_server(sglang_models: sglang_support.Models) -> AsyncIterator[S
 
 
 Report = Callable[[str], None]
-_REPORTS = pytest.StashKey[list[str]]()
+FIGURE = "figure"
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Report:
+def report(record_property: Callable[[str, object], None]) -> Report:
     """Say a figure in the summary of the run and in its XML."""
-
-    def say(figure: str) -> None:
-        record_property("figure", figure)
-        request.config.stash.setdefault(_REPORTS, []).append(figure)
-
-    return say
+    return lambda figure: record_property(FIGURE, figure)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The figures that the scenarios report."""
-    if figures := config.stash.get(_REPORTS, []):
+    reports = [report for report in terminalreporter.getreports("passed") if report.when == "call"]
+    figures = [value for report in reports for name, value in report.user_properties if name == FIGURE]
+    if figures:
         terminalreporter.section("figures of the conformance suite")
         for figure in figures:
-            terminalreporter.write_line(figure)
+            terminalreporter.write_line(str(figure))
 
 
 @pytest.fixture(params=["fake", "vllm", "sglang"])

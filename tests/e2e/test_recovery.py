@@ -1,22 +1,26 @@
 """Killed runs with real Ray, vLLM and megatron-core: the same command goes on where the run was."""
 
-import asyncio
-import contextlib
 import json
 import re
-import shutil
 import time
-from dataclasses import replace
 
 import psutil
 import pytest
 
 from async_rl.config import load_config
-from async_rl.model_info import read_model_info
-from async_rl.resume import Resume
-from message_queue.journal import Journal, JournalError
+from tests.e2e.runs import (
+    SMALL,
+    begins_with,
+    each,
+    finish,
+    lines,
+    peek,
+    read_journal,
+    start,
+    tree_of,
+    wait_for_step,
+)
 from tests.e2e.slow_task import TURNS
-from tests.e2e.test_run import SMALL, finish, lines, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(300)
 OVERRIDES = (
@@ -40,8 +44,7 @@ def kill_all(process, *, when):
     """SIGKILL to the driver and every process below it, at a moment when `when()` is true; they stand still then."""
     while True:
         assert process.poll() is None, finish(process)
-        driver = psutil.Process(process.pid)
-        tree = [driver, *driver.children(recursive=True)]
+        tree = tree_of(process)
         each(tree, psutil.Process.suspend)
         if when():
             break
@@ -52,37 +55,9 @@ def kill_all(process, *, when):
     psutil.wait_procs(tree, timeout=20)
 
 
-def each(tree, do):
-    for one in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            do(one)
-
-
-def read_journal(directory, warm_starts, copy):
-    """What the journal of a run holds, read from a copy: (recovered, group -> content)."""
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("lock", "trainer", "tensorboard"))
-    config = replace(RUN, output_dir=copy)
+def journal(read, directory, warm_starts, copy):
     (model,) = warm_starts.glob("*/config.json")
-    place = replace(Resume(config).journal(read_model_info(model.parent).routing), busy_s=0.0)
-
-    async def read():
-        journal, recovered = await Journal.open(
-            place.directory, run=place.run, config=place.config, start=place.start()
-        )
-        async with journal:
-            groups = [g.admission.group for g in (*recovered.open, *recovered.ready)]
-            return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
-
-    return asyncio.run(read())
-
-
-def peek(directory, warm_starts, copy):
-    """What the journal of a run that goes on holds; None where a file came or went while it was copied."""
-    try:
-        return read_journal(directory, warm_starts, copy)
-    except (OSError, JournalError, ValueError, shutil.Error):
-        return None
+    return read(directory, copy, config=RUN, checkpoint=model.parent)
 
 
 def in_flight(recovered):
@@ -92,32 +67,17 @@ def in_flight(recovered):
     return [g.admission.group for g in recovered.open if 0 < g.num_tokens < whole]
 
 
-def content(trajectory):
-    """Of each position: token, logprob, version, and row where there is one."""
-    rows = trajectory.routed_experts()[: trajectory.num_rows]
-    return (
-        trajectory.token_ids().tolist(),
-        trajectory.behaviour_logprobs().tolist(),
-        trajectory.param_versions().tolist(),
-        rows.tolist(),
-    )
-
-
-def begins_with(found, held):
-    return all(f[: len(h)] == h for f, h in zip(content(found), content(held), strict=True))
-
-
 def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
     directory, copy = tmp_path / "run", tmp_path / "copy"
     process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
     wait_for_step(directory, 4, process)
 
     def busy():
-        now = peek(directory, warm_starts, copy)
+        now = journal(peek, directory, warm_starts, copy)
         return now is not None and in_flight(now[0]) and now[0].trained
 
     kill_all(process, when=busy)
-    recovered, held = read_journal(directory, warm_starts, copy)
+    recovered, held = journal(read_journal, directory, warm_starts, copy)
     partial = {group: held[group] for group in in_flight(recovered)}
     assert partial, "no generation was under way"
     assert recovered.trained, "nothing was trained after the checkpoint"
@@ -128,7 +88,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     went_on = set()
     while process.poll() is None:
         time.sleep(0.1)
-        found = (peek(directory, warm_starts, copy) or (None, {}))[1]
+        found = (journal(peek, directory, warm_starts, copy) or (None, {}))[1]
         for group in partial.keys() & found.keys():
             pairs = list(zip(found[group].trajectories, partial[group].trajectories, strict=True))
             assert all(begins_with(f, h) for f, h in pairs), f"group {group} does not go on where it was"

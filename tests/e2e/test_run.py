@@ -3,71 +3,19 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+from tests.e2e.runs import finish, lines, start, wait_for_step
 
-SMALL = (
-    "task.factory=tests.e2e.parity_task:parity_task",
-    "task.options={}",
-    "rollout.groups_per_batch=4",
-    "rollout.trajectories_per_group=4",
-    "rollout.limits.max_tokens=96",
-    "warm_start.steps=2",
-    "warm_start.batch=8",
-    "validation.every=0",
-    "validation.prompts=8",
-    "cluster.stop_timeout_s=10",
-)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
 def warm_starts(tmp_path_factory):
     """Warm-started checkpoints, shared by the runs of this module."""
     return tmp_path_factory.mktemp("warm_start")
-
-
-def start(directory, warm_starts, *overrides):
-    command = [
-        sys.executable,
-        "-m",
-        "async_rl.run",
-        f"output_dir={directory}",
-        f"warm_start.cache={warm_starts}",
-        *SMALL,
-        *overrides,
-    ]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def finish(process, *, timeout_s=200):
-    """Output of a run that ends by itself within `timeout_s`."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
-    return output
-
-
-def lines(directory, name):
-    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
-
-
-def wait_for_step(directory, step, process, *, timeout_s=150):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        path = directory / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= step:
-            return
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.2)
-    raise AssertionError(f"no step {step} within {timeout_s} s")
 
 
 def test_a_short_run_keeps_every_promise_of_its_metrics(tmp_path, warm_starts):

@@ -1,0 +1,203 @@
+"""The default run under kill -9: `python -m tests.e2e.kills`, or `make kills`. Exit status 1 if a promise is broken.
+
+At random moments a process is killed: everything, the driver, the queue, the replica, or the trainer. Where the driver
+died, the same command is given again. Before each kill everything stands still and the journal is read.
+
+--kills N       how many, 20 without it       --between A B   seconds between two of them, 5 45 without it
+--seed N        of moments and victims        --out FOLDER    run directory and report, outputs/kills without it
+--against DIR…  undisturbed runs, whose held-out success is printed beside this one's
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from async_rl.config import load_config
+from tests.e2e.runs import begin, begins_with, each, lines, peek, tree_of
+
+ALWAYS = ("checkpoint.every=5", "supervision.max_restarts=1000")
+VICTIMS = {"everything": 6, "driver": 4, "queue": 3, "replica": 3, "trainer": 4}
+LOSE_DECODES = ("everything", "driver", "queue", "replica")
+END_S = 1800.0
+
+
+@dataclass(kw_only=True)
+class Kill:
+    """victim: what was killed. at_step: train steps recorded then. tokens: sampled ones that the journal held.
+
+    decodes: trajectories that were under way, whose tokens since their last segment are lost with the victim.
+    """
+
+    victim: str
+    at_step: int
+    tokens: int = 0
+    decodes: int = 0
+
+
+@dataclass(kw_only=True)
+class Witness:
+    """What was seen of a run in its journal, from one kill to the next."""
+
+    prompts: dict[int, int] = field(default_factory=dict)
+    held: dict[int, object] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+    compared: int = 0
+
+    def see(self, recovered, content):
+        """Compare with what was seen before: no prompt twice, and what was written once is still there."""
+        for known in (*recovered.open, *recovered.ready):
+            group, prompt = known.admission.group, known.admission.prompt
+            if self.prompts.setdefault(group, prompt) != prompt:
+                self.broken.append(f"group {group} had prompt {self.prompts[group]} and has {prompt}")
+            if group in self.held:
+                self.compared += 1
+                pairs = zip(content[group].trajectories, self.held[group].trajectories, strict=True)
+                if not all(begins_with(found, held) for found, held in pairs):
+                    self.broken.append(f"group {group} does not begin with what the journal held before")
+        self.held = content
+        self.tokens |= {group: held.num_tokens for group, held in content.items()}
+
+
+def main(arguments=None):
+    options = _parse(arguments)
+    chance = random.Random(options.seed)
+    directory = options.out / "run"
+    if directory.exists():
+        raise SystemExit(f"--out is {options.out}, which holds a run; remove it or give another")
+    directory.mkdir(parents=True)
+    overrides = (*ALWAYS, *options.overrides)
+    config = load_config([f"output_dir={directory}", *overrides])
+    witness = Witness()
+    kills, code = _live(directory, config, overrides, witness, chance, options)
+    broken = [*witness.broken, *(_broken(directory, config, witness) if code == 0 else [f"exit code {code}"])]
+    _report(directory, kills, witness, broken, options.against)
+    return 1 if broken else 0
+
+
+def _live(directory, config, overrides, witness, chance, options):
+    """Run to the end with kills on the way: (kills, exit code)."""
+    kills = []
+    with (options.out / "output.log").open("w") as output:
+        process = begin(directory, *overrides, output=output)
+        try:
+            while len(kills) < options.kills:
+                if _ended(process, within_s=chance.uniform(*options.between)):
+                    break
+                kill = _kill(process, directory, config, witness, chance, options.out / "copy")
+                kills.append(kill)
+                _say(f"{len(kills)}: {kill}")
+                if kill.victim in ("everything", "driver"):
+                    process.wait()
+                    process = begin(directory, *overrides, output=output)
+            _ended(process, within_s=END_S)
+            return kills, process.poll()
+        finally:
+            if process.poll() is None:
+                each(tree_of(process), psutil.Process.kill)
+
+
+def _ended(process, *, within_s):
+    deadline = time.monotonic() + within_s
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return process.poll() is not None
+
+
+def _kill(process, directory, config, witness, chance, copy):
+    """Stop everything, look, and kill one part; the rest goes on."""
+    tree = tree_of(process)
+    each(tree, psutil.Process.suspend)
+    victim = chance.choices(list(VICTIMS), weights=list(VICTIMS.values()))[0]
+    parts = directory / "processes.json"
+    pids = json.loads(parts.read_text()) if parts.exists() else {}
+    of_victim = [one for one in tree if one.pid in {pid for name, pid in pids.items() if name.startswith(victim)}]
+    if victim not in ("everything", "driver") and not of_victim:
+        victim = "driver"  # the part was not there yet
+    metrics = directory / "metrics.jsonl"
+    kill = Kill(victim=victim, at_step=len(metrics.read_text().splitlines()) if metrics.exists() else 0)
+    checkpoints = list(config.warm_start.cache.glob("*/config.json"))
+    seen = checkpoints and peek(directory, copy, config=config, checkpoint=checkpoints[0].parent)
+    if seen:
+        recovered, content = seen
+        witness.see(recovered, content)
+        kill.tokens = sum(group.num_tokens for group in content.values())
+        if victim in LOSE_DECODES:
+            under_way = [content[known.admission.group] for known in recovered.open]
+            kill.decodes = sum(not t.closed for group in under_way for t in group.trajectories)
+    if victim == "everything":
+        each(tree, psutil.Process.kill)
+    else:
+        each(of_victim or tree[:1], psutil.Process.kill)
+        each(tree, psutil.Process.resume)
+    return kill
+
+
+def _broken(directory, config, witness):
+    """Promises that a run did not keep."""
+    steps = lines(directory, "metrics.jsonl")
+    *groups, total = lines(directory, "ledger.jsonl")
+    last = directory / f"checkpoints/step-{len(steps):06d}/run.json"
+    cursor = json.loads(last.read_text())["state"]["prompt_cursor"]
+    trained = {line["group"]: line["tokens"] for line in groups if line["outcome"] == "trained"}
+    versions = [step["param_version"] for step in steps]
+    shorter = [group for group, tokens in trained.items() if tokens < witness.tokens.get(group, 0)]
+    promises = {
+        "each train step is recorded once": [s["train_step"] for s in steps]
+        == [*range(1, config.total_train_steps + 1)],
+        "versions never go back": versions == sorted(versions),
+        "ledger/error is 0": not any(s["ledger/error"] for s in steps) and total["error"] == 0,
+        "the staleness bound holds": all(s["staleness/max"] <= config.staleness.max_staleness for s in steps),
+        "no row is missing": not any(s["routing/missing_fraction"] for s in steps),
+        "every group is in the ledger once": sorted(g["group"] for g in groups) == [*range(total["admitted"])],
+        "every batch was trained once": len(trained) == config.total_train_steps * config.rollout.groups_per_batch,
+        "nothing was dropped": total["dropped"] == 0,
+        "no prompt is skipped or repeated": cursor == total["admitted"]
+        and len(set(witness.prompts.values())) == len(witness.prompts),
+        "no group has fewer tokens than the journal held": not shorter,
+    }
+    return [promise for promise, kept in promises.items() if not kept]
+
+
+def _report(directory, kills, witness, broken, against):
+    ledger = [line for line in lines(directory, "ledger.jsonl") if line.get("outcome") == "trained"]
+    tokens, segments = sum(line["tokens"] for line in ledger), sum(line["segments"] for line in ledger)
+    decode = tokens / max(1, segments)
+    lost = sum(kill.decodes for kill in kills) * decode / 2
+    counts = {victim: sum(kill.victim == victim for kill in kills) for victim in VICTIMS}
+    _say(f"kills: {len(kills)}, " + ", ".join(f"{victim} {n}" for victim, n in counts.items()))
+    _say(f"groups compared with an earlier journal: {witness.compared}")
+    _say(
+        f"tokens trained: {tokens}; lost with decodes under way: about {lost:.0f} "
+        f"({sum(kill.decodes for kill in kills)} decodes, half of the mean {decode:.1f} tokens each)"
+    )
+    for run in (directory, *against):
+        found = ", ".join(f"{v['train_step']}: {v['validation/success']:.3f}" for v in lines(run, "validation.jsonl"))
+        _say(f"held-out success of {run}: {found}")
+    _say("\n".join(f"BROKEN: {promise}" for promise in broken) or "every promise was kept")
+
+
+def _parse(arguments):
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.kills", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--between", type=float, nargs=2, default=(5.0, 45.0))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("outputs/kills"))
+    parser.add_argument("--against", type=Path, nargs="*", default=())
+    parser.add_argument("overrides", nargs="*", help="for instance total_train_steps=20")
+    return parser.parse_args(arguments)
+
+
+def _say(text):
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Runs as a person makes them, `python -m async_rl.run`, and what is found in their directories, kills included."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+
+from async_rl.model_info import read_model_info
+from async_rl.resume import Resume
+from message_queue.journal import Journal, JournalError
+
+SMALL = (
+    "task.factory=tests.e2e.parity_task:parity_task",
+    "task.options={}",
+    "rollout.groups_per_batch=4",
+    "rollout.trajectories_per_group=4",
+    "rollout.limits.max_tokens=96",
+    "warm_start.steps=2",
+    "warm_start.batch=8",
+    "validation.every=0",
+    "validation.prompts=8",
+    "cluster.stop_timeout_s=10",
+)
+
+
+def begin(directory, *overrides, output=subprocess.PIPE):
+    """Start a run; its output goes to `output`."""
+    command = [sys.executable, "-m", "async_rl.run", f"output_dir={directory}", *overrides]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def start(directory, warm_starts, *overrides):
+    """Start a small run."""
+    return begin(directory, f"warm_start.cache={warm_starts}", *SMALL, *overrides)
+
+
+def finish(process, *, timeout_s=200):
+    """Output of a run that ends by itself within `timeout_s`."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return output
+
+
+def lines(directory, name):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def wait_for_step(directory, step, process, *, timeout_s=150):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        path = directory / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    raise AssertionError(f"no step {step} within {timeout_s} s")
+
+
+# ---- kills
+
+
+def tree_of(process):
+    """The driver and every process below it."""
+    driver = psutil.Process(process.pid)
+    return [driver, *driver.children(recursive=True)]
+
+
+def each(processes, do):
+    """Do it to each that is still there."""
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            do(one)
+
+
+# ---- journals
+
+
+def read_journal(directory, copy, *, config, checkpoint):
+    """What the journal of a run holds, read from a copy: (recovered, group -> content).
+
+    checkpoint: of the warm start. config: of the run.
+    """
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("lock", "trainer", "tensorboard"))
+    config = replace(config, output_dir=copy)
+    place = replace(Resume(config).journal(read_model_info(checkpoint).routing), busy_s=0.0)
+
+    async def read():
+        journal, recovered = await Journal.open(
+            place.directory, run=place.run, config=place.config, start=place.start()
+        )
+        async with journal:
+            groups = [g.admission.group for g in (*recovered.open, *recovered.ready)]
+            return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
+
+    return asyncio.run(read())
+
+
+def peek(directory, copy, *, config, checkpoint):
+    """What the journal of a run that goes on holds; None where a file came or went while it was copied."""
+    try:
+        return read_journal(directory, copy, config=config, checkpoint=checkpoint)
+    except (OSError, JournalError, ValueError, shutil.Error):
+        return None
+
+
+def begins_with(found, held):
+    """Whether a trajectory begins with all that another one holds, its last row aside."""
+    return all(f[: len(h)] == h for f, h in zip(_content(found), _content(held), strict=True))
+
+
+def _content(trajectory):
+    """Of each position: token, logprob, version, and row where there is one."""
+    rows = trajectory.routed_experts()[: trajectory.num_rows]
+    return (
+        trajectory.token_ids().tolist(),
+        trajectory.behaviour_logprobs().tolist(),
+        trajectory.param_versions().tolist(),
+        rows.tolist(),
+    )
