@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from async_rl.model_info import ModelInfo, read_model_info
+from async_rl.engines.serving import ServingConfig, device_of, read_served
+from async_rl.model_info import ModelInfo
 
 SGLANG_VERSION = "0.5.23"  # hooks and answers are of this version
 VENV_PYTHON = Path(".venv-sglang/bin/python")
 PLUGIN_PATH = Path(__file__).parent / "sglang_side" / "plugin"
 CPU_PATH = Path(__file__).parent / "sglang_side" / "cpu"
-DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT_SLACK = 8  # SGLang keeps a few positions of the context for itself
 CPU_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3", "qwen2", "llama")
 CPU_BROKEN = {
@@ -37,68 +37,29 @@ RESERVED_ARGS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangConfig:
-    """One SGLang replica; `replicas` of them serve a run.
+class SglangConfig(ServingConfig):
+    """One SGLang replica.
 
     python: interpreter of the virtualenv that holds SGLang; None is `.venv-sglang`, which `make setup-sglang` makes.
-    device: where the engine runs; `auto` is the GPU when torch sees one.
-    max_model_len: most tokens of prompt and reply together.
     max_num_seqs: most requests of one engine step. max_num_batched_tokens: most tokens of one prefill step.
     kv_cache_tokens: K/V slots; None is 8 times max_model_len on the CPU, and what fits on a GPU.
-    gpu_memory_utilization: share of a GPU's memory for weights and K/V.
-    enforce_eager: no CUDA graphs.
-    threads: OpenMP threads of one engine process.
-    load_timeout_s, generate_timeout_s, start_timeout_s: bounds on one weight load, one decode, one start.
     extra_args: further server arguments of SGLang, by their Python names.
     """
 
+    ENGINE: ClassVar[str] = "sglang"
+    RESERVED_ARGS: ClassVar[frozenset[str]] = RESERVED_ARGS
+
     name: Literal["sglang"] = "sglang"
-    replicas: int = 1
     python: Path | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: str = "float32"
-    max_model_len: int = 1024
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
     kv_cache_tokens: int | None = None
-    gpu_memory_utilization: float = 0.85
-    tensor_parallel: int = 1
-    enforce_eager: bool = True
-    threads: int = 1
-    seed: int = 0
-    load_timeout_s: float = 120.0
-    generate_timeout_s: float = 600.0
-    start_timeout_s: float = 180.0
-    extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        if self.name != "sglang":
-            raise ValueError(f"engine.name is {self.name!r}; this configuration is of engine 'sglang'")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
-        if self.max_model_len < 2:
-            raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
+        ServingConfig.__post_init__(self)
         least = self.max_model_len + CONTEXT_SLACK
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < least:
             raise ValueError(
                 f"engine.kv_cache_tokens is {self.kv_cache_tokens}; one request of engine.max_model_len="
                 f"{self.max_model_len} needs {least}, and SGLang would cut it short without a word; raise it"
-            )
-        for name in ("load_timeout_s", "generate_timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, in (0, 1]"
-            )
-        if taken := sorted(RESERVED_ARGS & set(self.extra_args)):
-            raise ValueError(
-                f"engine.extra_args sets {', '.join(taken)}, which the replica sets itself; use the fields of engine"
             )
 
 
@@ -122,13 +83,8 @@ def check_engine(
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
         CheckpointError: the checkpoint cannot be read.
     """
-    info = read_model_info(checkpoint)
+    info = read_served(config, checkpoint, capture_routing=capture_routing)
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    if capture_routing and info.routing is None:
-        raise ValueError(
-            f"routing capture is on, but {checkpoint} ({info.family}) is dense and routes nothing; "
-            "use trainer.router_replay=none"
-        )
     if force_routing and not capture_routing:
         raise ValueError(
             "rollout.resume_routing is 'force' without routing capture, so there is nothing to force; "
@@ -138,11 +94,6 @@ def check_engine(
         raise ValueError(
             f"rollout.resume_routing is 'force', but forcing on SGLang is proven for {', '.join(FORCED_FAMILIES)} "
             f"only, not for {info.family} ({checkpoint}); use append"
-        )
-    if config.max_model_len > info.context_length:
-        raise ValueError(
-            f"engine.max_model_len is {config.max_model_len}, more than the {info.context_length} positions of "
-            f"{checkpoint}; lower it"
         )
     if info.family == "qwen3_moe" and (dense := fields.get("mlp_only_layers")):
         raise ValueError(
@@ -156,15 +107,6 @@ def check_engine(
             "use engine=vllm, or engine.device=cuda"
         )
     return ServedModel(checkpoint=checkpoint, info=info, max_model_len=config.max_model_len)
-
-
-def device_of(config: SglangConfig) -> Literal["cpu", "cuda"]:
-    """The device that `config` means in this process."""
-    if config.device != "auto":
-        return config.device
-    import torch  # not needed to read or check a configuration
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dict[str, str]:

@@ -42,17 +42,7 @@ def cut_into_segments(
     Raises:
         ContractError: spans that are not of n tokens, or rows that are not those of the request.
     """
-    if sum(count for _, count in spans) != len(token_ids) or (len(spans) > 1 and min(c for _, c in spans) < 1):
-        raise ContractError(
-            f"the weight versions cover {[count for _, count in spans]} tokens; {len(token_ids)} were sampled"
-        )
-    if routed_experts is not None:
-        end = len(request.token_ids) + len(token_ids) - 1
-        if (routed_experts.first_position, routed_experts.end_position) != (request.rows_held, end):
-            raise ContractError(
-                f"routed_experts has rows {routed_experts.first_position}..{routed_experts.end_position - 1}; "
-                f"need {request.rows_held}..{end - 1}"
-            )
+    _check_extent(request, len(token_ids), routed_experts, spans)
     segments: list[TokenOutput] = []
     start, row = 0, 0
     for number, (weights, count) in enumerate(spans):
@@ -100,3 +90,22 @@ def joined(segments: Sequence[TokenOutput]) -> list[TokenOutput]:
     *before, last = segments
     told = [s for s in before if len(s)]
     return told if told and not len(last) and last.stop_reason is StopReason.ABORT else [*told, last]
+
+
+def _check_extent(
+    request: GenerateRequest,
+    sampled: int,
+    routed_experts: RoutedExperts | None,
+    spans: Sequence[tuple[WeightVersion, int]],
+) -> None:
+    counts = [count for _, count in spans]
+    if sum(counts) != sampled or (len(counts) > 1 and min(counts) < 1):
+        raise ContractError(f"the weight versions cover {counts} tokens; {sampled} were sampled")
+    if routed_experts is None:
+        return
+    end = len(request.token_ids) + sampled - 1
+    if (routed_experts.first_position, routed_experts.end_position) != (request.rows_held, end):
+        raise ContractError(
+            f"routed_experts has rows {routed_experts.first_position}..{routed_experts.end_position - 1}; "
+            f"need {request.rows_held}..{end - 1}"
+        )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from async_rl.engines.serving import ServingConfig, device_of, read_served
 from async_rl.engines.vllm_plugin import PLUGIN_VARIABLE
-from async_rl.model_info import ModelInfo, read_model_info
+from async_rl.model_info import ModelInfo
 from message_queue.tokens import RoutingSpec
 
-DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_MULTIPLE = 32  # what vLLM's CPU attention kernels are written for
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
 FORCED_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3")  # proven against transformers
@@ -28,70 +27,35 @@ RESERVED_ARGS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
-    """One vLLM replica; `replicas` of them serve a run.
+class VllmConfig(ServingConfig):
+    """One vLLM replica.
 
-    device: where the engine runs; `auto` is the GPU when torch sees one.
-    max_model_len: most tokens of prompt and reply together.
     max_num_seqs, max_num_batched_tokens: most requests and most tokens of one engine step.
-    kv_cache_bytes: K/V memory on the CPU. gpu_memory_utilization: share of a GPU's memory for weights and K/V.
+    kv_cache_bytes: K/V memory on the CPU.
     block_size: tokens per K/V block; None is 32, and for multi-head latent attention what vLLM's kernel wants.
-    threads: OpenMP threads of one engine process.
-    load_timeout_s, generate_timeout_s, start_timeout_s: bounds on one weight load, one decode, one start.
     extra_args: further fields of vLLM's AsyncEngineArgs.
     """
 
+    ENGINE: ClassVar[str] = "vllm"
+    RESERVED_ARGS: ClassVar[frozenset[str]] = RESERVED_ARGS
+
     name: Literal["vllm"] = "vllm"
-    replicas: int = 1
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: str = "float32"
-    max_model_len: int = 1024
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
     kv_cache_bytes: int = 64 << 20
-    gpu_memory_utilization: float = 0.85
     block_size: int | None = None
-    tensor_parallel: int = 1
-    enforce_eager: bool = True
-    threads: int = 1
-    seed: int = 0
-    load_timeout_s: float = 120.0
-    generate_timeout_s: float = 600.0
-    start_timeout_s: float = 180.0
-    extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        if self.name != "vllm":
-            raise ValueError(f"engine.name is {self.name!r}; this configuration is of engine 'vllm'")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
-        if self.max_model_len < 2:
-            raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
+        ServingConfig.__post_init__(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"engine.max_num_batched_tokens is {self.max_num_batched_tokens}, less than "
                 f"engine.max_num_seqs={self.max_num_seqs}; a step decodes one token per request, so raise it"
             )
-        for name in ("kv_cache_bytes", "load_timeout_s", "generate_timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, in (0, 1]"
-            )
+        if self.kv_cache_bytes <= 0:
+            raise ValueError(f"engine.kv_cache_bytes is {self.kv_cache_bytes}; must be > 0")
         if self.block_size is not None and (self.block_size < 1 or self.block_size % CPU_MLA_BLOCK):
             raise ValueError(
                 f"engine.block_size is {self.block_size}; must be a multiple of {BLOCK_MULTIPLE} "
                 f"({CPU_MLA_BLOCK} for latent attention on the CPU), or null for the right one"
-            )
-        if taken := sorted(RESERVED_ARGS & set(self.extra_args)):
-            raise ValueError(
-                f"engine.extra_args sets {', '.join(taken)}, which the replica sets itself; use the fields of engine"
             )
 
 
@@ -121,22 +85,12 @@ def check_engine(
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
         CheckpointError: the checkpoint cannot be read.
     """
-    info = read_model_info(checkpoint)
+    info = read_served(config, checkpoint, capture_routing=capture_routing)
     latent = bool(json.loads((checkpoint / "config.json").read_text()).get("kv_lora_rank"))
-    if capture_routing and info.routing is None:
-        raise ValueError(
-            f"routing capture is on, but {checkpoint} ({info.family}) is dense and routes nothing; "
-            "use trainer.router_replay=none"
-        )
     if capture_routing and not config.enforce_eager:
         raise ValueError(
             "engine.enforce_eager is false with routing capture on; compiled graphs return wrong expert ids without "
             "a word, so set engine.enforce_eager=true (or trainer.router_replay=none)"
-        )
-    if config.max_model_len > info.context_length:
-        raise ValueError(
-            f"engine.max_model_len is {config.max_model_len}, more than the {info.context_length} positions of "
-            f"{checkpoint}; lower it"
         )
     if config.block_size is not None and device_of(config) == "cpu":
         if latent and config.block_size != CPU_MLA_BLOCK:
@@ -169,15 +123,6 @@ def _why_unforcible(config: VllmConfig, info: ModelInfo, *, capture_routing: boo
     if info.family not in FORCED_FAMILIES:
         return f"the model family is {info.family}, and routers are forced in {', '.join(FORCED_FAMILIES)} only"
     return None
-
-
-def device_of(config: VllmConfig) -> Literal["cpu", "cuda"]:
-    """The device that `config` means in this process."""
-    if config.device != "auto":
-        return config.device
-    import torch  # not needed to read or check a configuration
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def engine_environment(config: VllmConfig) -> dict[str, str]:

@@ -100,6 +100,13 @@ async def sglang_server(sglang_models: sglang_support.Models) -> AsyncIterator[S
     await replica.close()
 
 
+@pytest_asyncio.fixture(loop_scope="package")
+async def sglang_replica(sglang_server: SglangReplica, sglang_models: sglang_support.Models) -> SglangReplica:
+    """The server, serving the first weights with an empty prefix cache."""
+    await sglang_support.publish(sglang_server, sglang_models.updates[0])
+    return sglang_server
+
+
 Report = Callable[[str], None]
 FIGURE = "figure"
 

@@ -1,0 +1,224 @@
+"""Who decides when things happen in a run: nobody (`Free`), or the schedule of another run (`Conductor`).
+
+    admit  a group starts on weights of as many updates as its like there
+    decode a trajectory samples as many tokens under each weights as its like there, and waits for the next; under the
+           last ones as many as it likes
+    load   weights are loaded when all that was sampled under the ones before has been
+    put    a group reaches the queue when the batches before its own were taken
+
+A trajectory that ends earlier than its like samples less. Aborts are not made but met: a decode is asked for as many
+tokens as it has left under the weights, and what ends there counts as aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agent_loop.engine import Engine, GenerateRequest
+from agent_loop.loop import AgentLoop, Prompt
+from async_rl.rollout.bell import Bell
+from async_rl.rollout.schedule import RunSchedule, ScheduleError, Span, spans_of
+from message_queue.contract import Admission
+from message_queue.tokens import StopReason, TokenOutput
+from message_queue.trajectory import PromptGroup, Trajectory
+
+
+class Conducts(Protocol):
+    """What the pipeline asks and tells. Prompts are by their index, weights by the optimizer updates they hold."""
+
+    def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
+        """Go on with open `groups`, after `train_step` batches and the admission of all prompts before `cursor`.
+
+        updates: `param_version` -> optimizer updates.
+        """
+        ...
+
+    async def may_admit(self, prompt: int) -> None: ...
+    def admitted(self, admission: Admission) -> None: ...
+    async def may_put(self, prompt: int) -> None: ...
+    def taken(self) -> None: ...
+    async def may_load(self, update: int) -> None: ...
+    def loaded(self, update: int) -> None: ...
+    def dropped(self, group: int, *, reason: str) -> None: ...
+
+
+class Free:
+    """Everything happens as soon as it can."""
+
+    def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
+        return
+
+    async def may_admit(self, prompt: int) -> None:
+        return
+
+    def admitted(self, admission: Admission) -> None:
+        return
+
+    async def may_put(self, prompt: int) -> None:
+        return
+
+    def taken(self) -> None:
+        return
+
+    async def may_load(self, update: int) -> None:
+        return
+
+    def loaded(self, update: int) -> None:
+        return
+
+    def dropped(self, group: int, *, reason: str) -> None:
+        return
+
+
+@dataclass(slots=True)
+class _Part:
+    """update: of the weights. left: tokens still to be sampled under them."""
+
+    update: int
+    left: int
+
+
+class Conductor:
+    """Keeps a run to a schedule. A prompt's index is its position in it; see `RunSchedule.order`.
+
+    Args:
+        session: names the rollout of (group, number of the trajectory).
+    """
+
+    def __init__(self, schedule: RunSchedule, *, session: Callable[[int, int], str]) -> None:
+        self._groups = schedule.groups
+        self._session = session
+        self._changed = Bell()
+        self._served = 0
+        self._num_admitted = 0
+        self._num_taken = 0
+        self._parts: dict[str, list[_Part]] = {}
+
+    # ---- what the pipeline asks and tells
+
+    def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
+        """See Conducts."""
+        self._num_taken, self._num_admitted = train_step, cursor
+        for group in groups:
+            for number, trajectory in enumerate(group.trajectories):
+                if not trajectory.closed:
+                    spans = _rest(self._groups[group.prompt].spans[number], spans_of(trajectory, updates))
+                    self._begin_session(group.group, number, spans, admitted_update=group.admitted_update)
+
+    async def may_admit(self, prompt: int) -> None:
+        """Return when the weights serve on which the group at this position is admitted; never after the last one."""
+        await self._until(lambda: prompt < len(self._groups) and self._groups[prompt].admitted_update == self._served)
+
+    def admitted(self, admission: Admission) -> None:
+        """A group starts: its trajectories have their spans before them."""
+        scheduled = self._groups[admission.prompt]
+        self._num_admitted = max(self._num_admitted, admission.prompt + 1)
+        for number, spans in enumerate(scheduled.spans):
+            self._begin_session(admission.group, number, spans, admitted_update=admission.admitted_update)
+        self._changed.ring()
+
+    async def may_put(self, prompt: int) -> None:
+        """Return when all batches before that of the group were taken."""
+        await self._until(lambda: self._num_taken >= self._groups[prompt].train_step - 1)
+
+    def taken(self) -> None:
+        """The next batch was taken."""
+        self._num_taken += 1
+        self._changed.ring()
+
+    async def may_load(self, update: int) -> None:
+        """Return when all that belongs to weights before `update` has been admitted and sampled."""
+        await self._until(lambda: self._done_before(update))
+
+    def loaded(self, update: int) -> None:
+        """All replicas serve weights of `update` updates."""
+        self._served = update
+        self._changed.ring()
+
+    def dropped(self, group: int, *, reason: str) -> None:
+        """Refuse to go on.
+
+        Raises:
+            ScheduleError: always; a batch of the schedule would never be whole.
+        """
+        raise ScheduleError(f"group {group} was dropped in a run that keeps to a schedule: {reason}")
+
+    # ---- what rollouts go through
+
+    def engine(self, engine: Engine) -> Engine:
+        """An engine that stops each trajectory where its like stopped, and waits for the next weights."""
+        return _ConductedEngine(engine, self)
+
+    def loop(self, loop: AgentLoop) -> AgentLoop:
+        """An agent loop that says when a trajectory is at its end."""
+        return _ConductedLoop(loop, self)
+
+    async def generate(self, engine: Engine, request: GenerateRequest) -> list[TokenOutput]:
+        """See `agent_loop.engine.Engine.generate`. Sessions that are in no schedule pass."""
+        parts = self._parts.get(request.session)
+        if parts is None:
+            return await engine.generate(request)
+        part = parts[0]
+        await self._until(lambda: self._served == part.update)
+        budget = request.max_new_tokens if len(parts) == 1 else min(request.max_new_tokens, part.left)
+        answer = await engine.generate(replace(request, max_new_tokens=budget))
+        part.left -= sum(map(len, answer))
+        if len(parts) > 1 and part.left <= 0:
+            parts.pop(0)
+            self._changed.ring()
+        last = answer[-1]
+        if last.stop_reason is StopReason.LENGTH and budget < request.max_new_tokens:
+            answer = [*answer[:-1], replace(last, stop_reason=StopReason.ABORT)]
+        return answer
+
+    def ended(self, session: str) -> None:
+        """A trajectory is at its end."""
+        if self._parts.pop(session, None) is not None:
+            self._changed.ring()
+
+    # ---- inside
+
+    def _begin_session(self, group: int, number: int, spans: Sequence[Span], *, admitted_update: int) -> None:
+        parts = [_Part(update, tokens) for update, tokens in spans] or [_Part(admitted_update, 0)]
+        self._parts[self._session(group, number)] = parts
+
+    def _done_before(self, update: int) -> bool:
+        waiting = self._groups[self._num_admitted :]
+        if waiting and waiting[0].admitted_update < update:
+            return False
+        return all(parts[0].update >= update for parts in self._parts.values())
+
+    async def _until(self, met: Callable[[], bool]) -> None:
+        while not met():
+            await self._changed.wait()
+
+
+class _ConductedEngine:
+    def __init__(self, engine: Engine, conductor: Conductor) -> None:
+        self._engine = engine
+        self._conductor = conductor
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        return await self._conductor.generate(self._engine, request)
+
+
+class _ConductedLoop:
+    def __init__(self, loop: AgentLoop, conductor: Conductor) -> None:
+        self._loop = loop
+        self._conductor = conductor
+
+    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
+        await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
+        self._conductor.ended(session)
+
+
+def _rest(spans: Sequence[Span], sampled: Sequence[Span]) -> list[Span]:
+    """What is left of `spans` where `sampled` was sampled: of the weights that sampled last, and those after."""
+    if not sampled:
+        return list(spans)
+    now, done = sampled[-1]
+    left = [(update, tokens - done if update == now else tokens) for update, tokens in spans if update >= now]
+    kept = [(update, tokens) for update, tokens in left if tokens > 0]
+    return kept or [(now, 0)]

@@ -1,0 +1,145 @@
+"""What happened when in a run, apart from what was sampled: `schedule.jsonl`, one line per train step.
+
+A line names the groups of the batch, in the order of the trainer: the prompt of each, the optimizer updates in the
+weights on which it was admitted, and of each of its trajectories how many tokens were sampled under which weights. That
+is all of admissions, aborts, resumes, publishes and batches that shows in the data, so a run that keeps to it
+(`async_rl.rollout.conductor`) trains on tokens of the same prompts, of the same age at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_loop.loop import Prompt
+from async_rl.data.prompts import PromptOrder
+from message_queue.trajectory import NOT_SAMPLED, PromptGroup, Trajectory
+
+FILE_NAME = "schedule.jsonl"
+
+Span = tuple[int, int]
+"""(optimizer updates in the weights, tokens sampled under them)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledGroup:
+    """group: its id in the run that is recorded; ids go up in the order of admission. prompt: its index there.
+
+    spans: of each trajectory, in the order in which they were sampled.
+    """
+
+    group: int
+    prompt: int
+    admitted_update: int
+    train_step: int
+    spans: tuple[tuple[Span, ...], ...]
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot be read, or does not suit the run."""
+
+
+class RunSchedule:
+    """The groups of a run that were trained. A position is a place among them in the order of admission.
+
+    Args:
+        groups: in any order.
+
+    Raises:
+        ScheduleError: train steps that do not go from 1 without a gap, or batches of different sizes.
+    """
+
+    def __init__(self, groups: Sequence[ScheduledGroup]) -> None:
+        self.groups = tuple(sorted(groups, key=lambda group: group.group))
+        steps, sizes = np.unique([group.train_step for group in self.groups], return_counts=True)
+        if not self.groups or steps.tolist() != list(range(1, len(steps) + 1)):
+            raise ScheduleError(f"a schedule has the train steps {steps.tolist()}; need 1, 2, 3 and so on")
+        if len(set(sizes.tolist())) > 1:
+            raise ScheduleError(f"a schedule has batches of {sorted(set(sizes.tolist()))} groups; need one size")
+        self.train_steps = len(steps)
+        self.batch_groups = int(sizes[0])
+        self.trajectories_per_group = len(self.groups[0].spans)
+
+    def order(self, order: PromptOrder) -> PromptOrder:
+        """The prompts of the schedule: index i is position i."""
+        return _ScheduledOrder(order, [group.prompt for group in self.groups])
+
+
+def read_schedule(path: Path) -> RunSchedule:
+    """Of a run directory, or of the file in it.
+
+    Raises:
+        ScheduleError: there is none, or it is malformed; names file, line and cause.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise ScheduleError(f"schedule is {path}, which has no {FILE_NAME} to read: {error}") from error
+    groups: list[ScheduledGroup] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)
+            groups += [_group(int(step["train_step"]), entry) for entry in step["groups"]]
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ScheduleError(f"line {number} of {file} is not a train step of a schedule: {error!r}") from error
+    try:
+        return RunSchedule(groups)
+    except ScheduleError as error:
+        raise ScheduleError(f"{file}: {error}") from error
+
+
+def schedule_line(
+    groups: Sequence[PromptGroup], *, train_step: int, version_updates: Mapping[int, int]
+) -> dict[str, Any]:
+    """A train step as a line of `schedule.jsonl`.
+
+    version_updates: `param_version` -> optimizer updates it holds.
+    """
+    return {
+        "train_step": train_step,
+        "groups": [
+            {
+                "group": group.group,
+                "prompt": group.prompt,
+                "admitted_update": group.admitted_update,
+                "spans": [spans_of(trajectory, version_updates) for trajectory in group.trajectories],
+            }
+            for group in groups
+        ],
+    }
+
+
+def spans_of(trajectory: Trajectory, version_updates: Mapping[int, int]) -> list[Span]:
+    """Tokens that were sampled under each number of updates, in order."""
+    versions = trajectory.param_versions()
+    updates = np.array([version_updates[v] for v in versions[versions != NOT_SAMPLED].tolist()], np.int64)
+    starts = np.flatnonzero(np.diff(updates, prepend=-1))
+    counts = np.diff(starts, append=len(updates))
+    return list(zip(updates[starts].tolist(), counts.tolist(), strict=True))
+
+
+def _group(train_step: int, entry: Mapping[str, Any]) -> ScheduledGroup:
+    return ScheduledGroup(
+        group=int(entry["group"]),
+        prompt=int(entry["prompt"]),
+        admitted_update=int(entry["admitted_update"]),
+        train_step=train_step,
+        spans=tuple(tuple((int(update), int(tokens)) for update, tokens in spans) for spans in entry["spans"]),
+    )
+
+
+class _ScheduledOrder:
+    def __init__(self, order: PromptOrder, prompts: Sequence[int]) -> None:
+        self._order = order
+        self._prompts = prompts
+
+    def train_prompt(self, index: int) -> Prompt:
+        """The prompt at position `index`; after the end any one, which is never admitted."""
+        prompt = self._prompts[min(index, len(self._prompts) - 1)]
+        return replace(self._order.train_prompt(prompt), index=index)
