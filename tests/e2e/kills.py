@@ -3,7 +3,8 @@
 At random moments a process is killed: everything, the driver, the queue, the replica, or the trainer. Where the driver
 died, the same command is given again. Before each kill everything stands still and the journal is read.
 
---kills N       how many, 20 without it       --between A B   seconds between two of them, 5 45 without it
+--kills N       how many, 20 without it       --within S      a kill comes up to so many seconds, 25 without it, after
+                                              the next train step, and one in four up to so many after the last kill
 --seed N        of moments and victims        --out FOLDER    run directory and report, outputs/kills without it
 --against DIR…  undisturbed runs, whose held-out success is printed beside this one's
 """
@@ -88,7 +89,9 @@ def _live(directory, config, overrides, witness, chance, options):
         process = begin(directory, *overrides, output=output)
         try:
             while len(kills) < options.kills:
-                if _ended(process, within_s=chance.uniform(*options.between)):
+                if chance.random() < 0.75:
+                    _ended(process, within_s=END_S, directory=directory, step=_steps(directory) + 1)
+                if _ended(process, within_s=chance.uniform(0, options.within)):
                     break
                 kill = _kill(process, directory, config, witness, chance, options.out / "copy")
                 kills.append(kill)
@@ -103,11 +106,18 @@ def _live(directory, config, overrides, witness, chance, options):
                 each(tree_of(process), psutil.Process.kill)
 
 
-def _ended(process, *, within_s):
+def _ended(process, *, within_s, directory=None, step=None):
+    """Wait for the end of the process, or for a train step to be recorded; whether it ended."""
     deadline = time.monotonic() + within_s
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline and (step is None or _steps(directory) < step):
         time.sleep(0.1)
     return process.poll() is not None
+
+
+def _steps(directory):
+    """Train steps that are recorded."""
+    metrics = directory / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
 def _kill(process, directory, config, witness, chance, copy):
@@ -120,8 +130,7 @@ def _kill(process, directory, config, witness, chance, copy):
     of_victim = [one for one in tree if one.pid in {pid for name, pid in pids.items() if name.startswith(victim)}]
     if victim not in ("everything", "driver") and not of_victim:
         victim = "driver"  # the part was not there yet
-    metrics = directory / "metrics.jsonl"
-    kill = Kill(victim=victim, at_step=len(metrics.read_text().splitlines()) if metrics.exists() else 0)
+    kill = Kill(victim=victim, at_step=_steps(directory))
     checkpoints = list(config.warm_start.cache.glob("*/config.json"))
     seen = checkpoints and peek(directory, copy, config=config, checkpoint=checkpoints[0].parent)
     if seen:
@@ -186,7 +195,7 @@ def _report(directory, kills, witness, broken, against):
 def _parse(arguments):
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.kills", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--between", type=float, nargs=2, default=(5.0, 45.0))
+    parser.add_argument("--within", type=float, default=25.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/kills"))
     parser.add_argument("--against", type=Path, nargs="*", default=())
