@@ -77,7 +77,7 @@ async def test_groups_of_steps_that_the_checkpoint_holds_are_settled(tmp_path):
     journal, recovered = await open_journal(tmp_path, start=JournalStart(train_step=1))
     await journal.close()
     assert [g.admission.group for g in recovered.ready] == [1]
-    assert recovered.ledger == LedgerCounts(admitted=2, trained=1, trained_tokens=3, open=1)
+    assert recovered.ledger == LedgerCounts(admitted=2, trained=1, tokens=3, trained_tokens=3, open=1)
 
 
 async def test_a_checkpoint_settles_and_older_ones_are_refused(tmp_path):
