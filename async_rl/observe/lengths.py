@@ -55,8 +55,6 @@ def gradient_lengths(groups: Sequence[PromptGroup], *, versions: frozenset[int])
 class HasColumns(Protocol):
     """A run, by its metrics."""
 
-    name: str
-
     def column(self, key: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]: ...
 
 
