@@ -24,11 +24,10 @@ from agent_loop.loop import TurnLimits
 from async_rl.actors import ClusterConfig
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
+from async_rl.config_rules import problems
 from async_rl.data.task import TaskConfig
 from async_rl.engines.replica import KeptKV
-from async_rl.engines.select import EngineConfig, check_engine
-from async_rl.engines.vllm_config import VllmConfig
-from async_rl.model_info import CheckpointError, read_model_info
+from async_rl.engines.select import EngineConfig
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.train.losses import LossConfig
@@ -155,7 +154,7 @@ class RunConfig:
     cluster: ClusterConfig
 
     def __post_init__(self) -> None:
-        for problem in _problems(self):
+        for problem in problems(self):
             raise ValueError(problem)
 
     @property
@@ -210,90 +209,6 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
         return TypeAdapter(RunConfig).validate_python(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
-
-
-def _problems(config: RunConfig) -> Iterator[str]:
-    """Rules that span fields; each names the fields, their values and the fix."""
-    if config.staleness.max_staleness < config.sync.every - 1:
-        yield (
-            f"staleness.max_staleness is {config.staleness.max_staleness} with sync.every={config.sync.every}: weights "
-            f"are up to {config.sync.every - 1} updates old before any wait; raise the bound or publish more often"
-        )
-    trajectories = config.rollout.groups_per_batch * config.rollout.trajectories_per_group
-    if trajectories % config.trainer.data_parallel:
-        yield (
-            f"a batch has {trajectories} trajectories (rollout.groups_per_batch={config.rollout.groups_per_batch} x "
-            f"rollout.trajectories_per_group={config.rollout.trajectories_per_group}), which does not divide over "
-            f"{config.trainer.data_parallel} data-parallel ranks; change one of them"
-        )
-    if config.rollout.trajectories_per_group == 1 and config.advantage.name != "reinforce_plus_plus":
-        yield (
-            f"rollout.trajectories_per_group is 1 with advantage.name={config.advantage.name}, which compares the "
-            "trajectories of a group, so nothing would be trained; use more, or advantage.name=reinforce_plus_plus"
-        )
-    if config.rollout.failure.on_failed == "rest" and config.trainer.data_parallel > 1:
-        yield (
-            f"rollout.failure.on_failed is 'rest' with {config.trainer.data_parallel} data-parallel ranks, over which "
-            "a batch with failed rollouts does not divide; use rollout.failure.on_failed=drop"
-        )
-    if config.rollout.limits.max_tokens > config.engine.max_model_len:
-        yield (
-            f"rollout.limits.max_tokens is {config.rollout.limits.max_tokens}, more than "
-            f"engine.max_model_len={config.engine.max_model_len}; lower the one or raise the other"
-        )
-    if config.trainer.updates_per_batch != 1:
-        yield (
-            f"trainer.updates_per_batch is {config.trainer.updates_per_batch}; a run makes one optimizer update per "
-            "batch, so set it to 1 and lower rollout.groups_per_batch for smaller updates"
-        )
-    if config.loss.temperature != config.rollout.sampling.temperature:
-        yield (
-            f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
-            f"{config.rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
-        )
-    if config.trainer.router_replay != "R3" and config.rollout.resume_routing != "append":
-        yield (
-            f"rollout.resume_routing is {config.rollout.resume_routing!r} with trainer.router_replay="
-            f"{config.trainer.router_replay}; rows are only captured for R3, so set trainer.router_replay=R3, or "
-            "rollout.resume_routing=append"
-        )
-    if (
-        config.trainer.router_replay == "R3"
-        and isinstance(config.engine, VllmConfig)
-        and not config.engine.enforce_eager
-    ):
-        yield (
-            "engine.enforce_eager is false with trainer.router_replay=R3: compiled graphs return wrong expert ids "
-            "without a word; set engine.enforce_eager=true, or trainer.router_replay=none"
-        )
-    if config.resume not in ("auto", "never") and not (Path(config.resume) / "run.json").is_file():
-        yield f"resume is {config.resume!r}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
-    yield from _model_problems(config)
-
-
-def _model_problems(config: RunConfig) -> Iterator[str]:
-    """What the model's own config rules out."""
-    if config.model.checkpoint is None:
-        return
-    try:
-        info = read_model_info(config.model.checkpoint)
-    except CheckpointError as error:
-        yield f"model.checkpoint: {error}"
-        return
-    if info.routing is None and config.trainer.router_replay != "none":
-        yield (
-            f"trainer.router_replay is {config.trainer.router_replay}, but model.checkpoint "
-            f"{config.model.checkpoint} is dense ({info.family}); use trainer.router_replay=none"
-        )
-    try:
-        check_engine(
-            config.engine,
-            checkpoint=config.model.checkpoint,
-            capture=config.captures_routing,
-            force=config.forces_routing,
-        )
-    except ValueError as error:
-        yield str(error)
 
 
 def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -6,12 +6,13 @@
      +------------------ admission reopens when every replica serves the new version
 
     stage     consumes              produces              waits for                     is unblocked by
-    feed      prompts               admitted prompts      the staleness budget          publish, drops
+    feed      prompts (expired ones admitted prompts      the staleness budget          publish, drops
+              first: policy recycle)
     rollout   admitted prompts      prompt groups         engines, tools                (nothing: it never blocks feed)
     train     batches of groups     gradients, versions   a batch the bound allows      rollout
     publish   versions              loaded replicas       every replica to load         train
     validate  requests              held-out success      engines                       train
-    expire    hopeless groups       cancelled rollouts    the bound (policy drop)       train
+    expire    hopeless groups       cancelled rollouts    the bound (drop, recycle)     train
     watch     signs of life         lost replicas         time                          (nothing)
 
 All but train are endless and run in the background; train is finite and is the body. A failed
@@ -31,15 +32,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 
 from agent_loop.loop import Prompt
-from async_rl.batch.advantage import compute_advantages
-from async_rl.batch.collate import collate
+from async_rl.batch.prepare import PreparedBatch, prepare
 from async_rl.checkpoints import Checkpoints, RunState
 from async_rl.data.prompts import PromptSource
-from async_rl.observe.metrics import batch_metrics, queue_metrics, staleness_histogram
+from async_rl.observe.metrics import queue_metrics
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
-from async_rl.parts import GroupQueue, PipelineConfig, Replicas, Trainer
-from async_rl.rollout.rollouter import DroppedGroup, Rollouter, without_failed
+from async_rl.parts import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, StageError, Trainer
+from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.rollout.tokens import require_closed
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate, discard_updates
@@ -49,12 +50,6 @@ from message_queue.start import admission_of
 from message_queue.trajectory import PromptGroup, Trajectory
 
 __all__ = ["GroupQueue", "Pipeline", "PipelineConfig", "Replicas", "StageError", "Trainer"]
-
-WATCH_EVERY_S = 10.0  # between two signs of life of a replica
-
-
-class StageError(RuntimeError):
-    """A stage failed; the cause is chained."""
 
 
 class Pipeline:
@@ -190,7 +185,10 @@ class Pipeline:
         while True:
             prompt = self._prompts.current()
             admission = await self._queue.admit(prompt.index)
-            self._prompts.advance()
+            if admission.prompt == prompt.index:
+                self._prompts.advance()
+            else:
+                prompt = self._prompts.at(admission.prompt)
             await self._admitted.put((prompt, admission))
 
     async def _rollout(self) -> None:
@@ -209,9 +207,14 @@ class Pipeline:
             outcome = await self._rollouter.roll(prompt, admission, held=held)
         if isinstance(outcome, DroppedGroup):
             await self._queue.drop(
-                outcome.group, reason=outcome.reason, segments=outcome.segments, tokens=outcome.tokens
+                outcome.group,
+                reason=outcome.reason,
+                segments=outcome.segments,
+                tokens=outcome.tokens,
+                expired=outcome.expired,
             )
             if outcome.expired:
+                self._recorder.lengths.offered(outcome.lengths)
                 return
             self._recorder.warn(f"group {outcome.group} dropped: {outcome.reason}")
             self._failed_in_a_row += 1
@@ -222,7 +225,7 @@ class Pipeline:
                 )
             return
         self._failed_in_a_row = 0
-        self._recorder.offered(outcome)
+        self._recorder.lengths.offered([t.num_sampled for t in outcome.trajectories])
         await self._queue.put(outcome)
 
     async def _expire(self) -> None:
@@ -275,31 +278,29 @@ class Pipeline:
     async def _step(self, batch: Batch[PromptGroup], *, waited: float, begun: float, busy: float) -> None:
         """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
         with self._trace.span("train", f"step {self._train_step + 1}", groups=len(batch.groups)):
-            metrics = await self._train_on(batch)
+            prepared, metrics = await self._train_on(batch)
         if self._train_step % self._config.publish_every == 0 and self._train_step > self._replayed:
             await self._export()
         seconds = time.monotonic() - begun
         metrics["idle/trainer"] = waited / seconds
         metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
-        metrics["throughput/tokens_per_s"] = sum(g.num_tokens for g in batch.groups) / seconds
-        await self._record(batch, metrics)
+        metrics["throughput/tokens_per_s"] = sum(prepared.gradient_tokens) / seconds
+        self._recorder.lengths.trained(prepared.lengths)
+        await self._record(prepared, metrics)
 
-    async def _train_on(self, batch: Batch[PromptGroup]) -> dict[str, float]:
-        groups = [without_failed(group) for group in batch.groups]
-        advantages = compute_advantages(groups, self._config.advantage)
-        tensors = await asyncio.to_thread(
-            collate,
-            groups,
-            advantages=advantages,
-            current_update=batch.update,
+    async def _train_on(self, batch: Batch[PromptGroup]) -> tuple[PreparedBatch, dict[str, float]]:
+        prepared = await asyncio.to_thread(
+            prepare,
+            batch,
+            advantage=self._config.advantage,
             version_updates=self._version_updates,
             kept_kv=self._config.kept_kv,
         )
-        metrics = await self._trainer.train(tensors)
+        metrics = await self._trainer.train(prepared.tensors)
         self._train_step += 1
-        await self._queue.trained([g.group for g in groups], train_step=self._train_step)
-        metrics |= batch_metrics(groups, update=batch.update, version_updates=self._version_updates)
-        return metrics
+        groups = [group.group for group in batch.groups]
+        await self._queue.trained(groups, train_step=self._train_step, tokens=prepared.gradient_tokens)
+        return prepared, metrics | dict(prepared.metrics)
 
     async def _export(self) -> None:
         self._version += 1
@@ -308,15 +309,14 @@ class Pipeline:
         await self._queue.publish(self._version, update=self._train_step)
         await self._updates.put(update)
 
-    async def _record(self, batch: Batch[PromptGroup], metrics: dict[str, float]) -> None:
+    async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
         snapshot = await self._queue.snapshot()
         metrics |= {"train_step": self._train_step, "param_version": self._version}
         metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
-        histogram = staleness_histogram(batch.groups, update=batch.update, version_updates=self._version_updates)
-        self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=histogram))
-        self._recorder.ledger(await self._queue.drain_records())
-        if (counts := snapshot.ledger).error:
-            raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")
+        self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens))
+        records = await self._queue.drain_records()
+        self._recorder.ledger(records)
+        require_closed(snapshot.ledger, wrong=self._rollouter.tokens.settle(records))
 
     async def _request_validation(self) -> None:
         every, last = self._config.validate_every, self._train_step == self._config.total_train_steps

@@ -112,7 +112,12 @@ class QueueClient:
         ticket = self._unreceived.pop() if self._unreceived else self._ticket()
         encoded: Batch[bytes] = await self._wait("take()", self._handle.take_bytes, ticket=ticket, keep=True)
         groups = [decode_group(data, routing=self._routing) for data in encoded.groups]
-        return Batch(groups=groups, update=encoded.update, version_updates=encoded.version_updates)
+        return Batch(
+            groups=groups,
+            update=encoded.update,
+            version_updates=encoded.version_updates,
+            min_update=encoded.min_update,
+        )
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         """Wait for groups to cancel; see `TrajectoryQueue.wait_expired`."""
@@ -120,14 +125,14 @@ class QueueClient:
 
     # ---- calls that do not wait; see TrajectoryQueue
 
-    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> bool:
-        return await self._call(
-            f"drop(group={group})", self._handle.drop, group, reason=reason, segments=segments, tokens=tokens
-        )
+    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
+        generated = {"segments": segments, "tokens": tokens}
+        what = f"drop(group={group})"
+        return await self._call(what, self._handle.drop, group, reason=reason, expired=expired, **generated)
 
-    async def trained(self, groups: Sequence[int], *, train_step: int) -> None:
+    async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None:
         what = f"trained({len(groups)} groups, train_step={train_step})"
-        await self._call(what, self._handle.trained, list(groups), train_step=train_step)
+        await self._call(what, self._handle.trained, list(groups), train_step=train_step, tokens=list(tokens))
 
     async def publish(self, version: int, *, update: int) -> None:
         await self._call(f"publish(version={version})", self._handle.publish, version, update=update)

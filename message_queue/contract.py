@@ -26,7 +26,9 @@ class QueuedGroup(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def closed(self) -> bool: ...
-    def tokens_per_version(self) -> Mapping[int, int]: ...
+    def tokens_per_version(self) -> Mapping[int, int]:
+        """`param_version` -> tokens that it sampled, of rollouts that did not fail."""
+        ...
 
 
 P = TypeVar("P")
@@ -63,7 +65,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutResult:
-    """expired: None where the group became ready, else why it was given up at the door (policy drop)."""
+    """expired: None where the group became ready, else why it was given up at the door."""
 
     expired: str | None = None
 
@@ -78,11 +80,13 @@ class Batch(Generic[P]):
 
     update: optimizer updates held by the weights whose gradient the batch takes first.
     version_updates: `param_version` -> optimizer updates it holds, for every version that sampled a token of the batch.
+    min_update: tokens of weights with fewer optimizer updates take no gradient (policy mask).
     """
 
     groups: list[P]
     update: int
     version_updates: dict[int, int]
+    min_update: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,8 @@ class QueueSnapshot:
     next_group: the id of the next admission. next_update: updates of the batches whose training was acknowledged.
     version, update: newest weights that every replica serves.
     ready, open, taken: groups in each state. replay: batches of the ready ones that are trained again.
-    unfinished: the admissions of all of them, by id.
+    unfinished: the admissions of all of them, by id. waiting: prompts whose groups expired and that are admitted again,
+    in that order. recycles: prompt -> times that it was to be admitted again, of those and of `unfinished`.
     """
 
     next_group: int = 0
@@ -104,6 +109,8 @@ class QueueSnapshot:
     taken: int = 0
     replay: int = 0
     unfinished: tuple[Admission, ...] = ()
+    waiting: tuple[int, ...] = ()
+    recycles: dict[int, int] = field(default_factory=dict[int, int])
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
     closed: bool = False
 
@@ -115,4 +122,4 @@ class QueueSnapshot:
     @property
     def prompts(self) -> tuple[int, ...]:
         """Prompts that a restarted run admits again."""
-        return tuple(admission.prompt for admission in self.unfinished)
+        return (*(admission.prompt for admission in self.unfinished), *self.waiting)

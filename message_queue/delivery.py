@@ -31,18 +31,27 @@ def check_delivery(group: QueuedGroup, admission: Admission, version_updates: Ma
 
 
 def check_staleness(
-    groups: Sequence[QueuedGroup], version_updates: Mapping[int, int], *, budget: StalenessBudget, next_update: int
+    groups: Sequence[QueuedGroup],
+    version_updates: Mapping[int, int],
+    *,
+    budget: StalenessBudget,
+    next_update: int,
+    min_update: int = 0,
 ) -> dict[int, int]:
-    """Check each token by the version that sampled it; return the update of every version in the batch.
+    """Check each token with gradient by the version that sampled it; return the update of every version in the batch.
+
+    Args:
+        min_update: tokens of weights with fewer optimizer updates take no gradient.
 
     Raises:
-        StalenessError: a token is older than the bound.
+        StalenessError: a token with gradient is older than the bound.
     """
     versions: dict[int, int] = {}
     for group in groups:
         counts = group.tokens_per_version()
         versions.update((v, version_updates[v]) for v in counts)
-        oldest = oldest_update(counts, version_updates)
+        young = {version: tokens for version, tokens in counts.items() if version_updates[version] >= min_update}
+        oldest = oldest_update(young, version_updates)
         if oldest is not None and budget.is_expired(oldest, next_update=next_update):
             staleness = budget.staleness(oldest, next_update=next_update)
             raise StalenessError(
@@ -50,3 +59,9 @@ def check_staleness(
                 f"staleness.max_staleness is {budget.max_staleness}"
             )
     return versions
+
+
+def masked_tokens(group: QueuedGroup, version_updates: Mapping[int, int], *, min_update: int) -> int:
+    """Tokens of a group without gradient: of weights with fewer than `min_update` updates, or of a failed rollout."""
+    counts = group.tokens_per_version()
+    return group.num_tokens - sum(n for version, n in counts.items() if version_updates[version] >= min_update)

@@ -13,12 +13,18 @@ G = TypeVar("G", bound=QueuedGroup)
 
 
 class Holdings(Generic[G]):
-    """open -> ready -> taken -> gone, or gone from any state. Counts by admitted update are kept up to date."""
+    """open -> ready -> taken -> gone, or gone from any state. Counts are kept up to date.
+
+    num_tokens: sampled tokens of the groups that are ready or taken.
+    """
 
     def __init__(self) -> None:
         self.open: dict[int, Admission] = {}
         self.ready: dict[int, G] = {}
         self.taken: dict[int, int] = {}
+        self.num_tokens = 0
+        self._tokens: dict[int, int] = {}
+        self._newest: dict[int, int | None] = {}
         self._admissions: dict[int, Admission] = {}
         self._outstanding: Counter[int] = Counter()
         self._ready_updates: Counter[int] = Counter()
@@ -42,15 +48,26 @@ class Holdings(Generic[G]):
         """Admissions of all live groups, by id."""
         return tuple(self._admissions[group] for group in sorted(self._admissions))
 
+    def prompt(self, group: int) -> int:
+        """Of a live group."""
+        return self._admissions[group].prompt
+
+    def newest_update(self, group: int) -> int | None:
+        """Of the newest weights that sampled a token of a ready group; None where nothing was sampled."""
+        return self._newest[group]
+
     def start(self, admission: Admission) -> None:
         """A group is admitted: open."""
         self.open[admission.group] = self._admissions[admission.group] = admission
         self._outstanding[admission.admitted_update] += 1
 
-    def deliver(self, group: G) -> None:
+    def deliver(self, group: G, *, newest_update: int | None) -> None:
         """open -> ready."""
         del self.open[group.group]
         self.ready[group.group] = group
+        self._newest[group.group] = newest_update
+        self._tokens[group.group] = group.num_tokens
+        self.num_tokens += self._tokens[group.group]
         self._ready_updates[group.admitted_update] += 1
 
     def take(self, groups: Iterable[G], *, update: int) -> None:
@@ -67,10 +84,12 @@ class Holdings(Generic[G]):
             self._leave_ready(group)
         else:
             del self.taken[group]
+        self.num_tokens -= self._tokens.pop(group, 0)
         del self._admissions[group]
 
     def _leave_ready(self, group: int) -> None:
         update = self.ready.pop(group).admitted_update
+        del self._newest[group]
         self._decrement(self._ready_updates, update)
         self._decrement(self._outstanding, update)
 

@@ -22,9 +22,9 @@ class QueueLog(Protocol):
     def admitted(self, admission: Admission) -> Awaitable[None]: ...
     def appended(self, record: RolloutRecord) -> Awaitable[None]: ...
     def ready(self, group: int) -> Awaitable[None]: ...
-    def dropped(self, group: int, *, reason: str) -> Awaitable[None]: ...
+    def dropped(self, group: int, *, reason: str, again: bool = False) -> Awaitable[None]: ...
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]: ...
-    def trained(self, groups: Sequence[int], *, train_step: int) -> Awaitable[None]: ...
+    def trained(self, groups: Sequence[int], *, train_step: int, masked: Sequence[int]) -> Awaitable[None]: ...
     def published(self, version: int, *, update: int) -> Awaitable[None]: ...
     def checkpointed(self, train_step: int) -> Awaitable[None]: ...
     def synced(self) -> Awaitable[None]: ...
@@ -52,13 +52,13 @@ class NoLog:
     def ready(self, group: int) -> Awaitable[None]:
         return WRITTEN
 
-    def dropped(self, group: int, *, reason: str) -> Awaitable[None]:
+    def dropped(self, group: int, *, reason: str, again: bool = False) -> Awaitable[None]:
         return WRITTEN
 
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
         return WRITTEN
 
-    def trained(self, groups: Sequence[int], *, train_step: int) -> Awaitable[None]:
+    def trained(self, groups: Sequence[int], *, train_step: int, masked: Sequence[int]) -> Awaitable[None]:
         return WRITTEN
 
     def published(self, version: int, *, update: int) -> Awaitable[None]:
@@ -124,14 +124,14 @@ class JournaledLog:
     def ready(self, group: int) -> Awaitable[None]:
         return _Writing(self._journal.ready(group))
 
-    def dropped(self, group: int, *, reason: str) -> Awaitable[None]:
-        return _Writing(self._journal.dropped(group, reason=reason))
+    def dropped(self, group: int, *, reason: str, again: bool = False) -> Awaitable[None]:
+        return _Writing(self._journal.dropped(group, reason=reason, again=again))
 
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
         return _Writing(self._journal.taken(groups, update=update))
 
-    def trained(self, groups: Sequence[int], *, train_step: int) -> Awaitable[None]:
-        return _Writing(self._journal.trained(groups, train_step=train_step))
+    def trained(self, groups: Sequence[int], *, train_step: int, masked: Sequence[int]) -> Awaitable[None]:
+        return _Writing(self._journal.trained(groups, train_step=train_step, masked=masked))
 
     def published(self, version: int, *, update: int) -> Awaitable[None]:
         return _Writing(self._journal.published(version, update=update))

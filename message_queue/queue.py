@@ -26,15 +26,14 @@ from message_queue.contract import (
     QueueSnapshot,
     UnknownGroup,
 )
-from message_queue.delivery import check_delivery, check_staleness
-from message_queue.holdings import Holdings
-from message_queue.ledger import Ledger, LedgerRecord, LedgerTotal
+from message_queue.delivery import check_delivery
+from message_queue.ledger import LedgerRecord, LedgerTotal
 from message_queue.log import WRITTEN, NoLog, QueueLog
+from message_queue.policies import build_policy
 from message_queue.progress import RolloutRecord
-from message_queue.schedule import Schedule
-from message_queue.staleness import StalenessConfig, build_policy
-from message_queue.start import QueueStart, queue_start, restore
-from message_queue.versions import PublishedVersions
+from message_queue.staleness import StalenessConfig
+from message_queue.start import QueueStart, queue_start
+from message_queue.state import QueueState
 
 __all__ = [
     "Admission",
@@ -84,34 +83,35 @@ class TrajectoryQueue(Generic[G]):
         self._log = log or NoLog()
         self._changed = asyncio.Condition()
         self._closed = False
-        self._held: Holdings[G] = Holdings()
-        self._next_group = start.next_group
         policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
-        self._schedule = Schedule(
-            policy, self._held, max_ready=max_ready, next_update=start.next_update, replay=start.replay
-        )
-        self._versions = PublishedVersions(start.versions, served=start.served)
-        self._ledger = Ledger(before=start.ledger)
-        self._unheard: dict[int, Admission] = {}
+        self._state = state = QueueState(start, policy=policy, max_ready=max_ready, log=self._log)
+        self._held, self._schedule, self._ledger = state.held, state.schedule, state.ledger
+        self._admissions, self._versions = state.admissions, state.versions
         self._unreceived: deque[Batch[G]] = deque()
-        restore(start, held=self._held, ledger=self._ledger)
 
     # ---- the rollout side
 
     async def admit(self, prompt: int) -> Admission:
         """Wait until one more group fits the staleness bound, then start it.
 
+        It is of `prompt`, unless a prompt whose group expired is to be admitted again (policy recycle): then of that
+        one, and `prompt` is asked for again by the next call.
+
         Raises:
             QueueClosed: nothing is admitted any more.
         """
         async with self._changed:
             await self._until(
-                lambda: prompt in self._unheard or self._schedule.can_admit(self._versions.served_update), what="admit"
+                lambda: (
+                    self._admissions.unheard(prompt) is not None
+                    or self._schedule.can_admit(self._versions.served_update)
+                ),
+                what="admit",
             )
-            admission, written = self._unheard.pop(prompt, None), cast(Awaitable[None], WRITTEN)
+            admission, written = self._admissions.unheard(prompt), cast(Awaitable[None], WRITTEN)
             if admission is None:
-                admission = self._start_group(prompt)
-                written = self._log.admitted(admission)
+                admission, written = self._state.start(prompt)
+            self._admissions.heard(admission)
         try:
             await written
         except asyncio.CancelledError:
@@ -122,7 +122,7 @@ class TrajectoryQueue(Generic[G]):
     def take_back(self, admission: Admission) -> None:
         """Nobody heard of an admission: the next `admit` of its prompt returns it."""
         if admission.group in self._held.open:
-            self._unheard[admission.prompt] = admission
+            self._admissions.take_back(admission)
 
     async def append(self, records: Sequence[RolloutRecord]) -> None:
         """Record how far rollouts are, in order. What belongs to a group that is not open any more is left out."""
@@ -141,21 +141,19 @@ class TrajectoryQueue(Generic[G]):
         """
         async with self._changed:
             self._check_delivery(group)
-            await self._until(lambda: self._schedule.lets_in(group.admitted_update), what="put")
+            newest = self._state.newest_update(group)
+            await self._until(lambda: self._schedule.lets_in(group.admitted_update, newest_update=newest), what="put")
             self._check_delivery(group)  # it may have been given up while this call waited
-            self._ledger.delivered(group.group, segments=group.num_segments, tokens=group.num_tokens)
-            expired = self._schedule.expiry(group.admitted_update)
-            if expired is not None:
-                written = self._give_up(group.group, reason=expired)
-            else:
-                self._held.deliver(group)
-                written = self._log.ready(group.group)
-                self._changed.notify_all()
+            expired, written = self._state.deliver(group)
+            self._changed.notify_all()
         await written
         return PutResult(expired=expired)
 
-    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> bool:
+    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
         """Give up an open group; `segments` and `tokens` were generated in vain.
+
+        Args:
+            expired: it was cancelled for its age, so that policy recycle admits its prompt again.
 
         Returns:
             False where the group is not open any more: it was put, or given up, in the meantime.
@@ -168,12 +166,13 @@ class TrajectoryQueue(Generic[G]):
             if group not in self._held.open:
                 self._require_known(group)
                 return False
-            written = self._give_up(group, reason=reason, segments=segments, tokens=tokens)
+            written = self._state.give_up(group, reason=reason, segments=segments, tokens=tokens, expired=expired)
+            self._changed.notify_all()
         await written
         return True
 
     def expired(self) -> list[int]:
-        """Open groups that can no longer be trained; their rollouts are best cancelled and dropped (policy drop)."""
+        """Open groups that can no longer be trained; their rollouts are best cancelled and dropped."""
         return self._schedule.hopeless()
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
@@ -191,12 +190,12 @@ class TrajectoryQueue(Generic[G]):
     async def take(self) -> Batch[G]:
         """Wait for the next batch. Its groups count as trained at the update it is taken at.
 
-        Policy wait hands out the oldest ready groups, as soon as that lets every other group in on time. Policy drop
-        hands out ready groups in the order they were put.
+        Policy wait hands out the oldest ready groups, as soon as that lets every other group in on time. The other
+        policies hand out what is ready: drop in the order it was put, recycle and mask the oldest first.
 
         Raises:
             QueueClosed: closed, and what is ready makes no batch; the message says what is left.
-            StalenessError: a token is older than the bound. Nothing is taken.
+            StalenessError: a token with gradient is older than the bound. Nothing is taken.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or self._unreceived or self._schedule.batch_ready())
@@ -208,18 +207,8 @@ class TrajectoryQueue(Generic[G]):
                     f"{self._schedule.budget.batch_groups}; {len(self._held.open)} groups stay open, "
                     f"{len(self._held.taken)} were taken and not acknowledged"
                 )
-            groups, update = self._schedule.next_batch(), self._schedule.next_update
-            version_updates = check_staleness(
-                groups, self._versions.updates, budget=self._schedule.budget, next_update=update
-            )
-            self._held.take(groups, update=update)
-            self._schedule.advance()
-            written = [self._log.taken([g.group for g in groups], update=update)]
-            for group in list(self._held.ready.values()):
-                if (reason := self._schedule.expiry(group.admitted_update)) is not None:
-                    written.append(self._give_up(group.group, reason=reason))
+            batch, written = self._state.take()
             self._changed.notify_all()
-            batch = Batch(groups=groups, update=update, version_updates=version_updates)
         try:
             for record in written:
                 await record
@@ -228,8 +217,11 @@ class TrajectoryQueue(Generic[G]):
             raise
         return batch
 
-    async def trained(self, groups: Sequence[int], *, train_step: int) -> None:
+    async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None:
         """Acknowledge groups of a taken batch; `train_step` is the optimizer step they took part in.
+
+        Args:
+            tokens: of each group, those that took gradient as the trainer's side counts them; none: not counted there.
 
         Raises:
             QueueError: a group was not taken, or was acknowledged before. Nothing is changed.
@@ -240,10 +232,7 @@ class TrajectoryQueue(Generic[G]):
             )
             if not_taken:
                 raise QueueError(f"groups {not_taken} are not taken, or acknowledged twice; nothing is changed")
-            for group in groups:
-                self._held.end(group)
-                self._ledger.trained(group, train_step=train_step)
-            written = self._log.trained(groups, train_step=train_step)
+            written = self._state.trained(groups, train_step=train_step, tokens=tokens)
         await written
 
     async def publish(self, version: int, *, update: int) -> None:
@@ -290,19 +279,7 @@ class TrajectoryQueue(Generic[G]):
 
     def snapshot(self) -> QueueSnapshot:
         """The state now."""
-        return QueueSnapshot(
-            next_group=self._next_group,
-            next_update=min(self._held.taken.values(), default=self._schedule.next_update),
-            version=self._versions.served,
-            update=self._versions.served_update,
-            ready=len(self._held.ready),
-            open=len(self._held.open),
-            taken=len(self._held.taken),
-            replay=self._schedule.replay,
-            unfinished=self._held.unfinished(),
-            ledger=self._ledger.counts(open_groups=len(self._held.live)),
-            closed=self._closed,
-        )
+        return self._state.snapshot(closed=self._closed)
 
     def drain_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that ended since the last call."""
@@ -310,36 +287,18 @@ class TrajectoryQueue(Generic[G]):
 
     def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
         """Ledger records not drained yet, one for each group that is still open, and the total."""
-        return self._ledger.closing_records(self._held.live)
+        return self._ledger.closing_records(self._held.live, open_tokens=self._held.num_tokens)
 
     # ---- inside; called with the condition held
-
-    def _start_group(self, prompt: int) -> Admission:
-        admission = Admission(
-            group=self._next_group,
-            prompt=prompt,
-            admitted_version=self._versions.served,
-            admitted_update=self._versions.served_update,
-        )
-        self._next_group += 1
-        self._held.start(admission)
-        self._ledger.admitted(admission.group, version=admission.admitted_version)
-        return admission
 
     async def _until(self, met: Callable[[], bool], *, what: str) -> None:
         await self._changed.wait_for(lambda: self._closed or met())
         if self._closed:
             raise QueueClosed(f"{what}: the queue is closed")
 
-    def _give_up(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0) -> Awaitable[None]:
-        self._ledger.dropped(group, reason=reason, segments=segments, tokens=tokens)
-        self._held.end(group)
-        self._changed.notify_all()
-        return self._log.dropped(group, reason=reason)
-
     def _require_known(self, group: int) -> None:
-        if not 0 <= group < self._next_group:
-            raise UnknownGroup(f"group {group} was never admitted; ids up to {self._next_group - 1} were")
+        if not 0 <= group < self._admissions.next_group:
+            raise UnknownGroup(f"group {group} was never admitted; ids up to {self._admissions.next_group - 1} were")
 
     def _check_delivery(self, group: G) -> None:
         """Refuse a group that is not open, not complete, or not what was admitted."""

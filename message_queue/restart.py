@@ -12,7 +12,7 @@ from message_queue.contract import QueueSnapshot
 from message_queue.journal import Journal, JournalBusy, JournalConfig, JournalStart, Recovered
 from message_queue.journal.disk import Disk
 from message_queue.log import JournaledLog
-from message_queue.staleness import StalenessPolicy
+from message_queue.policies import StalenessPolicy
 from message_queue.start import QueueStart, ended_counts, start_of_journal
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting
@@ -57,6 +57,7 @@ class JournalPlace:
             prompt_cursor=self.prompt_cursor,
             version=snapshot.version,
             update=snapshot.update,
+            recycles=snapshot.recycles,
             ledger=ended_counts(snapshot),
         )
 
@@ -133,6 +134,8 @@ def _encoded(start: QueueStart[PromptGroup]) -> QueueStart[EncodedGroup]:
         ready=tuple(EncodedGroup(encode_group(group)) for group in start.ready),
         replay=start.replay,
         given_up=start.given_up,
+        waiting=start.waiting,
+        recycles=start.recycles,
         ledger=start.ledger,
     )
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from message_queue.contract import QueuedGroup
 from message_queue.holdings import Holdings
-from message_queue.staleness import StalenessPolicy
+from message_queue.policies import StalenessPolicy
 
 G = TypeVar("G", bound=QueuedGroup)
 
@@ -54,10 +54,16 @@ class Schedule(Generic[G]):
             self._held.ready_updates, self._held.outstanding_updates, next_update=self.next_update
         )
 
-    def lets_in(self, admitted_update: int) -> bool:
+    @property
+    def min_update(self) -> int:
+        """Tokens of weights with fewer optimizer updates take no gradient in the next batch."""
+        return self._policy.min_update(next_update=self.next_update)
+
+    def lets_in(self, admitted_update: int, *, newest_update: int | None) -> bool:
         """Whether `put` goes on: there is room, the trainer waits for this group, or it is to be given up."""
         full = self._max_ready is not None and len(self._held.ready) >= self._max_ready
-        return not full or not self.batch_ready() or self.expiry(admitted_update) is not None
+        expired = self.expiry(admitted_update, newest_update=newest_update) is not None
+        return not full or not self.batch_ready() or expired
 
     def next_batch(self) -> list[G]:
         """What is handed out next."""
@@ -71,13 +77,22 @@ class Schedule(Generic[G]):
             self._replay.popleft()
         self.next_update += self.budget.updates_per_batch
 
-    def expiry(self, admitted_update: int) -> str | None:
+    def expiry(self, admitted_update: int, *, newest_update: int | None = None) -> str | None:
         """Why a group of that age is to be given up; None where it is not."""
-        if not self._policy.gives_up(admitted_update, next_update=self.next_update):
-            return None
-        staleness = self.budget.staleness(admitted_update, next_update=self.next_update)
-        return f"expired: staleness {staleness} exceeds {self.budget.max_staleness}"
+        return self._policy.expiry(admitted_update, newest_update=newest_update, next_update=self.next_update)
+
+    def admits_again(self, times: int) -> bool:
+        """Whether the prompt of a group that expired is admitted again, after it was `times` times."""
+        return self._policy.admits_again(times)
 
     def hopeless(self) -> list[int]:
         """Open groups that can no longer be trained."""
         return [group for group, admission in self._held.open.items() if self.expiry(admission.admitted_update)]
+
+    def expired(self) -> dict[int, str]:
+        """Ready groups that can no longer be trained, and why."""
+        reasons = {
+            g.group: self.expiry(g.admitted_update, newest_update=self._held.newest_update(g.group))
+            for g in self._held.ready.values()
+        }
+        return {group: reason for group, reason in reasons.items() if reason is not None}

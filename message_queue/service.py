@@ -18,10 +18,11 @@ from typing import Any
 from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
 from message_queue.journal import Journal
 from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.policies import build_policy
 from message_queue.progress import RolloutRecord
 from message_queue.queue import TrajectoryQueue
 from message_queue.restart import JournalPlace, Restored, open_journal
-from message_queue.staleness import StalenessConfig, build_policy
+from message_queue.staleness import StalenessConfig
 from message_queue.tickets import EndedTickets
 from message_queue.wire import EncodedGroup
 
@@ -155,11 +156,11 @@ class QueueService:
 
     # ---- calls that do not wait; see TrajectoryQueue
 
-    async def drop(self, group: int, *, reason: str, segments: int, tokens: int) -> bool:
-        return await self._queue.drop(group, reason=reason, segments=segments, tokens=tokens)
+    async def drop(self, group: int, *, reason: str, segments: int, tokens: int, expired: bool = False) -> bool:
+        return await self._queue.drop(group, reason=reason, segments=segments, tokens=tokens, expired=expired)
 
-    async def trained(self, groups: Sequence[int], *, train_step: int) -> None:
-        await self._queue.trained(groups, train_step=train_step)
+    async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None:
+        await self._queue.trained(groups, train_step=train_step, tokens=tokens)
 
     async def publish(self, version: int, *, update: int) -> None:
         await self._queue.publish(version, update=update)
@@ -200,8 +201,12 @@ class QueueService:
 
     async def _take(self) -> Batch[bytes]:
         batch = await self._queue.take()
-        groups = [group.data for group in batch.groups]
-        return Batch(groups=groups, update=batch.update, version_updates=batch.version_updates)
+        return Batch(
+            groups=[group.data for group in batch.groups],
+            update=batch.update,
+            version_updates=batch.version_updates,
+            min_update=batch.min_update,
+        )
 
     async def _begin(
         self, start: Callable[[], Coroutine[Any, Any, Any]], *, ticket: str, settled: Sequence[str], wait_s: float

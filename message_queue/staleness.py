@@ -6,36 +6,24 @@ than its admission, so the bound on groups is a bound on tokens.
 
 Policy wait keeps the bound without giving anything up, so admission is a schedulability test: each group has a
 deadline (the last update it may be trained at), each batch is a slot for `batch_groups` of them, and earliest deadline
-first meets every deadline whenever some order does.
+first meets every deadline whenever some order does. What each policy makes of it: `policies.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, assert_never, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from message_queue.tokens import ContractError, Int32Array
 from message_queue.trajectory import NOT_SAMPLED, PromptGroup
 
-Policy = Literal["wait", "drop"]
+Policy = Literal["wait", "drop", "recycle", "mask"]
 
 GroupCounts = Mapping[int, int]  # admitted update -> number of groups
-
-
-class Admitted(Protocol):
-    """A group as far as its age goes."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def admitted_update(self) -> int: ...
-
-
-T = TypeVar("T", bound=Admitted)
 
 
 class StalenessError(RuntimeError):
@@ -47,11 +35,14 @@ class StalenessConfig:
     """max_staleness: optimizer updates between the weights that sampled a token and those whose gradient is taken.
 
     policy: what happens when a group would become older. `wait`: the trainer waits for it, so nothing is given up.
-    `drop`: it is given up with a reason.
+    `drop`: it is given up with a reason. `recycle`: the same, and its prompt is admitted again, ahead of new ones.
+    `mask`: it is trained, and its tokens that are older take no gradient.
+    max_recycles: times that a prompt is admitted again; then its group is dropped.
     """
 
     max_staleness: int = 1
     policy: Policy = "wait"
+    max_recycles: int = 3
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -60,6 +51,11 @@ class StalenessConfig:
             )
         if self.policy not in get_args(Policy):
             raise ValueError(f"staleness.policy is {self.policy!r}; choose one of {', '.join(get_args(Policy))}")
+        if self.max_recycles < 1:
+            raise ValueError(
+                f"staleness.max_recycles is {self.max_recycles}; must be >= 1, or give up at once with "
+                "staleness.policy=drop"
+            )
 
 
 class StalenessBudget:
@@ -97,6 +93,10 @@ class StalenessBudget:
     def staleness(self, admitted_update: int, *, next_update: int) -> int:
         """Staleness that a group admitted at `admitted_update` has, at most, if it is in the next batch."""
         return next_update + self.updates_per_batch - 1 - admitted_update
+
+    def min_update(self, *, next_update: int) -> int:
+        """Optimizer updates that weights must hold for their tokens to be within the bound in the next batch."""
+        return self.staleness(0, next_update=next_update) - self.max_staleness
 
     def is_expired(self, admitted_update: int, *, next_update: int) -> bool:
         """Whether such a group is too old for the next batch, hence for every later one."""
@@ -140,94 +140,6 @@ class StalenessBudget:
         return self.is_feasible(left, next_update=next_update + self.updates_per_batch)
 
 
-class StalenessPolicy(Protocol):
-    """What the queue asks when a group would become too old."""
-
-    @property
-    def budget(self) -> StalenessBudget: ...
-
-    def admits(self, outstanding: GroupCounts, *, admitted_update: int, next_update: int) -> bool:
-        """Whether a group may start on weights of `admitted_update`."""
-        ...
-
-    def batch_ready(self, ready: GroupCounts, outstanding: GroupCounts, *, next_update: int) -> bool:
-        """Whether the trainer may take a batch of ready groups."""
-        ...
-
-    def gives_up(self, admitted_update: int, *, next_update: int) -> bool:
-        """Whether a group is to be given up."""
-        ...
-
-    def by_turn(self, ready: Iterable[T]) -> list[T]:
-        """Ready groups, given in the order they were put, in the order they are taken."""
-        ...
-
-
-class WaitPolicy:
-    """The trainer waits for old groups; nothing is given up, so nothing biases what is trained."""
-
-    def __init__(self, budget: StalenessBudget) -> None:
-        self.budget = budget
-
-    def admits(self, outstanding: GroupCounts, *, admitted_update: int, next_update: int) -> bool:
-        """As long as every group still meets its deadline."""
-        return self.budget.admits(outstanding, admitted_update=admitted_update, next_update=next_update)
-
-    def batch_ready(self, ready: GroupCounts, outstanding: GroupCounts, *, next_update: int) -> bool:
-        """As soon as taking the oldest lets every other group in on time."""
-        return self.budget.batch_ready(ready, outstanding, next_update=next_update)
-
-    def gives_up(self, admitted_update: int, *, next_update: int) -> bool:
-        """Never."""
-        return False
-
-    def by_turn(self, ready: Iterable[T]) -> list[T]:
-        """Oldest weights first, then in the order of admission."""
-        return sorted(ready, key=lambda group: (group.admitted_update, group.group))
-
-
-class DropPolicy:
-    """The trainer takes what is ready; groups that became too old are given up, which favours short rollouts."""
-
-    def __init__(self, budget: StalenessBudget) -> None:
-        self.budget = budget
-
-    def admits(self, outstanding: GroupCounts, *, admitted_update: int, next_update: int) -> bool:
-        """Bounded in number, and not hopeless from the start."""
-        hopeless = self.budget.is_expired(admitted_update, next_update=next_update)
-        return not hopeless and sum(outstanding.values()) < self.budget.max_outstanding
-
-    def batch_ready(self, ready: GroupCounts, outstanding: GroupCounts, *, next_update: int) -> bool:
-        """As soon as there are enough."""
-        return sum(ready.values()) >= self.budget.batch_groups
-
-    def gives_up(self, admitted_update: int, *, next_update: int) -> bool:
-        """As soon as it is too old for the next batch."""
-        return self.budget.is_expired(admitted_update, next_update=next_update)
-
-    def by_turn(self, ready: Iterable[T]) -> list[T]:
-        """First in, first out."""
-        return list(ready)
-
-
-def build_policy(config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> StalenessPolicy:
-    """The policy that `config` names.
-
-    Raises:
-        ValueError: no group could ever be trained within the bound.
-    """
-    budget = StalenessBudget(
-        max_staleness=config.max_staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch
-    )
-    match config.policy:
-        case "wait":
-            return WaitPolicy(budget)
-        case "drop":
-            return DropPolicy(budget)
-        case _:
-            assert_never(config.policy)
-
-
 def oldest_update(tokens_per_version: Mapping[int, int], version_updates: Mapping[int, int]) -> int | None:
     """Update of the oldest weights that sampled a token; None where nothing was sampled.
 
@@ -238,13 +150,12 @@ def oldest_update(tokens_per_version: Mapping[int, int], version_updates: Mappin
     Raises:
         ContractError: a token names a version that was never published.
     """
-    for version, tokens in tokens_per_version.items():
-        if tokens and version not in version_updates:
-            raise ContractError(
-                f"{tokens} tokens have param_version {version}, which was never published; "
-                f"the newest published version is {max(version_updates, default=None)}"
-            )
-    return min((version_updates[v] for v, tokens in tokens_per_version.items() if tokens), default=None)
+    return min(_updates(tokens_per_version, version_updates), default=None)
+
+
+def newest_update(tokens_per_version: Mapping[int, int], version_updates: Mapping[int, int]) -> int | None:
+    """Update of the newest weights that sampled a token; as `oldest_update`."""
+    return max(_updates(tokens_per_version, version_updates), default=None)
 
 
 def token_staleness(group: PromptGroup, version_updates: Mapping[int, int], *, update: int) -> Int32Array:
@@ -262,3 +173,14 @@ def token_staleness(group: PromptGroup, version_updates: Mapping[int, int], *, u
     distinct, at = np.unique(versions[versions != NOT_SAMPLED], return_inverse=True)
     updates = np.array([version_updates[int(v)] for v in distinct], np.int32)
     return np.int32(update) - updates[at]
+
+
+def _updates(tokens_per_version: Mapping[int, int], version_updates: Mapping[int, int]) -> list[int]:
+    """Of every version that sampled a token."""
+    for version, tokens in tokens_per_version.items():
+        if tokens and version not in version_updates:
+            raise ContractError(
+                f"{tokens} tokens have param_version {version}, which was never published; "
+                f"the newest published version is {max(version_updates, default=None)}"
+            )
+    return [version_updates[v] for v, tokens in tokens_per_version.items() if tokens]

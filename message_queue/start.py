@@ -23,7 +23,8 @@ from message_queue.contract import Admission, QueuedGroup, QueueSnapshot
 from message_queue.holdings import Holdings
 from message_queue.journal import Recovered
 from message_queue.ledger import Ledger, LedgerCounts
-from message_queue.staleness import StalenessPolicy, WaitPolicy
+from message_queue.policies import StalenessPolicy, WaitPolicy
+from message_queue.staleness import newest_update
 from message_queue.trajectory import PromptGroup
 
 G = TypeVar("G", bound=QueuedGroup)
@@ -46,8 +47,9 @@ class QueueStart(Generic[G]):
     """next_group: id of the next admission. next_update: at which the next batch is taken.
 
     versions: `param_version` -> optimizer updates. served: of them, by the replicas. open: groups that go on. ready: in
-    the order they were put. replay: batches to hand out first, groups of `ready`. given_up: end at once. ledger: counts
-    of the groups that ended before, and of no other.
+    the order they were put. replay: batches to hand out first, groups of `ready`. given_up: end at once. waiting:
+    prompts to admit again first. recycles: prompt -> times that it was to be. ledger: counts of the groups that ended
+    before, and of no other.
     """
 
     next_group: int = 0
@@ -58,18 +60,25 @@ class QueueStart(Generic[G]):
     ready: tuple[G, ...] = ()
     replay: tuple[tuple[int, ...], ...] = ()
     given_up: tuple[GivenUp, ...] = ()
+    waiting: tuple[int, ...] = ()
+    recycles: Mapping[int, int] = field(default_factory=dict[int, int])
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
 
 
 def start_of_snapshot(snapshot: QueueSnapshot) -> QueueStart[QueuedGroup]:
-    """After a snapshot; its unfinished groups end as dropped."""
+    """After a snapshot; its unfinished groups end as dropped. All of `snapshot.prompts` are asked for again."""
     return QueueStart(
         next_group=snapshot.next_group,
         next_update=snapshot.next_update,
         versions={snapshot.version: snapshot.update},
         served=snapshot.version,
         given_up=tuple(GivenUp(admission=admission, reason=STOPPED) for admission in snapshot.unfinished),
-        ledger=replace(snapshot.ledger, admitted=snapshot.ledger.admitted - len(snapshot.unfinished), open=0),
+        recycles=snapshot.recycles,
+        ledger=replace(
+            without_open_tokens(snapshot.ledger),
+            admitted=snapshot.ledger.admitted - len(snapshot.unfinished),
+            open=0,
+        ),
     )
 
 
@@ -116,6 +125,8 @@ def start_of_journal(
             )
             for group in hopeless
         ),
+        waiting=tuple(recovered.waiting),
+        recycles=recovered.recycles,
         ledger=replace(recovered.ledger, admitted=recovered.ledger.admitted - len(groups), open=0),
     )
 
@@ -142,7 +153,7 @@ def restore(start: QueueStart[G], *, held: Holdings[G], ledger: Ledger) -> None:
     for group in start.ready:
         begin(admission_of(group))
         ledger.delivered(group.group, segments=group.num_segments, tokens=group.num_tokens)
-        held.deliver(group)
+        held.deliver(group, newest_update=newest_update(group.tokens_per_version(), start.versions))
     for ended in start.given_up:
         begin(ended.admission)
         ledger.dropped(ended.admission.group, reason=ended.reason, segments=ended.segments, tokens=ended.tokens)
@@ -155,7 +166,12 @@ def ended_counts(snapshot: QueueSnapshot) -> LedgerCounts:
     reason, reasons = STOPPED.partition(":")[0], dict(counts.reasons)
     if unfinished:
         reasons[reason] = reasons.get(reason, 0) + unfinished
-    return replace(counts, dropped=counts.dropped + unfinished, open=0, reasons=reasons)
+    return replace(without_open_tokens(counts), dropped=counts.dropped + unfinished, open=0, reasons=reasons)
+
+
+def without_open_tokens(counts: LedgerCounts) -> LedgerCounts:
+    """The counts where tokens of groups that were held are dropped."""
+    return replace(counts, dropped_tokens=counts.dropped_tokens + counts.open_tokens, open_tokens=0)
 
 
 def _replayed(recovered: Recovered, *, next_update: int, size: int, step: int) -> tuple[tuple[int, ...], ...]:

@@ -339,9 +339,9 @@ class PromptGroup:
         return bool(self.trajectories) and all(t.closed for t in self.trajectories)
 
     def tokens_per_version(self) -> dict[int, int]:
-        """`param_version` -> tokens that it sampled."""
+        """`param_version` -> tokens that it sampled, of rollouts that did not fail."""
         counts: dict[int, int] = {}
-        for trajectory in self.trajectories:
+        for trajectory in (t for t in self.trajectories if t.stop_reason is not StopReason.ERROR):
             for segment in trajectory.segments:
                 counts[segment.weights.version] = counts.get(segment.weights.version, 0) + len(segment)
         return {version: tokens for version, tokens in counts.items() if tokens}

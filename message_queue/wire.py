@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from message_queue.rank_code import RankCode
-from message_queue.tokens import RoutingSpec, TokenOutput
+from message_queue.tokens import RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, Trajectory
 from message_queue.wire_arrays import MessageReader, MessageWriter
 from message_queue.wire_format import (
@@ -163,9 +163,10 @@ class EncodedGroup:
         return self._head.num_sampled()
 
     def tokens_per_version(self) -> dict[int, int]:
-        """`param_version` -> tokens that it sampled."""
+        """`param_version` -> tokens that it sampled, of rollouts that did not fail."""
         counts: dict[int, int] = {}
-        for segment in self._head.segments():
+        sound = (t for t in self._head.trajectories if t.stop_reason is not StopReason.ERROR)
+        for segment in (segment for t in sound for turn in t.turns for segment in turn.segments):
             if segment.tokens:
                 version = self._head.weights[segment.weights][0]
                 counts[version] = counts.get(version, 0) + segment.tokens

@@ -2,14 +2,17 @@
 
 A trajectory is one sequence of the batch, or several where its resumed segments were decoded over other rows
 (`resume_routing=split`). Every sampled token is under the loss mask of exactly one, so counts of tokens under the mask
-are right as they are; what is counted per trajectory goes by the key `trajectory`.
+are right as they are; what is counted per trajectory goes by the key `trajectory`. A sampled token that is too old
+(staleness.policy=mask) is under none: it is context, and no normalisation counts it.
 
 Keys of an RL batch of S sequences, the longest of T tokens:
     token_ids            int64   [S, T]        0 after the end
-    loss_mask            bool    [S, T]        True where the policy sampled the token over the rows of this sequence
+    loss_mask            bool    [S, T]        True where the policy sampled the token over the rows of this sequence,
+                                               with weights that are young enough
     behaviour_logprobs   float32 [S, T]        0 outside the loss mask
     advantages           float32 [S]           of the trajectory
-    informative          bool    [S]           of the trajectory; False: left out of the forward pass
+    informative          bool    [S]           of the trajectory; False, also where all of the sequence is too old: left
+                                               out of the forward pass
     lag                  int32   [S, T]        staleness in optimizer updates; -1 outside the loss mask
     pure_lag0            bool    [S, T]        sampled by the current weights over nothing but what they compute here
     routed_experts       int16   [S, T, L, K]  -1: live router; absent where the model does not route
@@ -50,6 +53,7 @@ def collate(
     advantages: Advantages,
     current_update: int,
     version_updates: Mapping[int, int],
+    min_update: int = 0,
     kept_kv: bool = False,
 ) -> TensorDict:
     """Build the batch that the trainer takes its gradient on.
@@ -58,6 +62,7 @@ def collate(
         advantages: of the trajectories of `groups` in order.
         current_update: optimizer updates held by the weights whose gradient is taken.
         version_updates: param_version -> optimizer updates those weights hold.
+        min_update: tokens of weights that hold fewer updates take no gradient.
         kept_kv: K/V outlives weight updates in the engines (rollout.on_update=keep with rollout.kv=keep).
 
     Raises:
@@ -73,22 +78,30 @@ def collate(
     of: list[int] = []  # the trajectory of each part
     pure: list[BoolArray] = []
     lags: list[Int32Array] = []
+    masks: list[BoolArray] = []
     for number, (group, trajectory) in enumerate(trajectories):
         old_kv = kept_kv and group.admitted_update != current_update
         for part in trajectory.sequences():
             lag, row_lag = (_lags(v, current_update, version_updates) for v in (part.param_versions, part.row_versions))
             fresh = _fresh(part, lag, row_lag, recomputed=trajectory.resume_routing == "force" and not kept_kv)
-            pure.append(np.zeros(len(part), np.bool_) if old_kv else _pure_lag0(lag, fresh))
-            lags.append(lag)
+            young = lag <= current_update - min_update
+            masks.append(part.loss_mask & young)
+            lags.append(np.where(masks[-1], lag, np.int32(-1)))
+            pure.append(masks[-1] & (False if old_kv else _pure_lag0(lag, fresh)))
             parts.append(part)
             of.append(number)
     experts = _routed_experts(parts)
+    left = np.array([mask.any() or not part.loss_mask.any() for mask, part in zip(masks, parts, strict=True)])
     columns = {
         "token_ids": _stack([p.token_ids for p in parts], np.dtype(np.int64), 0),
-        "loss_mask": _stack([p.loss_mask for p in parts], np.dtype(np.bool_), False),
-        "behaviour_logprobs": _stack([p.behaviour_logprobs for p in parts], np.dtype(np.float32), 0.0),
+        "loss_mask": _stack(masks, np.dtype(np.bool_), False),
+        "behaviour_logprobs": _stack(
+            [np.where(mask, p.behaviour_logprobs, np.float32(0)) for mask, p in zip(masks, parts, strict=True)],
+            np.dtype(np.float32),
+            0.0,
+        ),
         "advantages": torch.from_numpy(advantages.values[of]),
-        "informative": torch.from_numpy(advantages.informative[of]),
+        "informative": torch.from_numpy(advantages.informative[of] & left),
         "lag": _stack(lags, np.dtype(np.int32), -1),
         "pure_lag0": _stack(pure, np.dtype(np.bool_), False),
         "lengths": torch.tensor([len(p) for p in parts], dtype=torch.int64),

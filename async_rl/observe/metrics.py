@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from async_rl.observe.lengths import QUANTILES, WINDOW
 from message_queue.contract import QueueSnapshot
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
@@ -102,9 +104,13 @@ METRICS: dict[str, Metric] = {
     "tokens/positive": Metric("sum", "tokens", "of these, with positive advantage"),
     "tokens/negative": Metric("sum", "tokens", "of these, with negative advantage"),
     **{f"tokens/{lag}": Metric("sum", "tokens", f"of these, {meaning}") for lag, meaning in _OF_LAG.items()},
-    "staleness/mean": Metric("mean", "updates", "over sampled tokens of the batch"),
-    "staleness/p99": Metric("max", "updates", "over sampled tokens of the batch"),
-    "staleness/max": Metric("max", "updates", "over sampled tokens of the batch"),
+    "staleness/mean": Metric("mean", "updates", "over tokens of the batch that take gradient"),
+    "staleness/p99": Metric("max", "updates", "over tokens of the batch that take gradient"),
+    "staleness/max": Metric("max", "updates", "over tokens of the batch that take gradient"),
+    "staleness/masked_tokens": Metric("sum", "tokens", "sampled tokens of the batch that are too old to take gradient"),
+    "staleness/masked_fraction": Metric("mean", "share", "of the sampled tokens of the batch"),
+    "staleness/masked_fraction_positive": Metric("mean", "share", "of those with positive advantage"),
+    "staleness/masked_fraction_negative": Metric("mean", "share", "of those with negative advantage"),
     **_MISMATCH,
     **_by_lag(_MISMATCH),
     "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
@@ -113,8 +119,13 @@ METRICS: dict[str, Metric] = {
     "routing/bytes_per_token": Metric("mean", "bytes", "row bytes received per token of the batch"),
     "partial/resumed_fraction": Metric("mean", "share", "trajectories that were aborted and resumed at least once"),
     "partial/max_segments": Metric("max", "segments", "most segments of one trajectory"),
-    "length/offered_mean": Metric("mean", "tokens", "sampled tokens per trajectory, all finished groups so far"),
-    "length/trained_mean": Metric("mean", "tokens", "sampled tokens per trajectory of the batch"),
+    "length/offered_mean": Metric("mean", "tokens", "sampled tokens per trajectory so far, expired ones included"),
+    "length/trained_mean": Metric("mean", "tokens", "tokens with gradient per trajectory of the batch"),
+    **{
+        f"length/{kind}_{name}": Metric("last", "tokens", f"{name} of {meaning}, newest {WINDOW} trajectories")
+        for kind, meaning in (("offered", "sampled tokens"), ("trained", "tokens with gradient"))
+        for name in QUANTILES
+    },
     "idle/trainer": Metric("mean", "share", "of the step spent waiting for a batch"),
     "idle/rollout": Metric("mean", "share", "of the step in which replicas had nothing in flight"),
     "queue/ready": Metric("mean", "groups", "finished, waiting for the trainer"),
@@ -126,7 +137,13 @@ METRICS: dict[str, Metric] = {
     "ledger/trained": Metric("last", "groups", "trained since the run began"),
     "ledger/dropped": Metric("last", "groups", "dropped since the run began"),
     "ledger/open": Metric("last", "groups", "admitted, neither trained nor dropped"),
+    "ledger/recycled": Metric("last", "groups", "of the dropped ones, whose prompt was to be admitted again"),
     "ledger/error": Metric("last", "groups", "admitted - trained - dropped - open; 0 or the run stops"),
+    "ledger/trained_tokens": Metric("last", "tokens", "sampled tokens that took gradient"),
+    "ledger/masked_tokens": Metric("last", "tokens", "of trained groups, too old or of a failed rollout"),
+    "ledger/dropped_tokens": Metric("last", "tokens", "of groups that were dropped"),
+    "ledger/open_tokens": Metric("last", "tokens", "of finished groups that are held"),
+    "ledger/token_error": Metric("last", "tokens", "generated - trained - masked - dropped - open; 0 or the run stops"),
 }
 
 
@@ -145,19 +162,19 @@ def metric_of(key: str) -> Metric | None:
 
 
 def batch_metrics(
-    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int]
+    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int], min_update: int = 0
 ) -> dict[str, float]:
     """Metrics that the trajectories of a batch determine.
 
     Args:
         update: optimizer updates held by the weights whose gradient is taken.
         version_updates: param_version -> optimizer updates those weights hold.
+        min_update: tokens of weights that hold fewer take no gradient.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
-    versions = np.concatenate([t.param_versions()[t.loss_mask()] for t in trajectories])
-    held = {version: update - version_updates[version] for version in np.unique(versions).tolist()}
-    staleness = np.array([held[v] for v in versions.tolist()], np.float64)
+    histogram = staleness_histogram(groups, update=update, version_updates=version_updates, min_update=min_update)
+    staleness = np.repeat(np.array(list(histogram), np.float64), list(histogram.values()))
     row_bytes = sum(s.routed_experts.experts.nbytes for t in trajectories for s in t.segments if s.routed_experts)
     forwarded = sum(len(t) - 1 for t in trajectories)
     return {
@@ -170,9 +187,30 @@ def batch_metrics(
             np.mean([any(s.stop_reason is StopReason.ABORT for s in t.segments) for t in trajectories])
         ),
         "partial/max_segments": float(max(len(t.segments) for t in trajectories)),
-        "length/trained_mean": float(np.mean([t.num_sampled for t in trajectories])),
         "routing/bytes_per_token": row_bytes / sum(len(t) for t in trajectories),
         "routing/missing_fraction": _missing_rows(groups) / forwarded,
+    }
+
+
+def masking_metrics(
+    sampled: Sequence[int], with_gradient: Sequence[int], advantages: NDArray[np.float32]
+) -> dict[str, float]:
+    """How many tokens are too old to take gradient, also by sign of the advantage.
+
+    Args:
+        sampled, with_gradient: tokens of each trajectory. advantages: float32 [S] of each.
+    """
+    total = np.array(sampled, np.int64)
+    masked = total - np.array(with_gradient, np.int64)
+
+    def share(of: NDArray[np.bool_]) -> float:
+        return float(masked[of].sum() / max(1, total[of].sum()))
+
+    return {
+        "staleness/masked_tokens": float(masked.sum()),
+        "staleness/masked_fraction": share(np.ones(len(total), np.bool_)),
+        "staleness/masked_fraction_positive": share(advantages > 0),
+        "staleness/masked_fraction_negative": share(advantages < 0),
     }
 
 
@@ -195,18 +233,25 @@ def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
         "ledger/trained": counts.trained,
         "ledger/dropped": counts.dropped,
         "ledger/open": counts.open,
+        "ledger/recycled": counts.reasons.get("recycled", 0),
         "ledger/error": counts.error,
+        "ledger/trained_tokens": counts.trained_tokens,
+        "ledger/masked_tokens": counts.masked_tokens,
+        "ledger/dropped_tokens": counts.dropped_tokens,
+        "ledger/open_tokens": counts.open_tokens,
+        "ledger/token_error": counts.token_error,
     }
 
 
 def staleness_histogram(
-    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int]
+    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int], min_update: int = 0
 ) -> dict[int, int]:
-    """Sampled tokens of the batch by staleness."""
+    """Tokens of the batch by staleness, but for those of weights that hold fewer than `min_update` updates."""
     counts: dict[int, int] = {}
     for trajectory in (t for g in groups for t in g.trajectories):
         versions, tokens = np.unique(trajectory.param_versions()[trajectory.loss_mask()], return_counts=True)
         for version, n in zip(versions.tolist(), tokens.tolist(), strict=True):
-            lag = update - version_updates[version]
-            counts[lag] = counts.get(lag, 0) + n
+            if version_updates[version] >= min_update:
+                lag = update - version_updates[version]
+                counts[lag] = counts.get(lag, 0) + n
     return dict(sorted(counts.items()))

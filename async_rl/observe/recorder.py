@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from async_rl.observe.lengths import Lengths
 from async_rl.observe.metrics import METRICS, metric_of
 from async_rl.observe.rewind import rewind, unseen_groups
 from async_rl.rollout.validator import ValidationResult
-from message_queue.trajectory import PromptGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,10 @@ class Scalars(Protocol):
 
 
 class Recorder:
-    """Writes every record as it comes; a run that is cut short leaves whole lines."""
+    """Writes every record as it comes; a run that is cut short leaves whole lines.
+
+    lengths: of trajectories, to be told of; their quantiles go with each step.
+    """
 
     def __init__(self, directory: Path, *, console: Console, scalars: Scalars) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -53,8 +56,7 @@ class Recorder:
         self._open()
         self._console = console
         self._scalars = scalars
-        self._offered_tokens = 0
-        self._offered_trajectories = 0
+        self.lengths = Lengths()
 
     def go_on_after(self, train_step: int, *, next_group: int, live: Collection[int]) -> None:
         """Take back what was recorded after `train_step`, and add groups whose end a kill kept from the record.
@@ -67,15 +69,9 @@ class Recorder:
         self._open()
         self.ledger(unseen_groups(self._directory, next_group=next_group, live=live))
 
-    def offered(self, group: PromptGroup) -> None:
-        """Count a finished group, whether it will be trained or not."""
-        self._offered_tokens += group.num_tokens
-        self._offered_trajectories += len(group.trajectories)
-
     def step(self, record: StepRecord) -> None:
         """Record one train step."""
-        offered = self._offered_tokens / max(1, self._offered_trajectories)
-        metrics = {**record.metrics, "length/offered_mean": offered}
+        metrics = {**record.metrics, **self.lengths.metrics()}
         step = int(metrics["train_step"])
         listed = [key for key in METRICS if key in metrics]
         line: dict[str, Any] = {key: metrics[key] for key in (*listed, *(key for key in metrics if key not in METRICS))}

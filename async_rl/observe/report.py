@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from async_rl.observe.lengths import draw_lengths
 from async_rl.observe.metrics import METRICS
 
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -99,8 +100,23 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
         "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}</style>"
         f"<h1>{html.escape(', '.join(run.name for run in runs))}</h1>"
         f'<img style="max-width:100%" src="data:image/png;base64,{encoded}">'
+        f"{_lengths(runs)}"
         f"<h2>Last train step</h2><table><tr><th></th>{head}<th>meaning</th></tr>{rows}</table>"
     )
+
+
+def _lengths(runs: Sequence[RunRecord]) -> str:
+    """Trajectory lengths, offered and trained; nothing where no run has them."""
+    if not any(step.get("length/trained_p50") is not None for run in runs for step in run.steps):
+        return ""
+    figure, image = Figure(figsize=(13, 3.5), layout="constrained"), io.BytesIO()
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    draw_lengths(axis, runs)
+    _finish(axis, "tokens per trajectory: offered, and trained with gradient")
+    figure.savefig(image, format="png", dpi=110)
+    encoded = base64.b64encode(image.getvalue()).decode()
+    return f'<h2>Lengths</h2><img style="max-width:100%" src="data:image/png;base64,{encoded}">'
 
 
 def _row(key: str, runs: Sequence[RunRecord]) -> str:

@@ -85,11 +85,29 @@ class QueueRolloutLog:
             self._progress.ring()
 
 
-class RecordedTrajectory(Trajectory):
-    """A trajectory that tells what is appended to it.
+class CountedTrajectory(Trajectory):
+    """A trajectory that tells how many tokens are sampled for it.
 
     Args:
         held: what it begins with, which it takes over.
+        count: is told the tokens of each segment.
+    """
+
+    def __init__(self, held: Trajectory, *, count: Callable[[int], None]) -> None:
+        vars(self).update(vars(held))
+        self._count = count
+
+    def extend(self, segment: TokenOutput, *, rows_replaced: int = 0) -> None:
+        """See Trajectory."""
+        super().extend(segment, rows_replaced=rows_replaced)
+        self._count(len(segment))
+
+
+class RecordedTrajectory(CountedTrajectory):
+    """A trajectory that tells what is appended to it.
+
+    Args:
+        held, count: as of CountedTrajectory.
         record: is told each thing that was appended, and the number of tokens before it.
         flush: returns once all that it was told is written down.
     """
@@ -100,8 +118,9 @@ class RecordedTrajectory(Trajectory):
         *,
         record: Callable[[int, RolloutStep], None],
         flush: Callable[[], Awaitable[None]] | None = None,
+        count: Callable[[int], None] = lambda _tokens: None,
     ) -> None:
-        vars(self).update(vars(held))
+        super().__init__(held, count=count)
         self._record = record
         self._flush = flush
 

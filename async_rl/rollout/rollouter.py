@@ -1,19 +1,21 @@
 """One admitted prompt -> one prompt group. A bad rollout is data (a typed drop with its reason), not a crash.
 
 A rollout that fails is tried again from what it holds: a reward is asked for again, a tool is called again, a decode
-goes on; no token is sampled twice. One that fails for good costs its group, or itself alone.
+goes on; no token is sampled twice. One that fails for good costs its group, or itself alone, or is made up for by
+another one of the same prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
-from async_rl.rollout.recorded import NoRolloutLog, RecordedTrajectory, RolloutLog
+from async_rl.rollout.recorded import CountedTrajectory, NoRolloutLog, RecordedTrajectory, RolloutLog
+from async_rl.rollout.tokens import TokenCount
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.tokens import ContractError, RoutingSpec, StopReason
@@ -24,17 +26,22 @@ from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 class DroppedGroup:
     """A group that will not be trained, and why. segments and tokens were generated in vain.
 
+    lengths: sampled tokens of each trajectory, as far as it got.
     expired: it was cancelled from outside, because it can no longer be trained; otherwise a rollout failed.
     """
 
     group: int
     reason: str
     segments: int
-    tokens: int
+    lengths: tuple[int, ...]
     expired: bool = False
 
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
 
-OnFailed = Literal["drop", "rest"]
+
+OnFailed = Literal["drop", "rest", "fill"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,26 +49,26 @@ class FailureConfig:
     """What a failed rollout costs.
 
     max_retries: how often it is tried again, retry_wait_s after it failed. on_failed: what becomes of the group of one
-    that failed for good: `drop` (the others are cancelled) or `rest` (they are trained without it, if two are left).
+    that failed for good: `drop` (the others are cancelled), `rest` (they are trained without it, if two are left) or
+    `fill` (another rollout of the prompt takes its place, up to max_fills times in a group; then as `drop`).
     """
 
     max_retries: int = 0
     retry_wait_s: float = 0.0
     on_failed: OnFailed = "drop"
+    max_fills: int = 1
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
             raise ValueError(f"rollout.failure.max_retries is {self.max_retries}; must be >= 0")
         if not 0 <= self.retry_wait_s < float("inf"):
             raise ValueError(f"rollout.failure.retry_wait_s is {self.retry_wait_s}; must be >= 0 seconds")
-        if self.on_failed not in ("drop", "rest"):
-            raise ValueError(f"rollout.failure.on_failed is {self.on_failed!r}; use drop or rest")
-
-
-def without_failed(group: PromptGroup) -> PromptGroup:
-    """The group without trajectories that ended with an error."""
-    sound = [t for t in group.trajectories if t.stop_reason is not StopReason.ERROR]
-    return group if len(sound) == len(group.trajectories) else replace(group, trajectories=sound)
+        if self.on_failed not in get_args(OnFailed):
+            raise ValueError(f"rollout.failure.on_failed is {self.on_failed!r}; use drop, rest or fill")
+        if self.max_fills < 1:
+            raise ValueError(
+                f"rollout.failure.max_fills is {self.max_fills}; must be >= 1, or use rollout.failure.on_failed=drop"
+            )
 
 
 class Rollouter:
@@ -74,6 +81,8 @@ class Rollouter:
         resume_routing: what becomes of rows that a resumed generation computes again.
         log: where rollouts are written down as they grow.
         failure: what a failed rollout costs. note: is told of every failure.
+
+    tokens: that were sampled, by group.
     """
 
     def __init__(
@@ -96,6 +105,7 @@ class Rollouter:
         self._n = trajectories_per_group
         self._running: dict[int, asyncio.Task[object]] = {}
         self._cancelled: dict[int, str] = {}
+        self.tokens = TokenCount()
 
     def cancel(self, group: int, *, reason: str) -> None:
         """Give up a group that is being rolled out; its `roll` returns a DroppedGroup. No effect on any other."""
@@ -111,7 +121,7 @@ class Rollouter:
     async def roll(
         self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
     ) -> PromptGroup | DroppedGroup:
-        """Run all trajectories of one prompt.
+        """Run all trajectories of one prompt. Failed ones stay in the group, ended by an error.
 
         Args:
             held: trajectories of the group from before a restart, which go on; closed ones are left as they are.
@@ -142,7 +152,7 @@ class Rollouter:
                 group=admission.group,
                 reason=failure,
                 segments=sum(len(t.segments) for t in trajectories),
-                tokens=sum(t.num_sampled for t in trajectories),
+                lengths=tuple(t.num_sampled for t in trajectories),
                 expired=expired,
             )
         return PromptGroup(
@@ -155,47 +165,70 @@ class Rollouter:
 
     def _trajectories(self, group: int, held: Sequence[Trajectory]) -> list[Trajectory]:
         """All trajectories of a group, each as far as it is held."""
-        begun = held or [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in range(self._n)]
+        self.tokens.add(group, sum(t.num_sampled for t in held))
+        begun = held or [self._new_trajectory() for _ in range(self._n)]
+        return [self._watched(group, number, trajectory) for number, trajectory in enumerate(begun)]
+
+    def _new_trajectory(self) -> Trajectory:
+        return Trajectory(routing=self._routing, resume_routing=self._resume_routing)
+
+    def _watched(self, group: int, number: int, trajectory: Trajectory) -> Trajectory:
+        """A trajectory whose tokens are counted, and that is written down as it grows."""
+
+        def count(tokens: int) -> None:
+            self.tokens.add(group, tokens)
+
+        def record(at: int, what: RolloutStep) -> None:
+            self._log.append(RolloutRecord(group=group, trajectory=number, at=at, what=what))
 
         if isinstance(self._log, NoRolloutLog):
-            return list(begun)
-
-        def recorded(number: int, trajectory: Trajectory) -> Trajectory:
-            def record(at: int, what: RolloutStep) -> None:
-                self._log.append(RolloutRecord(group=group, trajectory=number, at=at, what=what))
-
-            return RecordedTrajectory(trajectory, record=record, flush=self._log.flush)
-
-        return [recorded(number, trajectory) for number, trajectory in enumerate(begun)]
+            return CountedTrajectory(trajectory, count=count)
+        return RecordedTrajectory(trajectory, record=record, flush=self._log.flush, count=count)
 
     async def _run_all(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]) -> str | None:
         """Fill all trajectories side by side; None, or why the group failed."""
-        salt = f"v{admission.admitted_version}"
         try:
             async with asyncio.TaskGroup() as rollouts:
-                for i, trajectory in enumerate(trajectories):
-                    if trajectory.closed:
-                        continue
-                    session = f"g{admission.group}-t{i}"
-                    rollouts.create_task(self._run(prompt, trajectory, session=session, cache_salt=salt))
+                for number, trajectory in enumerate(trajectories):
+                    if not trajectory.closed:
+                        rollouts.create_task(self._member(prompt, admission, trajectories, number))
+                if self._failure.on_failed == "fill":
+                    for _ in range(self._n - _num_sound(trajectories)):  # failed before a restart
+                        number = self._grow(admission.group, trajectories)
+                        rollouts.create_task(self._member(prompt, admission, trajectories, number))
         except ExceptionGroup as errors:
             fatal = errors.subgroup((EngineError, ContractError))
             if fatal is not None:
                 raise fatal from None
             first = errors.exceptions[0]
             return f"rollout failed: {type(first).__name__}: {first}"
-        left = sum(t.stop_reason is not StopReason.ERROR for t in trajectories)
+        left = _num_sound(trajectories)
         if left < min(2, len(trajectories)):
             return f"rollouts failed: {left} of {len(trajectories)} are left"
         return None
 
-    async def _run(self, prompt: Prompt, trajectory: Trajectory, *, session: str, cache_salt: str) -> None:
-        """One rollout, as often as it may be tried."""
-        policy = self._failure
+    def _grow(self, group: int, trajectories: list[Trajectory]) -> int:
+        """One more trajectory of a group; its number."""
+        trajectories.append(self._watched(group, len(trajectories), self._new_trajectory()))
+        return len(trajectories) - 1
+
+    async def _member(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int) -> None:
+        """One rollout, and whatever makes up for it where it fails for good."""
+        while not await self._run(prompt, admission, trajectories, number) and self._failure.on_failed == "fill":
+            number = self._grow(admission.group, trajectories)
+
+    async def _run(self, prompt: Prompt, admission: Admission, trajectories: Sequence[Trajectory], number: int) -> bool:
+        """One rollout, as often as it may be tried; whether it did not fail.
+
+        Raises:
+            Exception: it failed for good, at the cost of its group.
+        """
+        trajectory, session = trajectories[number], f"g{admission.group}-t{number}"
+        salt, policy = f"v{admission.admitted_version}", self._failure
         for tried in range(1, policy.max_retries + 2):
             try:
-                await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
-                return
+                await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)
+                return True
             except (EngineError, ContractError):
                 raise
             except Exception as error:
@@ -203,8 +236,23 @@ class Rollouter:
                     f"rollout {session} failed, {tried} of {policy.max_retries + 1} times: "
                     f"{type(error).__name__}: {error}"
                 )
-                if tried > policy.max_retries and (policy.on_failed == "drop" or not trajectory.turns):
+                if tried > policy.max_retries and not (trajectory.turns and self._bears_failure(trajectories)):
                     raise
             if tried <= policy.max_retries:
                 await asyncio.sleep(policy.retry_wait_s)
         trajectory.close(stop_reason=StopReason.ERROR, reward=0.0)
+        return False
+
+    def _bears_failure(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether a group goes on without one of its rollouts."""
+        match self._failure.on_failed:
+            case "drop":
+                return False
+            case "rest":
+                return True
+            case "fill":
+                return len(trajectories) - self._n < self._failure.max_fills
+
+
+def _num_sound(trajectories: Sequence[Trajectory]) -> int:
+    return sum(t.stop_reason is not StopReason.ERROR for t in trajectories)

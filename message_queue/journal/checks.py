@@ -9,7 +9,7 @@ import msgspec
 
 from message_queue.journal.errors import JournalError
 from message_queue.journal.format import MAX_TRAJECTORIES, Entry
-from message_queue.journal.groups import GroupState, LiveGroup
+from message_queue.journal.groups import GroupState, LiveGroup, Progress
 from message_queue.journal.records import (
     Admitted,
     Called,
@@ -86,10 +86,10 @@ def _with_body(entry: Entry, body: Trained | Dropped) -> Entry:
 
 def _check_content(state: JournalState, group: int, trajectory: int, body: Content) -> None:
     live = _in_state(state, group, GroupState.OPEN, to="be appended to")
-    if not 0 <= trajectory < len(live.progress):
-        last = len(live.progress) - 1
-        raise JournalError(f"group {group} has trajectories 0..{last}; {trajectory} is none of them")
-    progress = live.progress[trajectory]
+    if not 0 <= trajectory < 2 * len(live.progress):
+        last = 2 * len(live.progress) - 1
+        raise JournalError(f"group {group} has trajectories 0..{last} at most; {trajectory} is none of them")
+    progress = live.progress[trajectory] if trajectory < len(live.progress) else Progress()
     if progress.closed:
         problem = "is closed; nothing can be appended"
     elif body.at != progress.length:

@@ -72,12 +72,14 @@ class Progress:
 class LiveGroup:
     """A group and where the records of its content are, in order.
 
-    turn: its place among the ready, or among those taken with it. trained_tokens: sampled tokens, once it was trained.
+    turn: its place among the ready, or among those taken with it. trained_tokens: sampled tokens, once it was trained;
+    masked_tokens: of them, those without gradient.
     trained_update: the last update that it was trained at, also if a restart went back before that.
     """
 
     __slots__ = (
         "admission",
+        "masked_tokens",
         "progress",
         "resume_routing",
         "spans",
@@ -101,7 +103,7 @@ class LiveGroup:
         self.state = GroupState.OPEN
         self.taken_update: int | None = None
         self.train_step: int | None = None
-        self.trained_tokens = 0
+        self.trained_tokens = self.masked_tokens = 0
         self.trained_update: int | None = None
         self.turn = 0
         self.spans: list[Span] = []
@@ -124,9 +126,14 @@ class LiveGroup:
         """Sampled tokens."""
         return sum(p.sampled for p in self.progress)
 
+    def trajectory(self, number: int) -> Progress:
+        """One of its trajectories; a group grows where a rollout that failed is made up for by one more."""
+        self.progress.extend(Progress() for _ in range(len(self.progress), number + 1))
+        return self.progress[number]
+
     def restart(self, turn: int) -> None:
         """It was taken or ready: ready again, or open where content was lost."""
-        self.taken_update, self.train_step, self.trained_tokens = None, None, 0
+        self.taken_update, self.train_step, self.trained_tokens, self.masked_tokens = None, None, 0, 0
         if self.complete:
             self.state, self.turn = GroupState.READY, turn
         else:
@@ -145,6 +152,7 @@ class LiveGroup:
             trained_update=self.trained_update,
             turn=self.turn,
             records=len(self.spans),
+            masked_tokens=self.masked_tokens,
         )
 
     @classmethod
@@ -154,4 +162,5 @@ class LiveGroup:
         group.state, group.turn = GroupState(head.state), head.turn
         group.taken_update, group.train_step = head.taken_update, head.train_step
         group.trained_tokens, group.trained_update = head.trained_tokens, head.trained_update
+        group.masked_tokens = head.masked_tokens
         return group

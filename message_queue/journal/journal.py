@@ -170,9 +170,9 @@ class Journal:
         """A group whose trajectories are all closed waits for the trainer."""
         await self._record(Entry(Ready(), group=group), durable=durable)
 
-    async def dropped(self, group: int, *, reason: str, durable: bool = False) -> None:
-        """A group was given up."""
-        await self._record(Entry(Dropped(reason), group=group), durable=durable)
+    async def dropped(self, group: int, *, reason: str, again: bool = False, durable: bool = False) -> None:
+        """A group was given up; `again`: its prompt is to be admitted again."""
+        await self._record(Entry(Dropped(reason, again=again), group=group), durable=durable)
 
     # ---- the training side
 
@@ -180,9 +180,16 @@ class Journal:
         """A batch was taken, to be trained from weights that hold `update` optimizer updates."""
         await self._record(Entry(Taken(tuple(groups), update)), durable=durable)
 
-    async def trained(self, groups: Sequence[int], *, train_step: int, durable: bool = False) -> None:
-        """Groups took part in optimizer step `train_step`. They stay until a checkpoint holds it."""
-        await self._record(Entry(Trained(tuple(groups), train_step)), durable=durable)
+    async def trained(
+        self, groups: Sequence[int], *, train_step: int, masked: Sequence[int] = (), durable: bool = False
+    ) -> None:
+        """Groups took part in optimizer step `train_step`. They stay until a checkpoint holds it.
+
+        Args:
+            masked: sampled tokens of each that took no gradient; none: all took.
+        """
+        body = Trained(tuple(groups), train_step, masked=tuple(masked))
+        await self._record(Entry(body), durable=durable)
 
     async def published(self, version: int, *, update: int, durable: bool = False) -> None:
         """The trainer published `version`, which holds `update` optimizer updates."""

@@ -53,8 +53,8 @@ class Recovered:
     of the weights that were trained; in the order of their batch. next_group: no smaller id is free, and what is
     smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
     out before are in groups, or settled. version: newest that was published. version_updates: `param_version` ->
-    optimizer updates, of it and of all that may have sampled a token of these groups. ledger: its `open` are these
-    groups.
+    optimizer updates, of it and of all that may have sampled a token of these groups. waiting: prompts to admit again,
+    in order. recycles: prompt -> times that it was to be. ledger: its `open` are these groups.
     """
 
     began: bool
@@ -66,6 +66,8 @@ class Recovered:
     version: int
     version_updates: Mapping[int, int]
     train_step: int
+    waiting: Sequence[int]
+    recycles: Mapping[int, int]
     ledger: LedgerCounts
     report: RecoveryReport
 
@@ -207,6 +209,8 @@ def _recovered(state: JournalState, *, began: bool, report: RecoveryReport) -> R
         version=state.version,
         version_updates=dict(state.versions),
         train_step=state.train_step,
+        waiting=tuple(state.waiting),
+        recycles=dict(state.recycles),
         ledger=state.ledger(),
         report=report,
     )

@@ -64,18 +64,20 @@ class Taken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True):
-    """Groups took part in optimizer step `train_step`. tokens: that were sampled for each."""
+    """Groups took part in optimizer step `train_step`. tokens: that were sampled for each. masked: without gradient."""
 
     groups: tuple[int, ...]
     train_step: int
     tokens: tuple[int, ...] = ()
+    masked: tuple[int, ...] = ()
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True):
-    """The group was given up. tokens: that were sampled for it."""
+    """The group was given up. tokens: that were sampled for it. again: its prompt is to be admitted again."""
 
     reason: str
     tokens: int = 0
+    again: bool = False
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True):
@@ -103,10 +105,14 @@ class LiveHead(msgspec.Struct, frozen=True, array_like=True):
     trained_update: int | None
     turn: int
     records: int
+    masked_tokens: int = 0
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
-    """All that was recorded before, but for the content of the live groups."""
+    """All that was recorded before, but for the content of the live groups.
+
+    waiting: prompts to admit again, in order. recycles: (prompt, times that it was to be).
+    """
 
     next_group: int
     next_turn: int
@@ -118,6 +124,8 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     versions: tuple[tuple[int, int], ...]
     ledger: LedgerCounts
     groups: tuple[LiveHead, ...]
+    waiting: tuple[int, ...] = ()
+    recycles: tuple[tuple[int, int], ...] = ()
 
 
 Body: TypeAlias = (

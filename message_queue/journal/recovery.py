@@ -252,10 +252,10 @@ class Replay:
 
     def _fold(self, group: int) -> int:
         """Give a group its content, up to the first record that is missing; how many there are."""
-        found, progress = self._found.get(group, {}), self.state.live[group].progress
+        found, live = self._found.get(group, {}), self.state.live[group]
         for number in range(self._expected.get(group, 0)):
             piece = found.get(number)
-            if piece is None or piece.step.at != progress[piece.trajectory].length:
+            if piece is None or piece.step.at != live.trajectory(piece.trajectory).length:
                 return number
             self.state.extend(group, piece.trajectory, piece.step, piece.span)
             self.files[piece.span.file].hold(group, number, piece.span.size)

@@ -10,7 +10,7 @@ to a checkpoint without that step, and then the group is to be trained again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from message_queue.journal.errors import JournalError, JournalStepError
@@ -36,8 +36,8 @@ class JournalStart:
     """Where the run stands by its checkpoint; all zeros for a run that begins.
 
     train_step: optimizer steps in the checkpoint. next_group: no smaller group id is handed out again. prompt_cursor:
-    first prompt that was never handed out. version, update: newest published. ledger: counts of what ended before; used
-    where there is no journal yet.
+    first prompt that was never handed out. version, update: newest published. recycles: prompt -> times that it was to
+    be admitted again, and ledger: counts of what ended before; used where there is no journal yet.
     """
 
     train_step: int = 0
@@ -45,6 +45,7 @@ class JournalStart:
     prompt_cursor: int = 0
     version: int = 0
     update: int = 0
+    recycles: Mapping[int, int] = field(default_factory=dict[int, int])
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
 
 
@@ -53,6 +54,7 @@ class JournalState:
 
     served: newest version that a group was admitted on; the replicas serve it, or a newer one.
     update: optimizer updates that the newest published version holds; a restart goes back to those of its checkpoint.
+    waiting: prompts to admit again, in order. recycles: prompt -> times that it was to be, while it is not done.
     """
 
     def __init__(self, start: JournalStart) -> None:
@@ -66,6 +68,9 @@ class JournalState:
         self._reasons = Counter(start.ledger.reasons)
         self._admitted, self._trained, self._dropped = start.ledger.admitted, start.ledger.trained, start.ledger.dropped
         self._trained_tokens, self._dropped_tokens = start.ledger.trained_tokens, start.ledger.dropped_tokens
+        self._masked_tokens = start.ledger.masked_tokens
+        self.waiting: list[int] = []
+        self.recycles = dict(start.recycles)
 
     @classmethod
     def of(cls, summary: Summary) -> JournalState:
@@ -81,6 +86,7 @@ class JournalState:
         state.settled_step, state.next_turn = summary.settled_step, summary.next_turn
         state.versions, state.served, state.update = dict(summary.versions), summary.served, summary.update
         state.live = {head.group: LiveGroup.of(head) for head in summary.groups}
+        state.waiting, state.recycles = list(summary.waiting), dict(summary.recycles)
         return state
 
     @property
@@ -95,6 +101,8 @@ class JournalState:
             trained=self._trained,
             dropped=self._dropped,
             open=len(self.live),
+            tokens=self._trained_tokens + self._masked_tokens + self._dropped_tokens,
+            masked_tokens=self._masked_tokens,
             trained_tokens=self._trained_tokens,
             dropped_tokens=self._dropped_tokens,
             reasons=dict(self._reasons),
@@ -113,6 +121,8 @@ class JournalState:
             versions=tuple(self.versions.items()),
             ledger=self.ledger(),
             groups=tuple(group.head() for group in self.live.values()),
+            waiting=tuple(self.waiting),
+            recycles=tuple(self.recycles.items()),
         )
 
     # ---- records
@@ -133,8 +143,9 @@ class JournalState:
             case Trained():
                 self._train(body)
             case Dropped():
-                for _ in self._known([group]):
+                for dropped in self._known([group]):
                     self._count_dropped(body.reason, tokens=body.tokens)
+                    self._give_up(dropped.admission.prompt, again=body.again)
                     return [self.live.pop(group)]
             case Published():
                 self.versions[body.version] = self.update = body.update
@@ -148,7 +159,7 @@ class JournalState:
     def extend(self, group: int, trajectory: int, step: Step, span: Span) -> None:
         """Follow a record of content."""
         live = self.live[group]
-        live.progress[trajectory].add(step)
+        live.trajectory(trajectory).add(step)
         live.spans.append(span)
 
     def lose(self, orphans: Iterable[int]) -> None:
@@ -205,6 +216,16 @@ class JournalState:
         self.next_group = max(self.next_group, group + 1)
         self.prompt_cursor = max(self.prompt_cursor, admitted.prompt + 1)
         self._admitted += 1
+        if admitted.prompt in self.waiting:
+            self.waiting.remove(admitted.prompt)
+
+    def _give_up(self, prompt: int, *, again: bool) -> None:
+        """The group of a prompt was dropped; `again`: the prompt is to be admitted again."""
+        if again:
+            self.waiting.append(prompt)
+            self.recycles[prompt] = self.recycles.get(prompt, 0) + 1
+        else:
+            self.recycles.pop(prompt, None)
 
     def _place(self, group: LiveGroup) -> None:
         """Behind all that became ready, or were taken, before."""
@@ -212,9 +233,11 @@ class JournalState:
         self.next_turn += 1
 
     def _train(self, trained: Trained) -> None:
-        for group, tokens in zip(trained.groups, trained.tokens, strict=True):
+        masked = trained.masked or (0,) * len(trained.groups)
+        for group, tokens, without in zip(trained.groups, trained.tokens, masked, strict=True):
             if group in self.live:
                 live = self.live[group]
+                live.masked_tokens = without
                 live.state, live.train_step, live.trained_tokens = GroupState.TRAINED, trained.train_step, tokens
                 live.trained_update = live.taken_update
         self.train_step = max(self.train_step, trained.train_step)
@@ -230,7 +253,9 @@ class JournalState:
         for group in done:
             del self.live[group.group]
             self._trained += 1
-            self._trained_tokens += group.trained_tokens
+            self._trained_tokens += group.trained_tokens - group.masked_tokens
+            self._masked_tokens += group.masked_tokens
+            self.recycles.pop(group.admission.prompt, None)
         self.settled_step = max(self.settled_step, train_step)
         self._forget_versions()
         return done

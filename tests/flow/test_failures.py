@@ -84,7 +84,9 @@ async def test_a_group_with_one_rollout_left_is_dropped(tmp_path):
     assert reasons == {"rollouts failed: 1 of 3 are left"}
 
 
-@pytest.mark.parametrize(("field", "value"), [("max_retries", -1), ("retry_wait_s", -1.0), ("on_failed", "fill")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_retries", -1), ("retry_wait_s", -1.0), ("on_failed", "hope"), ("max_fills", 0)]
+)
 def test_config_names_what_is_wrong(field, value):
     with pytest.raises(ValueError, match=rf"rollout\.failure\.{field} is '?{value}"):
         FailureConfig(**{field: value})

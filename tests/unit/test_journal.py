@@ -59,7 +59,9 @@ async def test_a_restart_continues_groups_in_every_state(tmp_path):
         assert recovered.is_settled(4)
         assert not recovered.is_settled(5)
         assert not recovered.is_settled(6)
-        assert recovered.ledger == LedgerCounts(admitted=6, dropped=1, dropped_tokens=3, open=5, reasons={"expired": 1})
+        assert recovered.ledger == LedgerCounts(
+            admitted=6, dropped=1, tokens=3, dropped_tokens=3, open=5, reasons={"expired": 1}
+        )
         group = await journal.read(5, routing=None)
         assert group.trajectories[1].param_versions().tolist() == [-1, -1, 1, 1, 1, 1]
         assert group.trajectories[1].segments[0].stop_reason is StopReason.ABORT
@@ -75,7 +77,7 @@ async def test_groups_of_steps_that_the_checkpoint_holds_are_settled(tmp_path):
     journal, recovered = await open_journal(tmp_path, start=JournalStart(train_step=1))
     await journal.close()
     assert [g.admission.group for g in recovered.ready] == [1]
-    assert recovered.ledger == LedgerCounts(admitted=2, trained=1, trained_tokens=3, open=1)
+    assert recovered.ledger == LedgerCounts(admitted=2, trained=1, tokens=3, trained_tokens=3, open=1)
 
 
 async def test_a_checkpoint_settles_and_older_ones_are_refused(tmp_path):
@@ -174,7 +176,7 @@ async def test_records_that_do_not_follow_are_refused_and_change_nothing(journal
         (journal.admitted(admission(0), trajectories=1), "group 0 was admitted before"),
         (journal.admitted(admission(1), trajectories=0), "0 trajectories"),
         (journal.observed(9, token, trajectory=0, at=0), "group 9 is not live"),
-        (journal.observed(0, token, trajectory=2, at=0), "trajectories 0..1"),
+        (journal.observed(0, token, trajectory=4, at=0), "trajectories 0..3 at most; 4 is none"),
         (journal.sampled(0, segment(), trajectory=0, at=1), "has 2 tokens in the journal"),
         (journal.ready(0), r"trajectories \[0, 1\] are open"),
         (journal.taken([0], update=0), "only one that is ready"),

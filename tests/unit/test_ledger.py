@@ -24,6 +24,7 @@ def test_records_tell_what_became_of_each_group():
             "train_step": 7,
             "segments": 2,
             "tokens": 11,
+            "masked_tokens": 0,
         },
         {
             "group": 2,
@@ -33,9 +34,10 @@ def test_records_tell_what_became_of_each_group():
             "train_step": None,
             "segments": 1,
             "tokens": 5,
+            "masked_tokens": 0,
         },
     ]
-    assert ledger.closing_records([3, 0]) == [
+    assert ledger.closing_records([3, 0], open_tokens=10) == [
         {
             "group": 0,
             "admitted_version": 0,
@@ -44,6 +46,7 @@ def test_records_tell_what_became_of_each_group():
             "train_step": None,
             "segments": 2,
             "tokens": 10,
+            "masked_tokens": 0,
         },
         {
             "group": 3,
@@ -53,6 +56,7 @@ def test_records_tell_what_became_of_each_group():
             "train_step": None,
             "segments": 0,
             "tokens": 0,
+            "masked_tokens": 0,
         },
         {
             "outcome": "total",
@@ -62,7 +66,10 @@ def test_records_tell_what_became_of_each_group():
             "open": 2,
             "error": 0,
             "trained_tokens": 11,
+            "masked_tokens": 0,
             "dropped_tokens": 5,
+            "open_tokens": 10,
+            "token_error": 0,
             "reasons": {"rollout failed": 1},
         },
     ]

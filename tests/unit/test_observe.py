@@ -66,7 +66,6 @@ def test_batch_metrics_are_those_of_the_tokens(groups):
     assert metrics["staleness/mean"] == pytest.approx((2 * 3 + 5 * 1) / 7)
     assert metrics["partial/resumed_fraction"] == 0.5
     assert metrics["partial/max_segments"] == 2
-    assert metrics["length/trained_mean"] == 3.5
     assert metrics["routing/missing_fraction"] == 0
     assert metrics["routing/bytes_per_token"] == (7 + 3) * 2 * 2 / 12, "each row crosses once: T-1 per trajectory"
     assert set(metrics) <= set(METRICS)

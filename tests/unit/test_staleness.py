@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from message_queue.contract import Admission
+from message_queue.policies import DropPolicy, WaitPolicy, build_policy
 from message_queue.staleness import (
-    DropPolicy,
     StalenessBudget,
     StalenessConfig,
-    WaitPolicy,
-    build_policy,
     oldest_update,
     token_staleness,
 )
@@ -29,8 +27,10 @@ def budget(s=1, b=2, p=1):
 
 
 def test_config_names_the_policies_it_takes():
-    with pytest.raises(ValueError, match=r"staleness\.policy is 'recycle'; choose one of wait, drop"):
-        StalenessConfig(policy="recycle")
+    with pytest.raises(ValueError, match=r"staleness\.policy is 'hope'; choose one of wait, drop, recycle, mask"):
+        StalenessConfig(policy="hope")
+    with pytest.raises(ValueError, match=r"staleness\.max_recycles is 0; must be >= 1"):
+        StalenessConfig(policy="recycle", max_recycles=0)
     with pytest.raises(ValueError, match=r"staleness\.max_staleness is -1; must be >= 0"):
         StalenessConfig(max_staleness=-1)
 
@@ -136,8 +136,8 @@ def test_drop_takes_what_comes_and_gives_up_what_is_too_old():
     assert not policy.admits({0: 4}, admitted_update=0, next_update=1)
     assert not policy.admits({}, admitted_update=0, next_update=2)
     assert policy.batch_ready({1: 2}, {0: 1, 1: 2}, next_update=1)
-    assert not policy.gives_up(0, next_update=1)
-    assert policy.gives_up(0, next_update=2)
+    assert policy.expiry(0, next_update=1) is None
+    assert policy.expiry(0, next_update=2) == "expired: staleness 2 exceeds 1"
 
 
 def test_by_turn_is_oldest_first_under_wait_and_first_come_under_drop():

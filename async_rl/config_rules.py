@@ -1,0 +1,111 @@
+"""Rules of a run config that span several fields; each names the fields, their values and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_rl.engines.select import check_engine
+from async_rl.engines.vllm_config import VllmConfig
+from async_rl.model_info import CheckpointError, read_model_info
+
+if TYPE_CHECKING:
+    from async_rl.config import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with a config; nothing where it can be started."""
+    yield from _rollout_problems(config)
+    yield from _trainer_problems(config)
+    if config.resume not in ("auto", "never") and not (Path(config.resume) / "run.json").is_file():
+        yield f"resume is {config.resume!r}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
+    yield from _model_problems(config)
+
+
+def _rollout_problems(config: RunConfig) -> Iterator[str]:
+    """What is rolled out, and when."""
+    rollout, every = config.rollout, config.sync.every
+    if config.staleness.max_staleness < every - 1:
+        yield (
+            f"staleness.max_staleness is {config.staleness.max_staleness} with sync.every={every}: weights "
+            f"are up to {every - 1} updates old before any wait; raise the bound or publish more often"
+        )
+    if rollout.trajectories_per_group == 1 and config.advantage.name != "reinforce_plus_plus":
+        yield (
+            f"rollout.trajectories_per_group is 1 with advantage.name={config.advantage.name}, which compares the "
+            "trajectories of a group, so nothing would be trained; use more, or advantage.name=reinforce_plus_plus"
+        )
+    if rollout.failure.on_failed == "fill" and rollout.failure.max_fills > rollout.trajectories_per_group:
+        yield (
+            f"rollout.failure.max_fills is {rollout.failure.max_fills} with rollout.trajectories_per_group="
+            f"{rollout.trajectories_per_group}; a group makes up for each of its rollouts once at most: lower it"
+        )
+    if rollout.limits.max_tokens > config.engine.max_model_len:
+        yield (
+            f"rollout.limits.max_tokens is {rollout.limits.max_tokens}, more than "
+            f"engine.max_model_len={config.engine.max_model_len}; lower the one or raise the other"
+        )
+
+
+def _trainer_problems(config: RunConfig) -> Iterator[str]:
+    """What is trained, and what training needs of a rollout."""
+    rollout, trainer = config.rollout, config.trainer
+    trajectories = rollout.groups_per_batch * rollout.trajectories_per_group
+    if trajectories % trainer.data_parallel:
+        yield (
+            f"a batch has {trajectories} trajectories (rollout.groups_per_batch={rollout.groups_per_batch} x "
+            f"rollout.trajectories_per_group={rollout.trajectories_per_group}), which does not divide over "
+            f"{trainer.data_parallel} data-parallel ranks; change one of them"
+        )
+    if rollout.failure.on_failed == "rest" and trainer.data_parallel > 1:
+        yield (
+            f"rollout.failure.on_failed is 'rest' with {trainer.data_parallel} data-parallel ranks, over which "
+            "a batch with failed rollouts does not divide; use rollout.failure.on_failed=fill or drop"
+        )
+    if trainer.updates_per_batch != 1:
+        yield (
+            f"trainer.updates_per_batch is {trainer.updates_per_batch}; a run makes one optimizer update per "
+            "batch, so set it to 1 and lower rollout.groups_per_batch for smaller updates"
+        )
+    if config.loss.temperature != rollout.sampling.temperature:
+        yield (
+            f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
+            f"{rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
+        )
+    if trainer.router_replay != "R3" and rollout.resume_routing != "append":
+        yield (
+            f"rollout.resume_routing is {rollout.resume_routing!r} with trainer.router_replay="
+            f"{trainer.router_replay}; rows are only captured for R3, so set trainer.router_replay=R3, or "
+            "rollout.resume_routing=append"
+        )
+    if trainer.router_replay == "R3" and isinstance(config.engine, VllmConfig) and not config.engine.enforce_eager:
+        yield (
+            "engine.enforce_eager is false with trainer.router_replay=R3: compiled graphs return wrong expert ids "
+            "without a word; set engine.enforce_eager=true, or trainer.router_replay=none"
+        )
+
+
+def _model_problems(config: RunConfig) -> Iterator[str]:
+    """What the model's own config rules out."""
+    if config.model.checkpoint is None:
+        return
+    try:
+        info = read_model_info(config.model.checkpoint)
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"
+        return
+    if info.routing is None and config.trainer.router_replay != "none":
+        yield (
+            f"trainer.router_replay is {config.trainer.router_replay}, but model.checkpoint "
+            f"{config.model.checkpoint} is dense ({info.family}); use trainer.router_replay=none"
+        )
+    try:
+        check_engine(
+            config.engine,
+            checkpoint=config.model.checkpoint,
+            capture=config.captures_routing,
+            force=config.forces_routing,
+        )
+    except ValueError as error:
+        yield str(error)

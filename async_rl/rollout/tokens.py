@@ -1,0 +1,47 @@
+"""Sampled tokens of the groups that are rolled out, counted as engines give them.
+
+The queue counts the tokens of what it is handed. Where the two differ for a group, tokens were lost or made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from message_queue.ledger import LedgerCounts, LedgerRecord
+
+
+class TokenCount:
+    """num_generated: tokens since this start, and those held from before it."""
+
+    def __init__(self) -> None:
+        self.num_generated = 0
+        self._of: dict[int, int] = {}
+
+    def add(self, group: int, tokens: int) -> None:
+        """An engine gave `tokens` more for a group, or they were held from before a restart."""
+        self._of[group] = self._of.get(group, 0) + tokens
+        self.num_generated += tokens
+
+    def settle(self, records: Iterable[LedgerRecord]) -> list[str]:
+        """Where the queue says otherwise of groups that ended; those of an earlier start are not known here."""
+        wrong: list[str] = []
+        for record in records:
+            counted = self._of.pop(record["group"], None)
+            if counted is not None and counted != record["tokens"]:
+                wrong.append(f"group {record['group']} ended with {record['tokens']} tokens, of {counted} generated")
+        return wrong
+
+
+def require_closed(counts: LedgerCounts, *, wrong: Sequence[str]) -> None:
+    """Stop a run whose ledger does not close; `wrong`: as of `TokenCount.settle`.
+
+    Raises:
+        RuntimeError: a group or a token was lost or counted twice; the message has the counts.
+    """
+    if counts.error:
+        raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")
+    if counts.token_error or wrong:
+        raise RuntimeError(
+            f"ledger/token_error is {counts.token_error}: {counts}; tokens were lost or counted twice: "
+            f"{'; '.join(wrong[:5]) or 'between the queue and the trainer'}"
+        )
