@@ -128,13 +128,17 @@ class QueueConfig(QueueClientConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run. resume: `auto` continues what `output_dir` holds, `never` refuses to, or a checkpoint folder."""
+    """One run. resume: `auto` continues what `output_dir` holds, `never` refuses to, or a checkpoint folder.
+
+    schedule: run directory to whose schedule this run keeps; null leaves it free. See `async_rl.rollout.schedule`.
+    """
 
     name: str
     output_dir: Path
     total_train_steps: Annotated[int, Ge(0)]
     seed: int
     resume: str
+    schedule: Path | None
     model: ModelConfig
     engine: EngineConfig
     trainer: TrainerConfig

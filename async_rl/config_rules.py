@@ -41,6 +41,11 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.failure.max_fills is {rollout.failure.max_fills} with rollout.trajectories_per_group="
             f"{rollout.trajectories_per_group}; a group makes up for each of its rollouts once at most: lower it"
         )
+    if config.schedule is not None and config.staleness.policy != "wait":
+        yield (
+            f"staleness.policy is {config.staleness.policy!r} with schedule={config.schedule}; a run that keeps to a "
+            "schedule trains all of it: use staleness=wait"
+        )
     if rollout.limits.max_tokens > config.engine.max_model_len:
         yield (
             f"rollout.limits.max_tokens is {rollout.limits.max_tokens}, more than "

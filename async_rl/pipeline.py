@@ -39,8 +39,10 @@ from async_rl.observe.metrics import queue_metrics
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
 from async_rl.parts import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, StageError, Trainer
+from async_rl.rollout.conductor import Conducts, Free
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.tokens import require_closed
+from async_rl.rollout.validations import Validations
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate, discard_updates
@@ -58,6 +60,7 @@ class Pipeline:
     Args:
         start: of the checkpoint; the trainer holds its weights.
         restored: what the queue has of the run before; None where it has nothing and the replicas serve the weights.
+        conductor: who decides when things happen; None leaves that to the stages.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Pipeline:
         trace: Trace,
         start: RunState,
         restored: Restored[PromptGroup] | None = None,
+        conductor: Conducts | None = None,
     ) -> None:
         self._config = config
         self._prompts = prompts
@@ -84,7 +88,6 @@ class Pipeline:
         self._trainer = trainer
         self._publisher = publisher
         self._replicas = replicas
-        self._validator = validator
         self._checkpoints = checkpoints
         self._recorder = recorder
         self._trace = trace
@@ -95,7 +98,10 @@ class Pipeline:
         self._replayed = start.train_step + (0 if restored is None else restored.replay)
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
-        self._validations: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+        self._validations = Validations(
+            validator, every=config.validate_every, last=config.total_train_steps, recorder=recorder, trace=trace
+        )
+        self._conductor = conductor or Free()
         self._stop = asyncio.Event()
         self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
         self._failed_in_a_row = 0
@@ -112,8 +118,8 @@ class Pipeline:
         """
         if (restored := self._restored) is not None:
             await self._stage("catch up", lambda: self._catch_up(restored))
-        if self._train_step == 0 and self._validator is not None and (self._restored is None or self._restored.began):
-            await self._validate_now(0)
+        if self._train_step == 0 and (self._restored is None or self._restored.began):
+            await self._validations.now(0)
         timeout_s = self._config.replica_timeout_s
         async with asyncio.TaskGroup() as background:
             stages = {
@@ -123,7 +129,7 @@ class Pipeline:
                     ("rollout", self._rollout),
                     ("expire", self._expire),
                     ("publish", self._publish),
-                    ("validate", self._validate),
+                    ("validate", self._validations.run),
                     ("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s)),
                 )
             }
@@ -134,12 +140,12 @@ class Pipeline:
                     await self._put_down(stages)
                 raise
             stages["feed"].cancel()
+            self._conductor.finish()
             await self._updates.join()
             await self._put_down(stages)
             await self._save()
-            if (finished := not self._stop.is_set()) and self._validator is not None:
-                await self._validations.join()
-                await self._validate_now(self._train_step)
+            if finished := not self._stop.is_set():
+                await self._validations.finish(self._train_step)
             for task in stages.values():
                 task.cancel()
         return finished
@@ -164,6 +170,9 @@ class Pipeline:
 
     async def _catch_up(self, restored: Restored[PromptGroup]) -> None:
         """Train again what was trained after the checkpoint, then bring the weights to the replicas."""
+        self._conductor.begin(
+            restored.open, train_step=self._train_step, cursor=self._prompts.cursor, updates=restored.version_updates
+        )
         self._version = max(self._version, restored.version)
         self._version_updates |= restored.version_updates
         for _ in range(restored.replay):
@@ -177,14 +186,16 @@ class Pipeline:
             await self._queue.publish(self._version, update=self._train_step)
         update = await self._trainer.export(self._config.weights_directory, version=self._version)
         self._last_publish = await self._publisher.publish(update)
-        await self._queue.loaded(self._version)
+        await self._loaded(update)
         if not known:
             await self._save()
 
     async def _feed(self) -> None:
         while True:
             prompt = self._prompts.current()
+            await self._conductor.may_admit(prompt.index)
             admission = await self._queue.admit(prompt.index)
+            self._conductor.admitted(admission)
             if admission.prompt == prompt.index:
                 self._prompts.advance()
             else:
@@ -206,6 +217,7 @@ class Pipeline:
         with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
             outcome = await self._rollouter.roll(prompt, admission, held=held)
         if isinstance(outcome, DroppedGroup):
+            self._conductor.dropped(outcome.group, reason=outcome.reason)
             await self._queue.drop(
                 outcome.group,
                 reason=outcome.reason,
@@ -226,6 +238,7 @@ class Pipeline:
             return
         self._failed_in_a_row = 0
         self._recorder.lengths.offered([t.num_sampled for t in outcome.trajectories])
+        await self._conductor.may_put(outcome.prompt)
         await self._queue.put(outcome)
 
     async def _expire(self) -> None:
@@ -243,7 +256,7 @@ class Pipeline:
             if batch is None:
                 return
             await self._step(batch, waited=time.monotonic() - begun, begun=begun, busy=busy)
-            await self._request_validation()
+            self._validations.request(self._train_step)
             if self._checkpoints.due(self._train_step):
                 await self._save()
 
@@ -251,16 +264,11 @@ class Pipeline:
         while True:
             update = await self._updates.get()
             with self._trace.span("publish", f"version {update.weights.version}"):
+                await self._conductor.may_load(self._version_updates[update.weights.version])
                 self._last_publish = await self._publisher.publish(update)
-            await self._queue.loaded(update.weights.version)
+            await self._loaded(update)
             discard_updates(self._config.weights_directory, keep_version=update.weights.version)
             self._updates.task_done()
-
-    async def _validate(self) -> None:
-        while True:
-            step = await self._validations.get()
-            await self._validate_now(step)
-            self._validations.task_done()
 
     # ---- parts of the train stage
 
@@ -277,6 +285,7 @@ class Pipeline:
 
     async def _step(self, batch: Batch[PromptGroup], *, waited: float, begun: float, busy: float) -> None:
         """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
+        self._conductor.taken()
         with self._trace.span("train", f"step {self._train_step + 1}", groups=len(batch.groups)):
             prepared, metrics = await self._train_on(batch)
         if self._train_step % self._config.publish_every == 0 and self._train_step > self._replayed:
@@ -309,29 +318,20 @@ class Pipeline:
         await self._queue.publish(self._version, update=self._train_step)
         await self._updates.put(update)
 
+    async def _loaded(self, update: WeightUpdate) -> None:
+        """Every replica serves it."""
+        self._conductor.loaded(self._version_updates[update.weights.version])
+        await self._queue.loaded(update.weights.version)
+
     async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
         snapshot = await self._queue.snapshot()
         metrics |= {"train_step": self._train_step, "param_version": self._version}
         metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
-        self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens))
+        schedule = prepared.schedule if self._conductor.free else None
+        self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
         records = await self._queue.drain_records()
         self._recorder.ledger(records)
         require_closed(snapshot.ledger, wrong=self._rollouter.tokens.settle(records))
-
-    async def _request_validation(self) -> None:
-        every, last = self._config.validate_every, self._train_step == self._config.total_train_steps
-        if self._validator is None or last or not every or self._train_step % every:
-            return
-        if self._validations.full():
-            self._recorder.warn(f"validation at step {self._train_step} skipped: the one before still runs")
-        else:
-            self._validations.put_nowait(self._train_step)
-
-    async def _validate_now(self, step: int) -> None:
-        assert self._validator is not None
-        with self._trace.span("validate", f"step {step}"):
-            result = await self._validator.run()
-        self._recorder.validation(step, result)
 
     async def _save(self) -> None:
         """Checkpoint between two train steps; nothing is taken then."""

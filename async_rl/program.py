@@ -33,10 +33,12 @@ from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.resume import Resume
+from async_rl.rollout.conductor import Conductor, Conducts, Free
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.recorded import QueueRolloutLog
-from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.rollouter import Rollouter, session_name
 from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.schedule import RunSchedule, read_schedule
 from async_rl.rollout.supervisor import RestartLimit, Supervisor
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher
@@ -69,6 +71,11 @@ class Program:
         self._config = config
         self._task: Task = build_task(config.task, seed=config.seed)
         self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
+        self._conductor: Conducts = Free()
+        if config.schedule is not None:
+            schedule = _read_schedule(config)
+            self._order = schedule.order(self._order)
+            self._conductor = Conductor(schedule, session=session_name)
         self._directory = config.output_dir
         self._resume = Resume(config)
         self._stopping = False
@@ -184,7 +191,7 @@ class Program:
             timeout_s=config.sync.timeout_s,
         )
         loop = self._task.build_loop(
-            engine=ReplicaRouter(fleet),
+            engine=self._conductor.engine(ReplicaRouter(fleet)),
             tokenizer=AutoTokenizer.from_pretrained(checkpoint),
             sampling=config.rollout.sampling,
             limits=config.rollout.limits,
@@ -200,7 +207,7 @@ class Program:
                 config=config.supervision,
                 note=recorder.warn,
             ),
-            loop=loop,
+            loop=self._conductor.loop(loop),
             routing=read_model_info(checkpoint).routing if config.captures_routing else None,
             recorder=recorder,
             trace=trace,
@@ -249,12 +256,31 @@ class Program:
             trace=lasting.trace,
             start=self._resume.state,
             restored=restored,
+            conductor=self._conductor,
         )
 
     def _farewell(self, finished: bool) -> str:
         if finished:
             return f"done: {self._config.total_train_steps} train steps; everything is in {self._directory}"
         return f"stopped; continue with: python -m async_rl.run output_dir={self._directory} resume=auto"
+
+
+def _read_schedule(config: RunConfig) -> RunSchedule:
+    """The schedule that the run is to keep to.
+
+    Raises:
+        ScheduleError: it cannot be read, or does not suit the run.
+    """
+    assert config.schedule is not None
+    schedule = read_schedule(config.schedule)
+    schedule.check(
+        groups_per_batch=config.rollout.groups_per_batch,
+        trajectories_per_group=config.rollout.trajectories_per_group,
+        train_steps=config.total_train_steps,
+        max_staleness=config.staleness.max_staleness,
+        every=config.sync.every,
+    )
+    return schedule
 
 
 def _lost_part(error: BaseException) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -12,6 +13,7 @@ from async_rl.batch.advantage import AdvantageConfig, Advantages, compute_advant
 from async_rl.batch.collate import collate
 from async_rl.observe.lengths import gradient_lengths
 from async_rl.observe.metrics import batch_metrics, masking_metrics, staleness_histogram
+from async_rl.rollout.schedule import scheduled_groups
 from message_queue.contract import Batch
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
@@ -22,6 +24,7 @@ class PreparedBatch:
     """tensors: see `collate`. gradient_tokens: of each group, as the tensors have them. lengths: of each trajectory.
 
     staleness_tokens: tokens with gradient by staleness. metrics: that the trajectories determine.
+    schedule: see `async_rl.rollout.schedule`.
     """
 
     tensors: TensorDict
@@ -29,6 +32,7 @@ class PreparedBatch:
     lengths: Sequence[int]
     staleness_tokens: Mapping[int, int]
     metrics: Mapping[str, float]
+    schedule: Sequence[Mapping[str, Any]]
 
 
 def prepare(
@@ -66,6 +70,7 @@ def prepare(
             **_masking(groups, advantages, lengths),
             "length/trained_mean": sum(lengths) / len(lengths),
         },
+        schedule=scheduled_groups(batch.groups, version_updates=version_updates),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.jsonl`, `validation.jsonl`, `ledger.jsonl`, TensorBoard, and the console."""
+"""Where a run's numbers go: the `.jsonl` files of its directory, TensorBoard, and the console."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from async_rl.rollout.validator import ValidationResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One train step. staleness_tokens: sampled tokens of the batch by staleness."""
+    """One train step.
+
+    staleness_tokens: sampled tokens of the batch by staleness. schedule: see `async_rl.rollout.schedule`.
+    """
 
     metrics: Mapping[str, float]
     staleness_tokens: Mapping[int, int]
+    schedule: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(key for key in self.metrics if metric_of(key) is None)
@@ -77,6 +81,8 @@ class Recorder:
         line: dict[str, Any] = {key: metrics[key] for key in (*listed, *(key for key in metrics if key not in METRICS))}
         line["staleness/tokens"] = {str(lag): n for lag, n in record.staleness_tokens.items()}
         self._metrics.write(_json_line(line))
+        if record.schedule is not None:
+            self._schedule.write(_json_line({"train_step": step, "groups": record.schedule}))
         for key, value in metrics.items():
             if math.isfinite(value):
                 self._scalars.add_scalar(key, value, step)
@@ -121,10 +127,11 @@ class Recorder:
     def _open(self) -> None:
         self._metrics = (self._directory / "metrics.jsonl").open("a", buffering=1)
         self._validation = (self._directory / "validation.jsonl").open("a", buffering=1)
+        self._schedule = (self._directory / "schedule.jsonl").open("a", buffering=1)
         self._ledger = (self._directory / "ledger.jsonl").open("a", buffering=1)
 
     def _close_files(self) -> None:
-        for file in (self._metrics, self._validation, self._ledger):
+        for file in (self._metrics, self._validation, self._schedule, self._ledger):
             file.close()
 
 

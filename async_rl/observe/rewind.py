@@ -12,12 +12,12 @@ ENDED_UNSEEN = "ended before it was recorded: the run was killed"
 
 
 def rewind(directory: Path, *, train_step: int) -> None:
-    """Of `metrics.jsonl` and `validation.jsonl` keep steps up to `train_step`; of `ledger.jsonl` groups that ended.
+    """Of `ledger.jsonl` keep groups that ended, of the others (metrics, validation, schedule) steps up to `train_step`.
 
     A last line that was cut short goes too. Each file is replaced as a whole.
     """
-    _keep(directory / "metrics.jsonl", lambda line: line["train_step"] <= train_step)
-    _keep(directory / "validation.jsonl", lambda line: line["train_step"] <= train_step)
+    for name in ("metrics.jsonl", "validation.jsonl", "schedule.jsonl"):
+        _keep(directory / name, lambda line: line["train_step"] <= train_step)
     _keep(directory / "ledger.jsonl", lambda line: _ended(line, train_step))
 
 

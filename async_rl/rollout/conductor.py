@@ -26,7 +26,13 @@ from message_queue.trajectory import PromptGroup, Trajectory
 
 
 class Conducts(Protocol):
-    """What the pipeline asks and tells. Prompts are by their index, weights by the optimizer updates they hold."""
+    """What the pipeline asks and tells. Prompts are by their index, weights by the optimizer updates they hold.
+
+    free: things happen as they come, so that there is a schedule to record.
+    """
+
+    @property
+    def free(self) -> bool: ...
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
         """Go on with open `groups`, after `train_step` batches and the admission of all prompts before `cursor`.
@@ -43,9 +49,23 @@ class Conducts(Protocol):
     def loaded(self, update: int) -> None: ...
     def dropped(self, group: int, *, reason: str) -> None: ...
 
+    def finish(self) -> None:
+        """Nothing is admitted any more; what waits to be loaded may be."""
+        ...
+
+    def engine(self, engine: Engine) -> Engine:
+        """What rollouts decode on."""
+        ...
+
+    def loop(self, loop: AgentLoop) -> AgentLoop:
+        """What rolls out prompts."""
+        ...
+
 
 class Free:
     """Everything happens as soon as it can."""
+
+    free = True
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
         return
@@ -71,6 +91,15 @@ class Free:
     def dropped(self, group: int, *, reason: str) -> None:
         return
 
+    def finish(self) -> None:
+        return
+
+    def engine(self, engine: Engine) -> Engine:
+        return engine
+
+    def loop(self, loop: AgentLoop) -> AgentLoop:
+        return loop
+
 
 @dataclass(slots=True)
 class _Part:
@@ -87,6 +116,8 @@ class Conductor:
         session: names the rollout of (group, number of the trajectory).
     """
 
+    free = False
+
     def __init__(self, schedule: RunSchedule, *, session: Callable[[int, int], str]) -> None:
         self._groups = schedule.groups
         self._session = session
@@ -94,6 +125,7 @@ class Conductor:
         self._served = 0
         self._num_admitted = 0
         self._num_taken = 0
+        self._finished = False
         self._parts: dict[str, list[_Part]] = {}
 
     # ---- what the pipeline asks and tells
@@ -101,6 +133,7 @@ class Conductor:
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
         """See Conducts."""
         self._num_taken, self._num_admitted = train_step, cursor
+        self._parts.clear()
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
                 if not trajectory.closed:
@@ -109,7 +142,7 @@ class Conductor:
 
     async def may_admit(self, prompt: int) -> None:
         """Return when the weights serve on which the group at this position is admitted; never after the last one."""
-        await self._until(lambda: prompt < len(self._groups) and self._groups[prompt].admitted_update == self._served)
+        await self._until(lambda: prompt < len(self._groups) and self._groups[prompt].admitted_update <= self._served)
 
     def admitted(self, admission: Admission) -> None:
         """A group starts: its trajectories have their spans before them."""
@@ -130,7 +163,7 @@ class Conductor:
 
     async def may_load(self, update: int) -> None:
         """Return when all that belongs to weights before `update` has been admitted and sampled."""
-        await self._until(lambda: self._done_before(update))
+        await self._until(lambda: self._finished or self._done_before(update))
 
     def loaded(self, update: int) -> None:
         """All replicas serve weights of `update` updates."""
@@ -144,6 +177,11 @@ class Conductor:
             ScheduleError: always; a batch of the schedule would never be whole.
         """
         raise ScheduleError(f"group {group} was dropped in a run that keeps to a schedule: {reason}")
+
+    def finish(self) -> None:
+        """See Conducts."""
+        self._finished = True
+        self._changed.ring()
 
     # ---- what rollouts go through
 
@@ -160,8 +198,10 @@ class Conductor:
         parts = self._parts.get(request.session)
         if parts is None:
             return await engine.generate(request)
+        while len(parts) > 1 and parts[0].update < self._served:  # a restart went past them
+            parts.pop(0)
         part = parts[0]
-        await self._until(lambda: self._served == part.update)
+        await self._until(lambda: self._served >= part.update)
         budget = request.max_new_tokens if len(parts) == 1 else min(request.max_new_tokens, part.left)
         answer = await engine.generate(replace(request, max_new_tokens=budget))
         part.left -= sum(map(len, answer))

@@ -71,6 +71,11 @@ class FailureConfig:
             )
 
 
+def session_name(group: int, number: int) -> str:
+    """Of the rollout of one trajectory of a group; without "#"."""
+    return f"g{group}-t{number}"
+
+
 class Rollouter:
     """Runs the agent loops of a group side by side.
 
@@ -223,7 +228,7 @@ class Rollouter:
         Raises:
             Exception: it failed for good, at the cost of its group.
         """
-        trajectory, session = trajectories[number], f"g{admission.group}-t{number}"
+        trajectory, session = trajectories[number], session_name(admission.group, number)
         salt, policy = f"v{admission.admitted_version}", self._failure
         for tried in range(1, policy.max_retries + 2):
             try:

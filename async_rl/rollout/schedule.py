@@ -18,6 +18,7 @@ import numpy as np
 
 from agent_loop.loop import Prompt
 from async_rl.data.prompts import PromptOrder
+from message_queue.tokens import StopReason
 from message_queue.trajectory import NOT_SAMPLED, PromptGroup, Trajectory
 
 FILE_NAME = "schedule.jsonl"
@@ -63,7 +64,44 @@ class RunSchedule:
             raise ScheduleError(f"a schedule has batches of {sorted(set(sizes.tolist()))} groups; need one size")
         self.train_steps = len(steps)
         self.batch_groups = int(sizes[0])
-        self.trajectories_per_group = len(self.groups[0].spans)
+        self.trajectories_per_group = max(len(group.spans) for group in self.groups)
+
+    @property
+    def max_staleness(self) -> int:
+        """Of the oldest weights that sampled a token, when it was trained."""
+        return max(g.train_step - 1 - update for g in self.groups for spans in g.spans for update, _ in spans)
+
+    def check(
+        self, *, groups_per_batch: int, trajectories_per_group: int, train_steps: int, max_staleness: int, every: int
+    ) -> None:
+        """Refuse a run that cannot keep to it.
+
+        Args:
+            every: optimizer updates from one published version to the next.
+
+        Raises:
+            ScheduleError: names the field, its value and what it must be.
+        """
+        updates = {g.admitted_update for g in self.groups} | {u for g in self.groups for s in g.spans for u, _ in s}
+        for field, value, wanted in (
+            ("rollout.groups_per_batch", groups_per_batch, self.batch_groups),
+            ("rollout.trajectories_per_group", trajectories_per_group, self.trajectories_per_group),
+        ):
+            if value != wanted:
+                raise ScheduleError(f"{field} is {value}, and the schedule is of a run with {wanted}; set that")
+        if train_steps > self.train_steps:
+            raise ScheduleError(
+                f"total_train_steps is {train_steps}, and the schedule has {self.train_steps}; set at most that"
+            )
+        if max_staleness < self.max_staleness:
+            raise ScheduleError(
+                f"staleness.max_staleness is {max_staleness}, and the schedule has tokens of {self.max_staleness}; "
+                "set at least that"
+            )
+        if off := sorted(update for update in updates if update % every):
+            raise ScheduleError(
+                f"sync.every is {every}, and the schedule has weights of {off[0]} updates, which it never publishes"
+            )
 
     def order(self, order: PromptOrder) -> PromptOrder:
         """The prompts of the schedule: index i is position i."""
@@ -94,25 +132,22 @@ def read_schedule(path: Path) -> RunSchedule:
         raise ScheduleError(f"{file}: {error}") from error
 
 
-def schedule_line(
-    groups: Sequence[PromptGroup], *, train_step: int, version_updates: Mapping[int, int]
-) -> dict[str, Any]:
-    """A train step as a line of `schedule.jsonl`.
+def scheduled_groups(groups: Sequence[PromptGroup], *, version_updates: Mapping[int, int]) -> list[dict[str, Any]]:
+    """`groups` of a line of `schedule.jsonl`.
 
     version_updates: `param_version` -> optimizer updates it holds.
     """
-    return {
-        "train_step": train_step,
-        "groups": [
-            {
-                "group": group.group,
-                "prompt": group.prompt,
-                "admitted_update": group.admitted_update,
-                "spans": [spans_of(trajectory, version_updates) for trajectory in group.trajectories],
-            }
-            for group in groups
-        ],
-    }
+
+    def entry(group: PromptGroup) -> dict[str, Any]:
+        sound = [t for t in group.trajectories if t.stop_reason is not StopReason.ERROR]
+        return {
+            "group": group.group,
+            "prompt": group.prompt,
+            "admitted_update": group.admitted_update,
+            "spans": [spans_of(trajectory, version_updates) for trajectory in sound],
+        }
+
+    return [entry(group) for group in groups]
 
 
 def spans_of(trajectory: Trajectory, version_updates: Mapping[int, int]) -> list[Span]:

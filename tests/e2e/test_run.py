@@ -39,6 +39,32 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(tmp_path, warm_starts):
         assert (tmp_path / name).exists(), name
 
 
+def test_a_run_keeps_to_the_schedule_of_another_one(tmp_path, warm_starts):
+    options = ("staleness.max_staleness=2", "validation.prompts=0")
+    process = start(tmp_path / "first", warm_starts, *options, "total_train_steps=5")
+    output = finish(process)
+    assert process.returncode == 0, output
+    schedule = f"schedule={tmp_path / 'first'}"
+    process = start(tmp_path / "second", warm_starts, *options, "total_train_steps=5", "loss=ppo_clip", schedule)
+    output = finish(process)
+    assert process.returncode == 0, output
+    plans = [lines(tmp_path / "first", "schedule.jsonl"), lines(tmp_path / "second", "metrics.jsonl")]
+    groups = sorted((g for line in plans[0] for g in line["groups"]), key=lambda g: g["group"])
+    trained = [g for g in lines(tmp_path / "second", "ledger.jsonl") if g["outcome"] == "trained"]
+    assert [g["admitted_version"] for g in sorted(trained, key=lambda g: g["group"])] == [
+        g["admitted_update"] for g in groups
+    ]
+    for line, step in zip(*plans, strict=True):
+        oldest = min(spans[0][0] for group in line["groups"] for spans in group["spans"])
+        assert step["staleness/max"] == line["train_step"] - 1 - oldest
+        assert step["ledger/error"] == 0
+
+    process = start(tmp_path / "third", warm_starts, *options, "rollout.groups_per_batch=2", schedule)
+    output = finish(process)
+    assert process.returncode == 2, output
+    assert "rollout.groups_per_batch is 2, and the schedule is of a run with 4; set that" in output
+
+
 def test_an_interrupt_stops_cleanly_and_the_same_command_goes_on(tmp_path, warm_starts):
     process = start(tmp_path, warm_starts, "total_train_steps=200")
     wait_for_step(tmp_path, 2, process)

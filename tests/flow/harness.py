@@ -22,10 +22,12 @@ from async_rl.data.prompts import PromptSource
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.rollout.conductor import Conductor, Free
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.recorded import QueueRolloutLog
-from async_rl.rollout.rollouter import FailureConfig, Rollouter
+from async_rl.rollout.rollouter import FailureConfig, Rollouter, session_name
 from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.schedule import RunSchedule
 from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher
@@ -228,6 +230,7 @@ class Harness:
         queue_config: QueueClientConfig = QUEUE,
         supervision: SupervisionConfig | None = None,
         new_replicas: Sequence[dict] = (),
+        schedule: RunSchedule | None = None,
     ) -> None:
         self.start = start = start or RunState()
         self.directory = directory
@@ -242,7 +245,9 @@ class Harness:
         ]
         self.spy = Spy()
         self.fleet = ReplicaFleet(self.replicas, on_lost=self.spy.note)
-        engine = ReplicaRouter(self.fleet)
+        self.conductor = Free() if schedule is None else Conductor(schedule, session=session_name)
+        self.order = Prompts() if schedule is None else schedule.order(Prompts())
+        engine = self.conductor.engine(ReplicaRouter(self.fleet))
         self.trainer = trainer or FakeTrainer()
         options = {
             "batch_groups": batch_groups,
@@ -258,7 +263,7 @@ class Harness:
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
         loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, limits=limits, turns=turns)
         self.rollouter = Rollouter(
-            loop=loop,
+            loop=self.conductor.loop(loop),
             routing=SPEC,
             trajectories_per_group=3,
             resume_routing=resume_routing,
@@ -289,6 +294,7 @@ class Harness:
             "checkpoints": self.checkpoints,
             "recorder": self.recorder,
             "trace": Trace(None),
+            "conductor": self.conductor,
             "start": start,
         }
         if supervision is not None:
@@ -304,7 +310,7 @@ class Harness:
                 self.fleet, publisher, start=start_replica, config=supervision, note=self.spy.note
             )
         if journal is None:
-            self.build(PromptSource(Prompts(), cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
+            self.build(PromptSource(self.order, cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
 
     def build(self, prompts: PromptSource) -> None:
         self.pipeline = Pipeline(prompts=prompts, queue=self.queue, restored=self.restored, **self._pipeline_options)
@@ -313,7 +319,7 @@ class Harness:
         """Open the journal and go on from it, as a Program does."""
         self.restored = await self.queue.open(timeout_s=5.0)
         self.recorder.go_on_after(self.start.train_step, next_group=self.restored.next_group, live=self.restored.live)
-        self.build(PromptSource(Prompts(), cursor=self.restored.prompt_cursor))
+        self.build(PromptSource(self.order, cursor=self.restored.prompt_cursor))
 
     async def run(self, *, timeout_s: float = 20.0) -> bool:
         try:

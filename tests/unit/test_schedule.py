@@ -18,7 +18,7 @@ from async_rl.rollout.schedule import (
     ScheduledGroup,
     ScheduleError,
     read_schedule,
-    schedule_line,
+    scheduled_groups,
     spans_of,
 )
 from message_queue.contract import Admission
@@ -67,7 +67,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
         admitted_update=2,
         trajectories=[trajectory([(1, 2)]), trajectory([(2, 1)])],
     )
-    line = schedule_line([group], train_step=1, version_updates={1: 2, 2: 3})
+    line = {"train_step": 1, "groups": scheduled_groups([group], version_updates={1: 2, 2: 3})}
     (tmp_path / "schedule.jsonl").write_text(json.dumps(line) + "\n")
     for path in (tmp_path, tmp_path / "schedule.jsonl"):
         schedule = read_schedule(path)

@@ -1,0 +1,55 @@
+"""When held-out prompts are rolled: before the first step, every few of them while training goes on, and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from async_rl.observe.recorder import Recorder
+from async_rl.observe.trace import Trace
+from async_rl.rollout.validator import Validator
+
+
+class Validations:
+    """One round at a time.
+
+    Args:
+        validator: None where there are no held-out prompts, and then nothing ever happens.
+        every: train steps from one to the next; 0 is none but the first and the last. last: train step of the last.
+    """
+
+    def __init__(self, validator: Validator | None, *, every: int, last: int, recorder: Recorder, trace: Trace) -> None:
+        self._validator = validator
+        self._every = every
+        self._last = last
+        self._recorder = recorder
+        self._trace = trace
+        self._requests: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+
+    async def run(self) -> None:
+        """The stage: serve requests, for ever."""
+        while True:
+            await self.now(await self._requests.get())
+            self._requests.task_done()
+
+    def request(self, step: int) -> None:
+        """Ask for a round where one is due after train step `step`."""
+        if self._validator is None or step == self._last or not self._every or step % self._every:
+            return
+        if self._requests.full():
+            self._recorder.warn(f"validation at step {step} skipped: the one before still runs")
+        else:
+            self._requests.put_nowait(step)
+
+    async def now(self, step: int) -> None:
+        """A round after train step `step`."""
+        if self._validator is None:
+            return
+        with self._trace.span("validate", f"step {step}"):
+            result = await self._validator.run()
+        self._recorder.validation(step, result)
+
+    async def finish(self, step: int) -> None:
+        """The last round, after those that were asked for; `run` has to go on meanwhile."""
+        if self._validator is not None:
+            await self._requests.join()
+            await self.now(step)

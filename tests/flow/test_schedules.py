@@ -1,0 +1,112 @@
+"""A run that keeps to the schedule of another one: the same prompts, of the same age, in the same batches."""
+
+import numpy as np
+import pytest
+
+from async_rl.rollout.schedule import ScheduleError, read_schedule, scheduled_groups
+from tests.flow.harness import FakeTrainer, Harness
+
+OPTIONS = {"max_staleness": 3, "mean_length": 40, "steps": 6}
+
+
+async def recorded(path, **options):
+    """A free run with aborts in it."""
+    harness = Harness(path, token_s=0.002, trainer=FakeTrainer(step_s=0.03), **{**OPTIONS, **options})
+    assert await harness.run()
+    spans = [s for line in harness.lines("schedule.jsonl") for g in line["groups"] for s in g["spans"]]
+    assert any(len(s) > 1 for s in spans), "nothing was aborted"
+    return harness
+
+
+async def kept_to(path, first, **options):
+    schedule = read_schedule(first.directory)
+    options = {"token_s": 0.0, "trainer": FakeTrainer(step_s=0.005), "schedule": schedule, **options}
+    harness = Harness(path, **{**OPTIONS, **options})
+    assert await harness.run()
+    return harness
+
+
+def trained_of(harness):
+    """Sorted tokens of all sequences of each batch, with what the trainer knows of their age."""
+    return [
+        sorted(
+            (batch["token_ids"][i, :n].tolist(), batch["lag"][i, :n].tolist())
+            for i, n in enumerate(batch["lengths"].tolist())
+        )
+        for batch in harness.trainer.batches
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"publish_every": 2, "max_staleness": 4}, {"max_staleness": 0}])
+async def test_with_the_same_weights_every_batch_is_the_same(tmp_path, options):
+    """The engine's tokens follow from weights and context alone, so the same schedule gives the same tokens."""
+    if options.get("max_staleness") == 0:
+        first = Harness(tmp_path / "first", trainer=FakeTrainer(step_s=0.01), **{**OPTIONS, **options})
+        assert await first.run()
+    else:
+        first = await recorded(tmp_path / "first", **options)
+    second = await kept_to(tmp_path / "second", first, **options)
+    assert trained_of(second) == trained_of(first)
+    assert np.array_equal(
+        [s["staleness/mean"] for s in second.lines("metrics.jsonl")],
+        [s["staleness/mean"] for s in first.lines("metrics.jsonl")],
+    )
+
+
+async def test_another_policy_has_the_same_prompts_at_the_same_age(tmp_path):
+    first = await recorded(tmp_path / "first")
+    schedule = read_schedule(first.directory)
+    second = Harness(
+        tmp_path / "second", seed=1, schedule=schedule, replica_options=[{}, {}], trainer=FakeTrainer(), **OPTIONS
+    )
+    batches, take = [], second.queue.plain.take
+
+    async def watched():
+        batches.append(await take())
+        return batches[-1]
+
+    second.queue.plain.take = watched
+    assert await second.run()
+    at, cut = 0, 0
+    for number, batch in enumerate(batches, start=1):
+        found = sorted(scheduled_groups(batch.groups, version_updates=batch.version_updates), key=lambda g: g["prompt"])
+        like = [(i, g) for i, g in enumerate(schedule.groups) if g.train_step == number]
+        assert [g["prompt"] for g in found] == [i for i, _ in like]
+        assert [g["admitted_update"] for g in found] == [g.admitted_update for _, g in like]
+        for spans, planned in zip(
+            [spans for group in found for spans in group["spans"]],
+            [spans for _, group in like for spans in group.spans],
+            strict=True,
+        ):
+            at += 1
+            *whole, (update, tokens) = spans
+            assert whole == list(planned[: len(whole)])
+            assert update == planned[len(whole)][0]
+            last = len(whole) == len(planned) - 1
+            assert last or tokens <= planned[len(whole)][1]
+            cut += len(whole) > 0
+    assert at == 6 * 4 * 3
+    assert cut, "no trajectory was sampled under several weights"
+
+
+async def test_a_failed_group_ends_a_run_that_keeps_to_a_schedule(tmp_path):
+    first = await recorded(tmp_path / "first")
+    second = Harness(
+        tmp_path / "second",
+        schedule=read_schedule(first.directory),
+        loop_fail=lambda prompt: RuntimeError("no tool") if prompt.index == 7 else None,
+        **OPTIONS,
+    )
+    with pytest.raises(ExceptionGroup) as failed:
+        await second.run()
+    cause = failed.value.exceptions[0].__cause__
+    while isinstance(cause, ExceptionGroup):
+        cause = cause.exceptions[0]
+    assert isinstance(cause, ScheduleError)
+    assert "was dropped in a run that keeps to a schedule: rollout failed: RuntimeError: no tool" in str(cause)
+
+
+async def test_fewer_steps_than_the_schedule_has_end_well(tmp_path):
+    first = await recorded(tmp_path / "first")
+    second = await kept_to(tmp_path / "second", first, steps=3)
+    assert trained_of(second) == trained_of(first)[:3]
