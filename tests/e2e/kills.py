@@ -32,7 +32,8 @@ END_S = 1800.0
 class Kill:
     """victim: what was killed. at_step: train steps recorded then. tokens: sampled ones that the journal held.
 
-    decodes: trajectories that were under way, whose tokens since their last segment are lost with the victim.
+    decodes: trajectories that were under way, whose tokens since their last segment are lost with the victim. None where
+    the journal has not changed since the last kill: the run had not gone on yet.
     """
 
     victim: str
@@ -50,6 +51,8 @@ class Witness:
     tokens: dict[int, int] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
     compared: int = 0
+    lengths: dict[int, list[int]] = field(default_factory=dict)
+    went_on: bool = False
 
     def see(self, recovered, content):
         """Compare with what was seen before: no prompt twice, and what was written once is still there."""
@@ -62,6 +65,8 @@ class Witness:
                 pairs = zip(content[group].trajectories, self.held[group].trajectories, strict=True)
                 if not all(begins_with(found, held) for found, held in pairs):
                     self.broken.append(f"group {group} does not begin with what the journal held before")
+        lengths = {group: [len(t) for t in held.trajectories] for group, held in content.items()}
+        self.went_on, self.lengths = lengths != self.lengths, lengths
         self.held = content
         self.tokens |= {group: held.num_tokens for group, held in content.items()}
 
@@ -137,9 +142,9 @@ def _kill(process, directory, config, witness, chance, copy):
         recovered, content = seen
         witness.see(recovered, content)
         kill.tokens = sum(group.num_tokens for group in content.values())
-        if victim in LOSE_DECODES:
+        if victim in LOSE_DECODES and witness.went_on:
             under_way = [content[known.admission.group] for known in recovered.open]
-            kill.decodes = sum(not t.closed for group in under_way for t in group.trajectories)
+            kill.decodes = sum(len(t) > 0 and not t.closed for group in under_way for t in group.trajectories)
     if victim == "everything":
         each(tree, psutil.Process.kill)
     else:
