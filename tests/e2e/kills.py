@@ -32,8 +32,8 @@ END_S = 1800.0
 class Kill:
     """victim: what was killed. at_step: train steps recorded then. tokens: sampled ones that the journal held.
 
-    decodes: trajectories that were under way, whose tokens since their last segment are lost with the victim. None where
-    the journal has not changed since the last kill: the run had not gone on yet.
+    decodes: trajectories that were under way, whose tokens since their last segment are lost with the victim. 0
+    where the journal has not changed since the last kill: the run had not gone on yet.
     """
 
     victim: str
