@@ -26,6 +26,16 @@ async def kept_to(path, first, **options):
     return harness
 
 
+def batches_before_a_gap(harness):
+    """Leading batches whose groups have the same ids in both runs: no group before theirs was left out at the end.
+
+    The fake engine's tokens depend on the ids.
+    """
+    groups = read_schedule(harness.directory).groups
+    shifted = [group.train_step for position, group in enumerate(groups) if group.group != position]
+    return min(shifted, default=OPTIONS["steps"] + 1) - 1
+
+
 def trained_of(harness):
     """Sorted tokens of all sequences of each batch, with what the trainer knows of their age."""
     return [
@@ -46,10 +56,11 @@ async def test_with_the_same_weights_every_batch_is_the_same(tmp_path, options):
     else:
         first = await recorded(tmp_path / "first", **options)
     second = await kept_to(tmp_path / "second", first, **options)
-    assert trained_of(second) == trained_of(first)
+    whole = batches_before_a_gap(first)
+    assert whole >= 3
+    assert trained_of(second)[:whole] == trained_of(first)[:whole]
     assert np.array_equal(
-        [s["staleness/mean"] for s in second.lines("metrics.jsonl")],
-        [s["staleness/mean"] for s in first.lines("metrics.jsonl")],
+        *([s["staleness/max"] for s in run.lines("metrics.jsonl")][:whole] for run in (first, second))
     )
 
 
@@ -109,4 +120,6 @@ async def test_a_failed_group_ends_a_run_that_keeps_to_a_schedule(tmp_path):
 async def test_fewer_steps_than_the_schedule_has_end_well(tmp_path):
     first = await recorded(tmp_path / "first")
     second = await kept_to(tmp_path / "second", first, steps=3)
-    assert trained_of(second) == trained_of(first)[:3]
+    assert len(second.trainer.batches) == 3
+    whole = min(3, batches_before_a_gap(first))
+    assert trained_of(second)[:whole] == trained_of(first)[:whole]
