@@ -39,7 +39,7 @@ class Lengths:
         self._trained.extend(lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Quantiles of both, and the mean of what was offered; NaN where there is nothing yet."""
+        """Quantiles of both, NaN where there is nothing yet, and the mean of what was offered."""
         lengths, left = survival(self._offered)
         given_up = sum(not finished for _, finished in self._offered)
         found = {

@@ -130,7 +130,7 @@ def test_dropping_what_is_slow_biases_the_length_of_what_is_trained_and_waiting_
     last = {}
     for policy in ("wait", "drop", "recycle", "mask"):
         (tmp_path / policy).mkdir()
-        last[policy] = run(tmp_path / policy, policy=policy, steps=40, publish_every=1).lines("metrics.jsonl")[-1]
+        last[policy] = run(tmp_path / policy, policy=policy, steps=24, publish_every=1).lines("metrics.jsonl")[-1]
     for quantile in ("p50", "p90"):
         offered, trained = (last["wait"][f"length/{kind}_{quantile}"] for kind in ("offered", "trained"))
         assert trained == pytest.approx(offered, abs=2), "what was not trained yet is all that differs"
