@@ -67,7 +67,7 @@ def survival(lengths: Iterable[tuple[int, bool]]) -> tuple[NDArray[np.int64], ND
     there = np.bincount(at, minlength=len(distinct))
     ended = np.bincount(at, weights=table[:, 1], minlength=len(distinct))
     at_risk = there[::-1].cumsum()[::-1]
-    return distinct, np.cumprod(1 - ended / np.maximum(at_risk, 1))
+    return distinct, np.cumprod(1 - ended / np.maximum(at_risk, 1), dtype=np.float64)
 
 
 def gradient_lengths(groups: Sequence[PromptGroup], *, versions: frozenset[int]) -> list[int]:

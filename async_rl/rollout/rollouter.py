@@ -203,8 +203,8 @@ class Rollouter:
             first = errors.exceptions[0]
             return f"rollout failed: {type(first).__name__}: {first}"
         left = _num_sound(trajectories)
-        if left < min(2, len(trajectories)):
-            return f"rollouts failed: {left} of {len(trajectories)} are left"
+        if left < min(2, self._n):
+            return f"rollouts failed: {left} of {self._n} are left"
         return None
 
     def _grow(self, group: int, trajectories: list[Trajectory]) -> int:
