@@ -237,7 +237,7 @@ class Pipeline:
                 )
             return
         self._failed_in_a_row = 0
-        self._recorder.lengths.offered([t.num_sampled for t in outcome.trajectories])
+        self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         await self._conductor.may_put(outcome.prompt)
         await self._queue.put(outcome)
 

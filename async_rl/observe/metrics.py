@@ -119,7 +119,8 @@ METRICS: dict[str, Metric] = {
     "routing/bytes_per_token": Metric("mean", "bytes", "row bytes received per token of the batch"),
     "partial/resumed_fraction": Metric("mean", "share", "trajectories that were aborted and resumed at least once"),
     "partial/max_segments": Metric("max", "segments", "most segments of one trajectory"),
-    "length/offered_mean": Metric("mean", "tokens", "sampled tokens per trajectory so far, expired ones included"),
+    "length/offered_mean": Metric("mean", "tokens", "sampled tokens per trajectory, as if none were given up"),
+    "length/given_up_fraction": Metric("last", "share", f"of the newest {WINDOW} trajectories, not finished"),
     "length/trained_mean": Metric("mean", "tokens", "tokens with gradient per trajectory of the batch"),
     **{
         f"length/{kind}_{name}": Metric("last", "tokens", f"{name} of {meaning}, newest {WINDOW} trajectories")

@@ -26,19 +26,19 @@ from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 class DroppedGroup:
     """A group that will not be trained, and why. segments and tokens were generated in vain.
 
-    lengths: sampled tokens of each trajectory, as far as it got.
+    lengths: (sampled tokens, whether it was finished) of each trajectory.
     expired: it was cancelled from outside, because it can no longer be trained; otherwise a rollout failed.
     """
 
     group: int
     reason: str
     segments: int
-    lengths: tuple[int, ...]
+    lengths: tuple[tuple[int, bool], ...]
     expired: bool = False
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths)
+        return sum(tokens for tokens, _ in self.lengths)
 
 
 OnFailed = Literal["drop", "rest", "fill"]
@@ -157,7 +157,7 @@ class Rollouter:
                 group=admission.group,
                 reason=failure,
                 segments=sum(len(t.segments) for t in trajectories),
-                lengths=tuple(t.num_sampled for t in trajectories),
+                lengths=tuple((t.num_sampled, t.closed) for t in trajectories),
                 expired=expired,
             )
         return PromptGroup(
@@ -208,8 +208,8 @@ class Rollouter:
             first = errors.exceptions[0]
             return f"rollout failed: {type(first).__name__}: {first}"
         left = _num_sound(trajectories)
-        if left < min(2, len(trajectories)):
-            return f"rollouts failed: {left} of {len(trajectories)} are left"
+        if left < min(2, self._n):
+            return f"rollouts failed: {left} of {self._n} are left"
         return None
 
     def _grow(self, group: int, trajectories: list[Trajectory]) -> int:

@@ -15,11 +15,12 @@ from tensordict import TensorDict
 from async_rl.checkpoints import RunState
 from async_rl.simulate import model
 from async_rl.simulate.engine import Answered
+from async_rl.simulate.recycles import Recycles, is_recycled
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.trainer import INITIAL
 from async_rl.simulate.trajectory_checks import SequenceData, TrajectoryJudge
 from message_queue.contract import Admission, Batch, QueueSnapshot
-from message_queue.tokens import Int32Array, WeightVersion
+from message_queue.tokens import Int32Array, StopReason, WeightVersion
 from message_queue.trajectory import PromptGroup
 
 INVARIANTS = {
@@ -67,6 +68,7 @@ class Oracle:
         self._weights: dict[str, model.Weights] = {}
         self._updates = {INITIAL: 0}
         self._trained_prompts: dict[int, list[int]] = {}  # train step -> prompts
+        self._trained_tokens: dict[int, int] = {}  # train step -> tokens with gradient
         self._dropped_prompts: set[int] = set()
         self.begin(RunState())
 
@@ -81,6 +83,7 @@ class Oracle:
         self._admissions: dict[int, Admission] = {a.group: a for a in state.queue.unfinished}
         self._expected_prompts = sorted(state.unfinished_prompts)
         self._next_prompt = state.prompt_cursor
+        self._recycles = Recycles(state.queue.recycles, max_recycles=self._scenario.max_recycles, require=_require)
         self._ended: dict[int, str] = {}
         self._taken: list[PromptGroup] = []
         self._acknowledged = state.queue.ledger.trained
@@ -91,7 +94,7 @@ class Oracle:
 
     def checkpointed(self, state: RunState, records: Sequence[Mapping[str, Any]]) -> None:
         """A checkpoint was written; records: what became of groups so far."""
-        dropped = [r["group"] for r in records if r["outcome"] == "dropped"]
+        dropped = [r["group"] for r in records if r["outcome"] == "dropped" and not is_recycled(r)]
         self.account(state, dropped={self._admissions[g].prompt for g in dropped if g in self._admissions})
 
     def account(self, state: RunState, *, dropped: Collection[int] = ()) -> None:
@@ -108,6 +111,9 @@ class Oracle:
         _require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
         counted = state.queue.ledger.trained
         _require("ledger", counted == expected, "the checkpoint counts {} trained groups, not {}", counted, expected)
+        tokens = sum(count for step, count in self._trained_tokens.items() if step <= state.train_step)
+        counted = state.queue.ledger.trained_tokens
+        _require("ledger", counted == tokens, "the checkpoint counts {} trained tokens, not {}", counted, tokens)
 
     # ---- what the parts told each other
 
@@ -142,10 +148,15 @@ class Oracle:
         """Digests of all versions so far."""
         return list(self._digests.values())
 
+    def ended(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """What the queue knows of groups that ended, and may have told nobody yet."""
+        self._recycles.ended(records, prompt_of=lambda group: self._admissions[group].prompt)
+
     def admitted(self, admissions: Sequence[Admission]) -> None:
         """The queue holds groups of these admissions."""
         for admission in admissions:
             self._admitted(admission)
+        self._recycles.seen()
 
     def queue_called(self, method: str, args: tuple[Any, ...]) -> None:
         """The queue did something."""
@@ -171,6 +182,8 @@ class Oracle:
         self._admissions[admission.group] = admission
         version = admission.admitted_version
         _require("versions", version == self._served, "admitted on {}; replicas serve {}", admission, self._served)
+        if self._recycles.admitted(admission):
+            return
         prompt = self._expected_prompts.pop(0) if self._expected_prompts else self._next_prompt
         self._next_prompt += prompt == self._next_prompt
         _require("exactly once", admission.prompt == prompt, "{}; the next prompt is {}", admission, prompt)
@@ -179,6 +192,7 @@ class Oracle:
         """The queue's counts agree with each other and with what was seen."""
         counts = snapshot.ledger
         _require("ledger", counts.error == 0, "ledger/error is {}: {}", counts.error, counts)
+        _require("ledger", counts.token_error == 0, "ledger/token_error is {}: {}", counts.token_error, counts)
         _require("ledger", counts.admitted == snapshot.next_group, "{}; ids up to {}", counts, snapshot.next_group)
         held = snapshot.ready + snapshot.open + snapshot.taken
         _require("ledger", counts.open == held, "{}; held are {}", counts, held)
@@ -199,16 +213,19 @@ class Oracle:
             _require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "dropped":
                 self._check_reason(record)
+            if outcome == "dropped" and not is_recycled(record):
                 self._dropped_prompts.add(self._admissions[group].prompt)
 
     def _check_reason(self, record: Mapping[str, Any]) -> None:
         cause = record["reason"].partition(":")[0]
         allowed = {"admission withdrawn", "stopped before it was trained"}
         if self._scenario.policy != "wait":
-            allowed.add("expired")
+            allowed |= {"expired", *(["recycled"] if self._scenario.policy == "recycle" else [])}
         if self._excused():
             allowed.add("rollout failed")
         _require("failure", cause in allowed, "group {} was dropped: {}", record["group"], record["reason"])
+        if cause == "expired" and self._scenario.policy == "recycle":
+            self._recycles.gave_up(self._admissions[record["group"]].prompt)
 
     # ---- what is trained
 
@@ -232,9 +249,12 @@ class Oracle:
             require=_require,
         )
         data, number = SequenceData.of(batch), 0
+        self._trained_tokens[train_step + 1] = sum(sum(d.mask) for d in data)
         for group in groups:
             self._check_group(group)
             for i, trajectory in enumerate(group.trajectories):
+                if trajectory.stop_reason is StopReason.ERROR:
+                    continue
                 session = f"g{group.group}-t{i}"
                 judge.check(
                     trajectory,
@@ -257,8 +277,12 @@ class Oracle:
             admitted_update=group.admitted_update,
         )
         _require("exactly once", admission == given, "{} was admitted as {}", given, admission)
-        expected = self._scenario.trajectories_per_group
-        _require("exactly once", len(group.trajectories) == expected, "group {} is incomplete", group.group)
+        sound = sum(t.stop_reason is not StopReason.ERROR for t in group.trajectories)
+        whole = sound == self._scenario.trajectories_per_group
+        _require("exactly once", whole, "group {} is incomplete", group.group)
+        failed = len(group.trajectories) - sound
+        excused = not failed or (self._scenario.on_failed == "fill" and failed == 1 and self._excused())
+        _require("failure", excused, "group {} is trained without {} of its rollouts", group.group, failed)
         oldest = min(group.tokens_per_version(), default=0)
         _require("versions", oldest >= group.admitted_version, "{} has tokens of version {}", admission, oldest)
 

@@ -21,7 +21,7 @@ from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.rollouter import FailureConfig, Rollouter
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.validator import ValidationResult, Validator
 from async_rl.simulate import model
@@ -120,7 +120,9 @@ class Run:
         self._directory = world.directory / f"start-{number}"
         self._service = QueueService(
             batch_groups=scenario.batch_groups,
-            staleness=StalenessConfig(max_staleness=scenario.max_staleness, policy=scenario.policy),
+            staleness=StalenessConfig(
+                max_staleness=scenario.max_staleness, policy=scenario.policy, max_recycles=scenario.max_recycles
+            ),
             max_ready=scenario.max_ready,
             restored=state.queue,
         )
@@ -162,10 +164,13 @@ class Run:
 
     def records(self) -> list[Any]:
         """What became of the groups of this start, whoever was told."""
-        service, told = self._service, self.ledger_lines()
-        ended = service._queue._ledger._ended  # pyright: ignore[reportPrivateUsage]
-        kept = [*service._records, *ended]  # pyright: ignore[reportPrivateUsage]
-        return [*told, *(record for record in kept if record not in told)]
+        told = self.ledger_lines()
+        return [*told, *(record for record in self.untold_records() if record not in told)]
+
+    def untold_records(self) -> list[Any]:
+        """Those of them that the queue holds still."""
+        ended = self._service._queue._ledger._ended  # pyright: ignore[reportPrivateUsage]
+        return [*self._service._records, *ended]  # pyright: ignore[reportPrivateUsage]
 
     def ledger_lines(self) -> list[Any]:
         """`ledger.jsonl`."""
@@ -235,6 +240,7 @@ class Run:
                 routing=model.ROUTING,
                 trajectories_per_group=scenario.trajectories_per_group,
                 resume_routing=scenario.resume_routing,
+                failure=FailureConfig(on_failed=scenario.on_failed),
             ),
             trainer=self.trainer,
             publisher=self.publisher,

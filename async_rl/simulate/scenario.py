@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from async_rl.engines.replica import KeptKV
+from async_rl.rollout.rollouter import OnFailed
 from async_rl.simulate.bad_answers import BAD_ANSWERS
 from async_rl.weights.publisher import OnUpdate
 from message_queue.staleness import Policy
@@ -101,6 +102,8 @@ class Scenario:
     trajectories_per_group: int
     max_staleness: int
     policy: Policy
+    max_recycles: int
+    on_failed: OnFailed
     publish_every: int
     on_update: OnUpdate
     kv: KeptKV
@@ -128,13 +131,16 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     batch_groups = draw.randint(1, 4)
     publish_every = draw.choice((1, 1, 1, 2, 3))
     on_update: OnUpdate = draw.choice(get_args(OnUpdate))
+    policies = random.Random(f"policies {seed}")
     return Scenario(
         seed=seed,
         steps=draw.randint(2, 6),
         batch_groups=batch_groups,
         trajectories_per_group=draw.randint(1, 3),
         max_staleness=draw.choice((0, 1, 1, 2, 4)) + publish_every - 1,
-        policy=draw.choice(get_args(Policy)),
+        policy=policies.choice((draw.choice(("wait", "drop")), "recycle", "mask")),
+        max_recycles=policies.choice((1, 1, 3)),
+        on_failed=policies.choice(("drop", "drop", "fill")),
         publish_every=publish_every,
         on_update=on_update,
         kv=draw.choice(get_args(KeptKV)) if on_update == "keep" else "recompute",

@@ -96,8 +96,13 @@ class TrajectoryJudge:
         for sequence in sequences:
             self._check_sequence(sequence, tokens, versions, covered, session)
             self._check_rows(sequence, versions, session, answers)
-        sampled = [version >= 0 for version in versions]
+        sampled = [version >= 0 and not self._masked(version) for version in versions]
         self._require("provenance", covered == sampled, "{}: the loss covers {}, not {}", session, covered, sampled)
+
+    def _masked(self, version: int) -> bool:
+        """Whether tokens of a version take no gradient."""
+        scenario = self._scenario
+        return scenario.policy == "mask" and self._lags.get(version, 0) > scenario.max_staleness
 
     # ---- tokens
 

@@ -125,6 +125,7 @@ class World:
         """A process answered a call."""
         if process == "queue" and self.run is not None:
             state = self.run.queue_state()
+            self.judge(self.oracle.ended, self.run.untold_records())
             self.judge(self.oracle.admitted, state.unfinished)
             self.judge(self.oracle.queue_called, method, args)
             self.judge(self.oracle.check_ledger, state)
@@ -197,6 +198,7 @@ class World:
         finally:
             await self._clean_up()
         self.note("world", "ended", done, error)
+        self.judge(self.oracle.ended, run.untold_records())
         self.judge(self.oracle.admitted, run.queue_state().unfinished)
         self.judge(self.oracle.records, run.records())
         if error is not None and error != "killed":

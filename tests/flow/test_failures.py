@@ -9,6 +9,7 @@ from async_rl.rollout.rollouter import FailureConfig
 from message_queue.tokens import StopReason
 from tests.flow.crashes import Life
 from tests.flow.harness import FakeTrainer, Harness
+from tests.flow.test_crashes import check, lives_of
 from tests.flow.test_pipeline import check_ledger
 from tests.unit.journal_disk import FakeDisk
 
@@ -82,6 +83,68 @@ async def test_a_group_with_one_rollout_left_is_dropped(tmp_path):
     assert await harness.run()
     reasons = {g["reason"] for g in harness.lines("ledger.jsonl")[:-1] if g["reason"]}
     assert reasons == {"rollouts failed: 1 of 3 are left"}
+
+
+class FailsOnce:
+    """The given members of every third group fail for good."""
+
+    def __init__(self, *members):
+        self.members = members
+
+    def __call__(self, session):
+        group, member = session[1:].split("-")
+        return RolloutError("no judge") if not int(group) % 3 and member in self.members else None
+
+
+async def test_a_rollout_that_failed_is_made_up_for_within_its_group(tmp_path):
+    life = Life(
+        tmp_path,
+        FakeDisk(),
+        reward_fail=FailsOnce("t1"),
+        failure=FailureConfig(max_retries=1, on_failed="fill"),
+    )
+    harness = life.harness
+    assert await harness.run()
+    total = check_ledger(harness)
+    assert (total["dropped"], total["token_error"]) == (0, 0)
+    assert {len(batch) for batch in harness.trainer.batches} == {12}, "every batch is whole"
+    for group in life.delivered.values():
+        failed = [t.stop_reason is StopReason.ERROR for t in group.trajectories]
+        assert failed == ([False, True, False, False] if not group.group % 3 else [False] * 3)
+    masked = {g["group"]: g["masked_tokens"] for g in harness.lines("ledger.jsonl")[:-1] if g["outcome"] == "trained"}
+    assert all(bool(tokens) == (not group % 3) for group, tokens in masked.items()), "what failed took no gradient"
+    sessions = {request.session for request in harness.replicas[0].requests + harness.replicas[1].requests}
+    assert "g0-t3" in sessions and "g1-t3" not in sessions
+
+
+@pytest.mark.parametrize(("max_fills", "dropped"), [(1, True), (2, False)])
+async def test_a_group_makes_up_for_no_more_than_max_fills_and_is_dropped_then(tmp_path, max_fills, dropped):
+    harness = Harness(
+        tmp_path,
+        reward_fail=FailsOnce("t1", "t2"),
+        failure=FailureConfig(on_failed="fill", max_fills=max_fills),
+        trainer=FakeTrainer(step_s=0.01),
+    )
+    assert await harness.run()
+    assert check_ledger(harness)["token_error"] == 0
+    reasons = [g["reason"] for g in harness.lines("ledger.jsonl")[:-1] if g["reason"]]
+    assert bool(reasons) == dropped and all("no judge" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("kills", [[16], [24, 20]])
+async def test_a_group_that_was_made_up_for_goes_on_after_a_kill(tmp_path, kills):
+    options = {
+        "reward_fail": FailsOnce("t1"),
+        "failure": FailureConfig(on_failed="fill"),
+        "mean_length": 30,
+        "token_s": 0.001,
+    }
+    lives = await lives_of(tmp_path, kills, **options)
+    assert check(lives)["dropped"] == 0
+    grown = [g for life in lives for g, (_, lengths, _) in life.rolled.items() if len(lengths) > 3]
+    made_up = [g for life in lives for g in life.delivered.values() if len(g.trajectories) > 3]
+    assert made_up and all(len(g.trajectories) == 4 and not g.group % 3 for g in made_up)
+    assert all(group % 3 == 0 for group in grown)
 
 
 @pytest.mark.parametrize(

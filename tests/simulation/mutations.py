@@ -21,6 +21,7 @@ from message_queue.staleness import StalenessBudget
 from message_queue.tickets import EndedTickets
 from message_queue.trajectory import Trajectory
 from message_queue.versions import PublishedVersions
+from tests.simulation.staleness_mutations import STALENESS_MUTATIONS
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def a_group_that_is_handed_out_twice(patch):
         if update == 1:
             first = groups[0]
             self.ready[first.group] = first
+            self._newest[first.group] = None
             self._ready_updates[first.admitted_update] += 1
             self._outstanding[first.admitted_update] += 1
 
@@ -286,5 +288,6 @@ MUTATIONS = {
         (a_timeout_that_is_expiring_is_moved, ("failure",), "process hangs"),
         (a_failed_validation_rollout_that_ends_the_run, ("failure",), "reward fails", "tool is broken", "gives up"),
         (weights_of_a_checkpoint_under_an_old_version, ("staleness",)),
+        *STALENESS_MUTATIONS,
     )
 }

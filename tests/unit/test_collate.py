@@ -6,6 +6,7 @@ import torch
 
 from async_rl.batch.advantage import Advantages
 from async_rl.batch.collate import BatchError, collate, collate_supervised
+from async_rl.train.losses import token_weights
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.unit.groups import SPEC
@@ -246,3 +247,49 @@ def test_supervised_examples_are_padded_on_the_right():
     assert batch["token_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
     assert batch["lengths"].tolist() == [3, 1]
+
+
+# ---- tokens that are too old
+
+
+def masked(*trajectories, min_update, mode="append", **of):
+    return collate(
+        as_groups(*trajectories),
+        advantages=advantages(*(float(i + 1) for i in range(len(trajectories)))),
+        current_update=6,
+        version_updates={3: 4, 4: 6},
+        min_update=min_update,
+        **of,
+    )
+
+
+def test_a_token_of_weights_with_too_few_updates_is_context_and_nothing_else():
+    whole, batch = (masked(resumed_trajectory(), min_update=u) for u in (0, 5))
+    assert batch["loss_mask"][0].tolist() == [False] * 5 + [True, True, False, False, True, True]
+    assert batch["lag"][0].tolist() == [-1] * 5 + [0, 0, -1, -1, 0, 0]
+    assert (batch["behaviour_logprobs"][0][:5] == 0).all()
+    for key in ("token_ids", "lengths", "routed_experts", "trajectory", "advantages"):
+        assert torch.equal(batch[key], whole[key]), "it is forwarded as it was"
+    assert torch.equal(batch["pure_lag0"], whole["pure_lag0"] & batch["loss_mask"])
+
+
+@pytest.mark.parametrize("mode", ["append", "force", "replace", "split"])
+def test_what_is_masked_is_of_the_same_tokens_in_every_mode(mode):
+    batch = masked(updated_trajectory(mode), min_update=5)
+    assert int(batch["loss_mask"].sum()) == 4
+    assert torch.equal(batch["lag"] >= 0, batch["loss_mask"])
+    assert int(batch["lag"].max()) == 0
+
+
+def test_a_sequence_of_which_nothing_is_left_is_not_forwarded():
+    batch = masked(updated_trajectory("split"), resumed_trajectory(4, 4), min_update=5)
+    assert batch["informative"].tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "group_mean"])
+def test_a_loss_is_normalised_by_the_tokens_with_gradient(aggregation):
+    batch = masked(resumed_trajectory(), resumed_trajectory(4, 4), min_update=5)
+    counts = batch["loss_mask"].sum(1)
+    weights = token_weights(counts, aggregation=aggregation, trajectory=batch["trajectory"], group=batch["group"])
+    assert counts.tolist() == [4, 6]
+    assert float((weights * counts).sum()) == pytest.approx(1.0)

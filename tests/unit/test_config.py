@@ -95,6 +95,12 @@ def test_a_parallel_layout_can_be_asked_for():
         (["rollout.sampling.top_p=2"], ["top_p", "2"]),
         (["rollout.limits.max_tokens=100000"], ["rollout.limits.max_tokens", "100000", "engine.max_model_len"]),
         (["sync.every=3", "staleness.max_staleness=1"], ["staleness.max_staleness", "1", "sync.every=3"]),
+        (["staleness.policy=hope"], ["staleness.policy", "hope", "recycle"]),
+        (["staleness.policy=recycle", "staleness.max_recycles=0"], ["staleness.max_recycles", "0", "drop"]),
+        (
+            ["rollout.failure.on_failed=fill", "rollout.failure.max_fills=9"],
+            ["rollout.failure.max_fills is 9", "trajectories_per_group=8"],
+        ),
         (["sync.transport=disk"], ["sync.transport", "sync.directory"]),
         (["trainer.router_replay=R4"], ["router_replay", "R4"]),
         (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),

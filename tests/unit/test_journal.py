@@ -251,3 +251,37 @@ async def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(JournalUnwritable, match="make the directory writable"):
         await open_journal(tmp_path / "file" / "journal")
+
+
+@pytest.mark.parametrize("max_file_bytes", [1 << 20, 1024], ids=["one file", "compacted"])
+async def test_prompts_that_wait_masked_tokens_and_grown_groups_survive_a_restart(tmp_path, max_file_bytes):
+    async with (await open_journal(tmp_path, max_file_bytes=max_file_bytes))[0] as journal:
+        for group in range(3):
+            await journal.admitted(admission(group, prompt=100 + group), trajectories=1)
+            await journal.dropped(group, reason="recycled: too old", again=True)
+        await journal.admitted(admission(3, prompt=101), trajectories=1)
+        await finish(journal, 4)
+        await journal.taken([4], update=0)
+        await journal.trained([4], train_step=1, masked=[2])
+        await prompt(journal, 5)
+        await journal.sampled(5, segment(2), trajectory=0, at=2)
+        await journal.closed(5, trajectory=0, at=4, stop_reason=StopReason.ERROR, reward=0.0)
+        await journal.observed(5, np.arange(2, dtype=np.int32), trajectory=1, at=0)
+        await journal.sampled(5, segment(3), trajectory=1, at=2)
+        for group in range(6, 30):  # files are cleaned meanwhile
+            await finish(journal, group)
+            await journal.dropped(group, reason="expired: too old")
+    start = JournalStart(train_step=1, update=1)
+    journal, recovered = await open_journal(tmp_path, start=start, max_file_bytes=max_file_bytes)
+    async with journal:
+        assert (recovered.waiting, recovered.recycles) == ((100, 102), {100: 1, 101: 1, 102: 1})
+        ledger = recovered.ledger
+        assert (ledger.trained_tokens, ledger.masked_tokens, ledger.token_error) == (1, 2, 0)
+        grown = next(g for g in recovered.open if g.admission.group == 5)
+        assert (grown.lengths, grown.num_tokens) == ((4, 5), 5)
+        assert [len(t) for t in (await journal.read(5, routing=None)).trajectories] == [4, 5]
+        await journal.admitted(admission(30, prompt=100), trajectories=1)
+        await journal.dropped(3, reason="expired: too often")
+    journal, recovered = await open_journal(tmp_path, start=start, max_file_bytes=max_file_bytes)
+    await journal.close()
+    assert (recovered.waiting, recovered.recycles) == ((102,), {100: 1, 102: 1})

@@ -5,8 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_rl.observe.console import _Clock
+from async_rl.observe.lengths import Lengths, survival
 from async_rl.observe.metrics import METRICS, batch_metrics, staleness_histogram
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.report import draw_curves, read_run, write_report
@@ -162,3 +165,21 @@ def test_the_time_left_survives_steps_that_are_done_again():
     clock = _Clock(total=9)
     left = [clock.left(StepRecord(metrics={"train_step": step}, staleness_tokens={})) for step in (4, 5, 4, 5, 6)]
     assert [text == "--:--" for text in left] == [True, False, True, False, False]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.floats(0.01, 0.99))
+def test_without_given_up_ones_the_quantiles_offered_are_those_of_the_sample(lengths, share):
+    longer, left = survival((n, True) for n in lengths)
+    assert left[-1] == pytest.approx(0)
+    assert [int(n) for n in longer] == sorted(set(lengths))
+    assert left == pytest.approx([np.mean([n > at for n in lengths]) for at in longer])
+
+
+def test_a_length_that_is_a_lower_bound_counts_for_what_it_says():
+    told = Lengths()
+    told.offered([(2, True), (4, False), (6, True)])
+    metrics = told.metrics()
+    assert metrics["length/offered_p50"] == 6, "of the two that got beyond 2, one is not known"
+    assert metrics["length/offered_mean"] == pytest.approx(2 / 3 * 6 + 1 / 3 * 2)
+    assert metrics["length/given_up_fraction"] == pytest.approx(1 / 3)
+    assert math.isnan(metrics["length/trained_p50"])

@@ -1,0 +1,78 @@
+"""Defects planted in what becomes of groups and tokens that are too old, and of rollouts that failed."""
+
+from dataclasses import replace
+
+from async_rl.batch import prepare
+from async_rl.pipeline import Pipeline
+from async_rl.rollout.rollouter import Rollouter
+from message_queue.admissions import Admissions
+from message_queue.contract import QueueSnapshot
+from message_queue.ledger import Ledger
+from message_queue.policies import RecyclePolicy
+
+
+def a_recycled_prompt_that_is_forgotten(patch):
+    whole = Admissions.again
+
+    def again(self, prompt):
+        whole(self, prompt)
+        self._waiting.pop()
+
+    patch.setattr(Admissions, "again", again)
+
+
+def a_recycled_prompt_that_new_ones_overtake(patch):
+    whole = Admissions.begin
+
+    def begin(self, prompt, **of):
+        held = [self._waiting.popleft() for _ in list(self._waiting)[:1]] if self.next_group % 2 else []
+        admission = whole(self, prompt, **of)
+        self._waiting.extendleft(held)
+        return admission
+
+    patch.setattr(Admissions, "begin", begin)
+
+
+def a_prompt_that_is_recycled_for_ever(patch):
+    patch.setattr(RecyclePolicy, "admits_again", lambda self, times: True)
+
+
+def a_checkpoint_that_forgets_prompts_that_wait_to_be_admitted_again(patch):
+    patch.setattr(QueueSnapshot, "prompts", property(lambda self: tuple(a.prompt for a in self.unfinished)))
+
+
+def old_tokens_that_take_gradient(patch):
+    whole = Pipeline._train_on
+
+    async def train_on(self, batch):
+        return await whole(self, replace(batch, min_update=0))
+
+    patch.setattr(Pipeline, "_train_on", train_on)
+
+
+def masked_tokens_that_nobody_counts(patch):
+    patch.setattr(Ledger, "masked", lambda self, group, *, tokens: None)
+
+
+def a_rollout_that_failed_and_is_trained(patch):
+    patch.setattr(prepare, "_without_failed", lambda group: group)
+
+
+def a_rollout_that_failed_and_is_not_made_up_for(patch):
+    async def member(self, prompt, admission, trajectories, number):
+        await self._run(prompt, admission, trajectories, number)
+
+    patch.setattr(Rollouter, "_member", member)
+
+
+FAILS = ("reward fails", "tool is broken", "gives up", "no end of a reward")
+STALENESS_MUTATIONS = (
+    (a_recycled_prompt_that_is_forgotten, ("exactly once",)),
+    (a_recycled_prompt_that_new_ones_overtake, ("exactly once",)),
+    (a_prompt_that_is_recycled_for_ever, ("exactly once",)),
+    (a_checkpoint_that_forgets_prompts_that_wait_to_be_admitted_again, ("exactly once",)),
+    (old_tokens_that_take_gradient, ("staleness",)),
+    (masked_tokens_that_nobody_counts, ("ledger",)),
+    (a_rollout_that_failed_and_is_trained, ("provenance", "exactly once"), *FAILS),
+    (a_rollout_that_failed_and_is_not_made_up_for, ("failure",), *FAILS),
+)
