@@ -75,6 +75,7 @@ class Passes:
     def train(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> None:
         """Forward and backward; what the objective returned is in `sums` of each micro-batch."""
         found = self._run(micro_batches, objective, forward_only=False)
+        self._model.release_graph()
         for micro_batch, sums in zip(micro_batches, found or [{}] * len(micro_batches), strict=True):
             micro_batch.sums = sums
 
