@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 
@@ -130,11 +129,6 @@ def take_rows(values: Tensor, index: Tensor, *, fill: float) -> Tensor:
     taken = values.flatten(0, 1)[index.clamp(min=0)]
     absent = index < 0
     return taken.masked_fill(absent.view(-1, *(1,) * (taken.dim() - 1)), fill)
-
-
-def select_sequences(batch: TensorDict, keep: Tensor) -> TensorDict:
-    """The sequences where bool `keep` [S] is True."""
-    return batch if bool(keep.all()) else batch[keep]
 
 
 def _context_rows(starts: Tensor, padded: Tensor, *, context: int, rank: int) -> Tensor:

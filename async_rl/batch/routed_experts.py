@@ -1,11 +1,10 @@
-"""Routing rows of a batch -> the table each router of this rank replays, in the order its tokens come in."""
+"""Routing rows of a batch: checks, and the rows each rank replays in the order its tokens come in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from message_queue.tokens import RoutingSpec
@@ -16,45 +15,17 @@ class RoutingError(ValueError):
     """Routing rows that cannot be replayed; names the layer, the row and the value."""
 
 
-def keep_layers(batch: TensorDict, layers: Sequence[int], *, routing: RoutingSpec) -> TensorDict:
-    """The batch with the rows of `layers` alone, and these in the key routed_layers int64 [S, layers].
-
-    A rank replays the layers it holds; rows are most of a batch, so it is sent no others.
-
-    Args:
-        layers: global numbers; with none of them the rows are empty, not absent.
-    """
-    if "routed_experts" not in set(batch.keys()) or tuple(layers) == layers_of(batch, routing=routing):
-        return batch
-    places = [layers_of(batch, routing=routing).index(layer) for layer in layers]
-    return batch.copy().update(
-        {
-            "routed_experts": batch["routed_experts"][:, :, places],
-            "routed_layers": torch.tensor(layers, dtype=torch.int64).expand(len(batch), -1),
-        }
-    )
-
-
-def layers_of(batch: TensorDict, *, routing: RoutingSpec) -> tuple[int, ...]:
-    """Global numbers of the layers that the rows of a batch are of: all, unless `keep_layers` says otherwise."""
-    if "routed_layers" not in set(batch.keys()):
-        return routing.layers
-    return tuple(batch["routed_layers"][0].tolist())
-
-
-def check_routed_experts(
-    routed_experts: Tensor, lengths: Tensor, *, routing: RoutingSpec, layers: Sequence[int]
-) -> None:
+def check_routed_experts(routed_experts: Tensor, lengths: Tensor, *, routing: RoutingSpec) -> None:
     """Refuse rows of a batch that would train something else than what was rolled out.
 
     Args:
         routed_experts: integer [S, T, L, K]; -1 in all K places routes the token with the live router.
         lengths: int64 [S]; rows after the end are not looked at.
-        layers: global numbers of the L layers.
 
     Raises:
         RoutingError: wrong layer or top-k count, rows missing, an id out of range, a duplicate, or a row partly -1.
     """
+    layers = routing.layers
     if routed_experts.dim() != 4 or tuple(routed_experts.shape[2:]) != (len(layers), routing.top_k):
         raise RoutingError(
             f"routed_experts has shape {list(routed_experts.shape)}; the model's MoE layers {list(layers)} "
@@ -83,10 +54,8 @@ def check_routed_experts(
             )
 
 
-def local_tables(
-    routed_experts: Tensor, index: Tensor, *, given: Sequence[int], layers: Sequence[int]
-) -> dict[int, Tensor]:
-    """Global layer number -> int64 [rows, K] for the layers this rank holds.
+def rows_at(routed_experts: Tensor, index: Tensor, *, given: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """[rows, layers, K]: the rows of `layers` alone, in the order in which the routers of a rank see their tokens.
 
     Args:
         routed_experts: integer [S, T, L, K]. given: global numbers (0-based) of the L layers.
@@ -104,9 +73,9 @@ def local_tables(
             "rollout and trainer disagree about which layers have experts"
         )
     places = torch.tensor([given.index(layer) for layer in layers], dtype=torch.int64)
-    rows = routed_experts.flatten(0, 1)[index.clamp(min=0)][:, places].to(torch.int64)
+    rows = routed_experts.flatten(0, 1)[index.clamp(min=0).unsqueeze(1), places]
     rows[index < 0] = NOT_ROUTED
-    return {layer: rows[:, i].contiguous() for i, layer in enumerate(layers)}
+    return rows
 
 
 def _has_duplicate(rows: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class MicroBatchRouting:
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
+def layer_tables(rows: Tensor, *, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Global layer number -> int64 [rows, K], from integer [rows, layers, K]."""
+    return dict(zip(layers, rows.transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format), strict=True))
+
+
 class LayerReplay:
     """Stands in megatron's hook `TopKRouter.router_replay` of one layer.
 
