@@ -37,12 +37,14 @@ def check_routed_experts(routed_experts: Tensor, lengths: Tensor, *, routing: Ro
             f"{len(lengths)} sequences of up to {int(lengths.max())} tokens need a row each"
         )
     held = torch.arange(routed_experts.shape[1]) < lengths.unsqueeze(1)
+    first, others = routed_experts[..., 0] == NOT_ROUTED, routed_experts[..., 1:].unbind(-1)
+    in_part = torch.zeros_like(first)
+    for other in others:
+        in_part |= (other == NOT_ROUTED) != first
     checks = {
-        f"an expert id outside 0..{routing.num_experts - 1}": (
-            (routed_experts >= routing.num_experts) | (routed_experts < NOT_ROUTED)
-        ).any(-1),
-        "some experts but not all": (routed_experts == NOT_ROUTED).any(-1) & (routed_experts != NOT_ROUTED).any(-1),
-        "a duplicate expert": _has_duplicate(routed_experts) & (routed_experts != NOT_ROUTED).all(-1),
+        f"an expert id outside 0..{routing.num_experts - 1}": _outside(routed_experts, routing.num_experts),
+        "some experts but not all": in_part,
+        "a duplicate expert": _has_duplicate(routed_experts) & ~first,
     }
     for fault, where in checks.items():
         where = where & held.unsqueeze(-1)
@@ -78,6 +80,18 @@ def rows_at(routed_experts: Tensor, index: Tensor, *, given: Sequence[int], laye
     return rows
 
 
+def _outside(rows: Tensor, num_experts: int) -> Tensor:
+    """bool [...]: whether an entry of the last dimension is neither an expert nor -1."""
+    low, high = rows.aminmax() if rows.numel() else (0, 0)
+    if low >= NOT_ROUTED and high < num_experts:
+        return torch.zeros(rows.shape[:-1], dtype=torch.bool)
+    return ((rows >= num_experts) | (rows < NOT_ROUTED)).any(-1)
+
+
 def _has_duplicate(rows: Tensor) -> Tensor:
-    ordered = rows.sort(dim=-1).values
-    return (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    """bool [...]: whether two entries of the last dimension are equal. Pairs take far less than sorting short rows."""
+    found = torch.zeros(rows.shape[:-1], dtype=torch.bool)
+    for i in range(1, rows.shape[-1]):
+        for j in range(i):
+            found |= rows[..., i] == rows[..., j]
+    return found

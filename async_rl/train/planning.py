@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from async_rl.batch.micro_batch import Coordinates, pack_rows
+from async_rl.batch.micro_batch import Coordinates, router_index
 from async_rl.batch.packing import Plan, plan_micro_batches
 from async_rl.batch.routed_experts import RoutingError, check_routed_experts, rows_at
 from async_rl.train.losses import LossConfig, token_weights
@@ -206,8 +206,8 @@ def replayed_rows(
 ) -> Tensor:
     """int16 [r, layers, K]: rows that the routers at `at` replay in the micro-batch of sequences `indices`."""
     lengths: list[int] = batch["lengths"].tolist()
-    rows = pack_rows(lengths, indices, row_length=batch["token_ids"].shape[1], at=at, packing=packing)
-    return rows_at(batch["routed_experts"], rows.router_index, given=routing.layers, layers=layers)
+    index = router_index(lengths, indices, row_length=batch["token_ids"].shape[1], at=at, packing=packing)
+    return rows_at(batch["routed_experts"], index, given=routing.layers, layers=layers)
 
 
 def _sequences(batch: TensorDict, numbers: Tensor) -> TensorDict:
