@@ -74,6 +74,8 @@ contracts: setup
 
 bench: setup
 	$(BIN)/python benchmarks/train_throughput.py
+	$(BIN)/python benchmarks/replay_overhead.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/replica_throughput.py
 	$(BIN)/python benchmarks/rollout_throughput.py
 	$(BIN)/python benchmarks/equal_weights.py

@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -26,6 +26,9 @@ from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.service import QueueService
 from message_queue.tokens import WeightVersion
+
+if TYPE_CHECKING:
+    from async_rl.train.planning import RankPlace
 
 T = TypeVar("T")
 _remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know their own keyword arguments
@@ -220,12 +223,12 @@ class TrainerActor:
         self._store = open_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}"
 
-    def start(self, **kwargs: Any) -> tuple[int, ...]:
-        """TrainerRank.routed_layers of the new rank."""
+    def start(self, **kwargs: Any) -> RankPlace:
+        """TrainerRank.place of the new rank."""
         from async_rl.train.worker import TrainerRank  # megatron is only imported where a rank lives
 
         self._rank = TrainerRank(**kwargs)
-        return self._rank.routed_layers
+        return self._rank.place
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._rank, method)(*args, **kwargs)

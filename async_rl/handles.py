@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ from tensordict import TensorDict
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.actors import Placement, QueueActor, ReplicaActor, TrainerActor
-from async_rl.batch.routed_experts import keep_layers
 from async_rl.engines.inbox import Answer
 from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
@@ -22,6 +22,7 @@ from async_rl.model_info import read_model_info
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
+from async_rl.train.planning import BatchShare, Planner, UpdateShare
 from async_rl.weights.transport import WeightUpdate
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.restart import JournalPlace
@@ -218,21 +219,18 @@ class TrainerHandle:
     """All trainer ranks as one; every call goes to every rank and rank 0 answers.
 
     Args:
-        routing: of the model; None for a dense one.
-        routed_layers: TrainerRank.routed_layers of each rank; empty while the ranks start.
+        planner: cuts a batch into what each rank is sent; its places are those of the ranks.
     """
 
     def __init__(
         self,
         actors: list[ActorHandle[Any]],
         *,
-        routing: RoutingSpec | None,
-        routed_layers: Sequence[tuple[int, ...]],
+        planner: Planner,
         timeout_s: float,
     ) -> None:
         self._actors = actors
-        self._routing = routing
-        self._routed_layers = routed_layers
+        self._planner = planner
         self._timeout_s = timeout_s
 
     @classmethod
@@ -253,7 +251,8 @@ class TrainerHandle:
             for i in range(config.ranks)
         ]
         routing = read_model_info(checkpoint).routing
-        handle = cls(actors, routing=routing, routed_layers=(), timeout_s=timeout_s)
+        planner = partial(Planner, config=config, loss=loss, routing=routing)
+        handle = cls(actors, planner=planner(places=()), timeout_s=timeout_s)
         rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
         common = {
             "config": config,
@@ -264,21 +263,26 @@ class TrainerHandle:
             "rendezvous": rendezvous,
         }
         starts = [a.start.remote(rank=i, **common) for i, a in enumerate(actors)]
-        routed_layers = await handle._all("start", starts)
-        return cls(actors, routing=routing, routed_layers=routed_layers, timeout_s=timeout_s)
+        places = await handle._all("start", starts)
+        return cls(actors, planner=planner(places=places), timeout_s=timeout_s)
 
     async def train(self, batch: TensorDict) -> dict[str, float]:
-        """One batch; see TrainerRank.train. Each rank is sent the routing rows of its own layers."""
-        parts = {layers: ray.put(self._with_rows_of(layers, batch)) for layers in set(self._routed_layers)}
-        ranks = zip(self._actors, self._routed_layers, strict=True)
-        return (await self._all("train", [actor.call.remote("train", parts[layers]) for actor, layers in ranks]))[0]
+        """One batch; see TrainerRank.train. Each rank is sent its own sequences, layers and rows.
 
-    def _with_rows_of(self, layers: tuple[int, ...], batch: TensorDict) -> TensorDict:
-        return batch if self._routing is None else keep_layers(batch, layers, routing=self._routing)
+        Raises:
+            RoutingError: as TrainerRank.train, before anything is sent.
+        """
+        return await self._share("train", await asyncio.to_thread(self._planner.policy, batch))
 
     async def train_supervised(self, batch: TensorDict) -> dict[str, float]:
         """One supervised step; see TrainerRank.train_supervised."""
-        return await self._everywhere("train_supervised", ray.put(batch))
+        return await self._share("train_supervised", await asyncio.to_thread(self._planner.supervised, batch))
+
+    async def _share(self, method: str, shares: Sequence[BatchShare | UpdateShare]) -> dict[str, float]:
+        """Send each rank its share; one that several ranks take is put into the object store once."""
+        put = {id(share): ray.put(share) for share in {id(share): share for share in shares}.values()}
+        ranks = zip(self._actors, shares, strict=True)
+        return (await self._all(method, [actor.call.remote(method, put[id(share)]) for actor, share in ranks]))[0]
 
     async def export(self, directory: Path, *, version: int) -> WeightUpdate:
         """Write the current weights as `version`."""

@@ -85,6 +85,7 @@ def evaluate(rank: Any, batch: TensorDict, *, replay: Literal["none", "R2", "R3"
     The mode is chosen here and not by the rank's own configuration, so that one set of weights serves all modes.
     experts: those replayed (R3), those that the live router chose (R2), -1 (none).
     """
+    from async_rl.train.planning import replayed_rows
     from async_rl.train.step import MicroBatchBuilder, Objective
 
     info, config, model = rank._info, rank._config, rank.model
@@ -95,7 +96,6 @@ def evaluate(rank: Any, batch: TensorDict, *, replay: Literal["none", "R2", "R3"
         packing=True,
         token_weights=None,
         replay=replay,
-        routing=info.routing,
         layers=model.replay.layers,
         rotary=model.rotary,
     )
@@ -105,7 +105,17 @@ def evaluate(rank: Any, batch: TensorDict, *, replay: Literal["none", "R2", "R3"
     plan = plan_micro_batches(batch["lengths"].tolist(), max_tokens=config.micro_batch_tokens, num_ranks=1)
     with torch.no_grad():
         for indices in plan[0]:
-            micro_batch = builder.build(indices)
+            rows = None
+            if replay == "R3":
+                rows = replayed_rows(
+                    batch,
+                    indices,
+                    at=Coordinates(),
+                    packing=True,
+                    routing=info.routing,
+                    layers=model.replay.layers,
+                )
+            micro_batch = builder.build(indices, rows)
             logits = micro_batch.forward(model.wrapped[0], at=Coordinates())
             logprobs[micro_batch.flat] = objective(logits, micro_batch)[1]["logprobs"]
             routing, rows = micro_batch.context.routing, micro_batch.context.rows.router_index

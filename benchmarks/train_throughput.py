@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.batch.collate import collate_supervised
 from async_rl.batch.micro_batch import Coordinates
@@ -28,6 +30,7 @@ from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.step import MicroBatch, MicroBatchBuilder
 from async_rl.train.worker import TrainerRank
+from benchmarks.train_steps import as_rollouts, paired_ratio, time_in_turns
 from message_queue.tokens import RoutingSpec
 from recipes.calculator.task import CalculatorTask, calculator_task
 
@@ -35,19 +38,9 @@ ADAM = OptimizerConfig(lr=1e-6)
 GOAL = 0.95
 
 
-def rl_batch(task: CalculatorTask, routing: RoutingSpec, *, sequences: int) -> TensorDict:
-    """Demonstrations dressed as rollouts: random advantages and routing rows, behaviour logprobs of zero."""
-    batch = collate_supervised(task.demonstrations(0, sequences))
-    count, longest = batch["token_ids"].shape
-    held = torch.arange(longest) < batch["lengths"].unsqueeze(1)
-    rows = torch.rand(count, longest, len(routing.layers), routing.num_experts).topk(routing.top_k).indices
-    batch["routed_experts"] = torch.where(held[..., None, None], rows, -1).to(torch.int16)
-    batch["behaviour_logprobs"] = torch.zeros(count, longest)
-    batch["advantages"] = torch.randn(count)
-    batch["informative"] = torch.ones(count, dtype=torch.bool)
-    batch["pure_lag0"] = batch["loss_mask"].clone()
-    batch["group"] = torch.arange(count) // 8
-    return batch
+def demonstrations(task: CalculatorTask, routing: RoutingSpec, *, sequences: int) -> TensorDict:
+    """Demonstrations dressed as rollouts."""
+    return as_rollouts(collate_supervised(task.demonstrations(0, sequences)), routing)
 
 
 def build_micro_batches(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig) -> list[MicroBatch]:
@@ -59,7 +52,6 @@ def build_micro_batches(trainer: TrainerRank, batch: TensorDict, config: Trainer
         packing=True,
         token_weights=None,
         replay="none",
-        routing=None,
         layers=(),
         rotary=trainer.model.rotary,
     )
@@ -102,33 +94,27 @@ def main() -> None:
         )
         routing = read_model_info(checkpoint).routing
         assert routing is not None
-        compare(trainer, rl_batch(task, routing, sequences=arguments.sequences), config, rounds=arguments.rounds)
+        compare(trainer, demonstrations(task, routing, sequences=arguments.sequences), config, rounds=arguments.rounds)
         trainer.close()
 
 
 def compare(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig, *, rounds: int) -> None:
-    """Print tokens/s of both and their ratio, medians over rounds after one to warm up."""
+    """Print tokens/s of both and their ratio, medians over rounds with 95 % bootstrap intervals."""
     micro_batches = build_micro_batches(trainer, batch, config)
     optimizer = Optimizer(trainer.model.wrapped, config=ADAM, trainer=config)
     tokens = int(batch["lengths"].sum())
-    seconds: dict[str, list[float]] = {"bare": [], "trainer": []}
-    cpu_seconds: dict[str, list[float]] = {"bare": [], "trainer": []}
-    for _ in range(rounds + 1):
-        for name, run in (
-            ("bare", lambda: bare_step(trainer, optimizer, micro_batches)),
-            ("trainer", lambda: trainer.train(batch)),
-        ):
-            begun, cpu_begun = time.perf_counter(), time.process_time()
-            run()
-            seconds[name].append(time.perf_counter() - begun)
-            cpu_seconds[name].append(time.process_time() - cpu_begun)
-    rates = {name: tokens / statistics.median(taken[1:]) for name, taken in seconds.items()}
+    steps = {
+        "bare": lambda: bare_step(trainer, optimizer, micro_batches),
+        "trainer": lambda: trainer.train(batch),
+    }
+    taken = time_in_turns(steps, rounds=rounds)
+    rates = {name: tokens / statistics.median(of_one.wall) for name, of_one in taken.items()}
     print(f"{len(batch)} sequences, {tokens} tokens, {len(micro_batches)} micro-batches, {config.threads} threads")
     print(f"bare megatron loop  {rates['bare']:8.0f} tokens/s")
     print(f"TrainerRank.train   {rates['trainer']:8.0f} tokens/s")
-    for what, taken in (("wall time", seconds), ("CPU time", cpu_seconds)):
-        ratio = statistics.median(b / t for b, t in zip(taken["bare"][1:], taken["trainer"][1:], strict=True))
-        print(f"ratio by {what:<10} {ratio:8.3f}   (goal {GOAL})")
+    for what, clock in (("wall time", "wall"), ("CPU time", "cpu")):
+        ratio = paired_ratio(getattr(taken["bare"], clock), getattr(taken["trainer"], clock))
+        print(f"ratio by {what:<10} {ratio.value:8.3f} [{ratio.low:.3f}, {ratio.high:.3f}]   (goal {GOAL})")
 
 
 if __name__ == "__main__":

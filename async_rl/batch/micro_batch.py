@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 
@@ -85,23 +84,9 @@ def pack_rows(
     Args:
         lengths: tokens of every sequence of the batch. row_length: T of the batch.
     """
-    multiple = 2 * at.context if at.context > 1 else 1
-    real = torch.tensor([lengths[i] for i in indices], dtype=torch.int64)
-    padded = (real + multiple - 1) // multiple * multiple
-    if not packing and len(real):
-        padded = torch.full_like(padded, int(padded.max()))
-    rows, whole = int(padded.sum()), at.tensor * at.context * (2 if at.context > 1 else 1)
-    tail = -rows % whole if rows else whole
-    if tail:  # padding is a sequence of its own: every row has a slot, and it sees nothing real
-        real, padded = torch.cat([real, real.new_zeros(1)]), torch.cat([padded, padded.new_full((1,), tail)])
-    source = torch.tensor([*indices, *([0] if tail else [])], dtype=torch.int64)
-
-    segments = torch.repeat_interleave(torch.arange(len(padded)), padded)
-    starts = torch.cumsum(padded, 0) - padded
-    positions = torch.arange(len(segments)) - starts[segments]
-    flat = source[segments] * row_length + positions
-    index = torch.where(positions < real[segments], flat, -1)
-    next_index = torch.where(positions + 1 < real[segments], flat + 1, -1)
+    laid = _lay_end_to_end(lengths, indices, row_length=row_length, at=at, packing=packing)
+    index, positions, segments, starts, padded = laid.index, laid.positions, laid.segments, laid.starts, laid.padded
+    next_index = torch.where(positions + 1 < laid.real[segments], index + 1, -1)
     gathered_positions, gathered_segments = positions, segments
     if at.context > 1:
         ranks = [_context_rows(starts, padded, context=at.context, rank=r) for r in range(at.context)]
@@ -125,6 +110,17 @@ def pack_rows(
     )
 
 
+def router_index(
+    lengths: Sequence[int], indices: Sequence[int], *, row_length: int, at: Coordinates, packing: bool = True
+) -> Tensor:
+    """`PackedRows.router_index` alone; arguments as of `pack_rows`."""
+    laid = _lay_end_to_end(lengths, indices, row_length=row_length, at=at, packing=packing)
+    index = laid.index
+    if at.context > 1:
+        index = index[_context_rows(laid.starts, laid.padded, context=at.context, rank=at.context_rank)]
+    return index.chunk(at.tensor)[at.tensor_rank]
+
+
 def take_rows(values: Tensor, index: Tensor, *, fill: float) -> Tensor:
     """[t, ...] entries of `values` [S, T, ...] at flattened `index` [t]; `fill` where the index is -1."""
     taken = values.flatten(0, 1)[index.clamp(min=0)]
@@ -132,9 +128,42 @@ def take_rows(values: Tensor, index: Tensor, *, fill: float) -> Tensor:
     return taken.masked_fill(absent.view(-1, *(1,) * (taken.dim() - 1)), fill)
 
 
-def select_sequences(batch: TensorDict, keep: Tensor) -> TensorDict:
-    """The sequences where bool `keep` [S] is True."""
-    return batch if bool(keep.all()) else batch[keep]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Laid:
+    """Sequences end to end before context parallelism takes its part; the last may be padding.
+
+    real, padded, starts: int64 [sequences], tokens with and without padding, and the first row of each.
+    segments, positions, index: int64 [t], as in PackedRows.
+    """
+
+    real: Tensor
+    padded: Tensor
+    starts: Tensor
+    segments: Tensor
+    positions: Tensor
+    index: Tensor
+
+
+def _lay_end_to_end(
+    lengths: Sequence[int], indices: Sequence[int], *, row_length: int, at: Coordinates, packing: bool
+) -> _Laid:
+    multiple = 2 * at.context if at.context > 1 else 1
+    real = torch.tensor([lengths[i] for i in indices], dtype=torch.int64)
+    padded = (real + multiple - 1) // multiple * multiple
+    if not packing and len(real):
+        padded = torch.full_like(padded, int(padded.max()))
+    rows, whole = int(padded.sum()), at.tensor * at.context * (2 if at.context > 1 else 1)
+    tail = -rows % whole if rows else whole
+    if tail:  # padding is a sequence of its own: every row has a slot, and it sees nothing real
+        real, padded = torch.cat([real, real.new_zeros(1)]), torch.cat([padded, padded.new_full((1,), tail)])
+    source = torch.tensor([*indices, *([0] if tail else [])], dtype=torch.int64)
+
+    segments = torch.repeat_interleave(torch.arange(len(padded)), padded)
+    starts = torch.cumsum(padded, 0) - padded
+    positions = torch.arange(len(segments)) - starts[segments]
+    flat = source[segments] * row_length + positions
+    index = torch.where(positions < real[segments], flat, -1)
+    return _Laid(real=real, padded=padded, starts=starts, segments=segments, positions=positions, index=index)
 
 
 def _context_rows(starts: Tensor, padded: Tensor, *, context: int, rank: int) -> Tensor:

@@ -1,11 +1,10 @@
-"""Routing rows of a batch -> the table each router of this rank replays, in the order its tokens come in."""
+"""Routing rows of a batch: checks, and the rows each rank replays in the order its tokens come in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from message_queue.tokens import RoutingSpec
@@ -16,45 +15,17 @@ class RoutingError(ValueError):
     """Routing rows that cannot be replayed; names the layer, the row and the value."""
 
 
-def keep_layers(batch: TensorDict, layers: Sequence[int], *, routing: RoutingSpec) -> TensorDict:
-    """The batch with the rows of `layers` alone, and these in the key routed_layers int64 [S, layers].
-
-    A rank replays the layers it holds; rows are most of a batch, so it is sent no others.
-
-    Args:
-        layers: global numbers; with none of them the rows are empty, not absent.
-    """
-    if "routed_experts" not in set(batch.keys()) or tuple(layers) == layers_of(batch, routing=routing):
-        return batch
-    places = [layers_of(batch, routing=routing).index(layer) for layer in layers]
-    return batch.copy().update(
-        {
-            "routed_experts": batch["routed_experts"][:, :, places],
-            "routed_layers": torch.tensor(layers, dtype=torch.int64).expand(len(batch), -1),
-        }
-    )
-
-
-def layers_of(batch: TensorDict, *, routing: RoutingSpec) -> tuple[int, ...]:
-    """Global numbers of the layers that the rows of a batch are of: all, unless `keep_layers` says otherwise."""
-    if "routed_layers" not in set(batch.keys()):
-        return routing.layers
-    return tuple(batch["routed_layers"][0].tolist())
-
-
-def check_routed_experts(
-    routed_experts: Tensor, lengths: Tensor, *, routing: RoutingSpec, layers: Sequence[int]
-) -> None:
+def check_routed_experts(routed_experts: Tensor, lengths: Tensor, *, routing: RoutingSpec) -> None:
     """Refuse rows of a batch that would train something else than what was rolled out.
 
     Args:
         routed_experts: integer [S, T, L, K]; -1 in all K places routes the token with the live router.
         lengths: int64 [S]; rows after the end are not looked at.
-        layers: global numbers of the L layers.
 
     Raises:
         RoutingError: wrong layer or top-k count, rows missing, an id out of range, a duplicate, or a row partly -1.
     """
+    layers = routing.layers
     if routed_experts.dim() != 4 or tuple(routed_experts.shape[2:]) != (len(layers), routing.top_k):
         raise RoutingError(
             f"routed_experts has shape {list(routed_experts.shape)}; the model's MoE layers {list(layers)} "
@@ -66,12 +37,14 @@ def check_routed_experts(
             f"{len(lengths)} sequences of up to {int(lengths.max())} tokens need a row each"
         )
     held = torch.arange(routed_experts.shape[1]) < lengths.unsqueeze(1)
+    first, others = routed_experts[..., 0] == NOT_ROUTED, routed_experts[..., 1:].unbind(-1)
+    in_part = torch.zeros_like(first)
+    for other in others:
+        in_part |= (other == NOT_ROUTED) != first
     checks = {
-        f"an expert id outside 0..{routing.num_experts - 1}": (
-            (routed_experts >= routing.num_experts) | (routed_experts < NOT_ROUTED)
-        ).any(-1),
-        "some experts but not all": (routed_experts == NOT_ROUTED).any(-1) & (routed_experts != NOT_ROUTED).any(-1),
-        "a duplicate expert": _has_duplicate(routed_experts) & (routed_experts != NOT_ROUTED).all(-1),
+        f"an expert id outside 0..{routing.num_experts - 1}": _outside(routed_experts, routing.num_experts),
+        "some experts but not all": in_part,
+        "a duplicate expert": _has_duplicate(routed_experts) & ~first,
     }
     for fault, where in checks.items():
         where = where & held.unsqueeze(-1)
@@ -83,10 +56,8 @@ def check_routed_experts(
             )
 
 
-def local_tables(
-    routed_experts: Tensor, index: Tensor, *, given: Sequence[int], layers: Sequence[int]
-) -> dict[int, Tensor]:
-    """Global layer number -> int64 [rows, K] for the layers this rank holds.
+def rows_at(routed_experts: Tensor, index: Tensor, *, given: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """[rows, layers, K]: the rows of `layers` alone, in the order in which the routers of a rank see their tokens.
 
     Args:
         routed_experts: integer [S, T, L, K]. given: global numbers (0-based) of the L layers.
@@ -104,11 +75,23 @@ def local_tables(
             "rollout and trainer disagree about which layers have experts"
         )
     places = torch.tensor([given.index(layer) for layer in layers], dtype=torch.int64)
-    rows = routed_experts.flatten(0, 1)[index.clamp(min=0)][:, places].to(torch.int64)
+    rows = routed_experts.flatten(0, 1)[index.clamp(min=0).unsqueeze(1), places]
     rows[index < 0] = NOT_ROUTED
-    return {layer: rows[:, i].contiguous() for i, layer in enumerate(layers)}
+    return rows
+
+
+def _outside(rows: Tensor, num_experts: int) -> Tensor:
+    """bool [...]: whether an entry of the last dimension is neither an expert nor -1."""
+    low, high = rows.aminmax() if rows.numel() else (0, 0)
+    if low >= NOT_ROUTED and high < num_experts:
+        return torch.zeros(rows.shape[:-1], dtype=torch.bool)
+    return ((rows >= num_experts) | (rows < NOT_ROUTED)).any(-1)
 
 
 def _has_duplicate(rows: Tensor) -> Tensor:
-    ordered = rows.sort(dim=-1).values
-    return (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    """bool [...]: whether two entries of the last dimension are equal. Pairs take far less than sorting short rows."""
+    found = torch.zeros(rows.shape[:-1], dtype=torch.bool)
+    for i in range(1, rows.shape[-1]):
+        for j in range(i):
+            found |= rows[..., i] == rows[..., j]
+    return found

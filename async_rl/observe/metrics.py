@@ -153,13 +153,19 @@ def of_layer(key: str, layer: int) -> str:
     return f"{key}_layer{layer}"
 
 
+def split_layer(key: str) -> tuple[str, int] | None:
+    """(key, layer) of what `of_layer` made; None for any other key."""
+    found = _LAYER.fullmatch(key)
+    return None if found is None or found[1] not in _ROUTING else (found[1], int(found[2]))
+
+
 def metric_of(key: str) -> Metric | None:
     """What a key of a train step means; None for no metric. Layers are not in METRICS: their number is the model's."""
-    found = _LAYER.fullmatch(key)
-    if found is None or found[1] not in _ROUTING:
+    found = split_layer(key)
+    if found is None:
         return METRICS.get(key)
-    whole = _ROUTING[found[1]]
-    return Metric(whole.reduction, whole.unit, f"{whole.meaning}, in layer {found[2]}")
+    whole, layer = _ROUTING[found[0]], found[1]
+    return Metric(whole.reduction, whole.unit, f"{whole.meaning}, in layer {layer}")
 
 
 def batch_metrics(

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from async_rl.observe.lengths import draw_lengths
-from async_rl.observe.metrics import METRICS
+from async_rl.observe.metrics import METRICS, split_layer
 
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
@@ -26,6 +26,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("idle share", ("idle/trainer", "idle/rollout")),
     ("partial rollouts", ("partial/resumed_fraction",)),
 )
+_BY_LAYER = ("routing/overlap", "routing/gate_mass", "routing/refused_fraction", "routing/fallback_fraction")
 _STYLES = ("-", "x")  # of the first and second metric of a panel
 
 
@@ -42,6 +43,16 @@ class RunRecord:
         rows = [(s["train_step"], s[key]) for s in self.steps if s.get(key) is not None]
         table = np.array(rows, np.float64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
+
+    def by_layer(self, key: str) -> dict[int, float]:
+        """Layer (global, from 0) -> mean over the train steps of a metric of `async_rl.observe.metrics.of_layer`."""
+        values: dict[int, list[float]] = {}
+        for step in self.steps:
+            for name, value in step.items():
+                found = split_layer(name)
+                if found is not None and found[0] == key and value is not None:
+                    values.setdefault(found[1], []).append(value)
+        return {layer: float(np.mean(values[layer])) for layer in sorted(values)}
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -80,16 +91,30 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
     return figure
 
 
+def draw_layers(runs: Sequence[RunRecord]) -> Figure | None:
+    """Metrics of router replay over the layers of the model, each the mean of a run; None where no run has any."""
+    if not any(run.by_layer(key) for run in runs for key in _BY_LAYER):
+        return None
+    figure = Figure(figsize=(13, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, key in zip(figure.subplots(1, len(_BY_LAYER)), _BY_LAYER, strict=True):
+        for run, colour in zip(runs, _colours(len(runs)), strict=True):
+            values = run.by_layer(key)
+            axis.plot(list(values), list(values.values()), marker="o", color=colour, label=run.name)
+        _finish(axis, key, over="layer")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
 def _colours(count: int) -> list[str]:
     """One per run."""
     return [f"C{i}" for i in range(count)]
 
 
 def write_report(runs: Sequence[RunRecord], path: Path) -> None:
-    """One HTML page: curves and the last values, nothing external."""
-    image = io.BytesIO()
-    draw_curves(runs).savefig(image, format="png", dpi=110)
-    encoded = base64.b64encode(image.getvalue()).decode()
+    """One HTML page: curves, replay by layer and the last values, nothing external."""
+    layers = draw_layers(runs)
+    by_layer = "" if layers is None else f"<h2>Router replay by layer, mean over the run</h2>{_image(layers)}"
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     rows = "".join(
         _row(key, runs) for key in METRICS if any(s.get(key) is not None for r in runs for s in r.steps[-1:])
@@ -99,8 +124,7 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
         "<style>body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}"
         "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}</style>"
         f"<h1>{html.escape(', '.join(run.name for run in runs))}</h1>"
-        f'<img style="max-width:100%" src="data:image/png;base64,{encoded}">'
-        f"{_lengths(runs)}"
+        f"{_image(draw_curves(runs))}{by_layer}{_lengths(runs)}"
         f"<h2>Last train step</h2><table><tr><th></th>{head}<th>meaning</th></tr>{rows}</table>"
     )
 
@@ -109,14 +133,18 @@ def _lengths(runs: Sequence[RunRecord]) -> str:
     """Trajectory lengths, offered and trained; nothing where no run has them."""
     if not any(step.get("length/trained_p50") is not None for run in runs for step in run.steps):
         return ""
-    figure, image = Figure(figsize=(13, 3.5), layout="constrained"), io.BytesIO()
+    figure = Figure(figsize=(13, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     draw_lengths(axis, runs)
     _finish(axis, "tokens per trajectory: offered, and trained with gradient")
+    return f"<h2>Lengths</h2>{_image(figure)}"
+
+
+def _image(figure: Figure) -> str:
+    image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)
-    encoded = base64.b64encode(image.getvalue()).decode()
-    return f'<h2>Lengths</h2><img style="max-width:100%" src="data:image/png;base64,{encoded}">'
+    return f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}">'
 
 
 def _row(key: str, runs: Sequence[RunRecord]) -> str:
@@ -128,9 +156,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _finish(axis: Axes, title: str) -> None:
+def _finish(axis: Axes, title: str, *, over: str = "train step") -> None:
     axis.set_title(title)
-    axis.set_xlabel("train step")
+    axis.set_xlabel(over)
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize="small")

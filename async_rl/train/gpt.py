@@ -53,6 +53,20 @@ class BuiltModel:
         """What megatron's schedules take: a list only with a virtual pipeline."""
         return list(self.wrapped) if len(self.wrapped) > 1 else self.wrapped[0]
 
+    def release_graph(self) -> None:
+        """Let go of the graph of the last forward pass.
+
+        Megatron's token dispatchers keep its gate weights. From these the graph leads on to the gradient hooks of the
+        parameters and back to the model, partly through C++, where Python cannot see a cycle: a model that keeps its
+        graph is never freed, and neither are its process groups.
+        """
+        for chunk in self.chunks:
+            for layer in chunk.decoder.layers:
+                dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+                for name, value in list(vars(dispatcher).items()) if dispatcher is not None else ():
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        setattr(dispatcher, name, None)
+
 
 def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device) -> BuiltModel:
     """Build this rank's part of the model; its weights are undefined until they are loaded.

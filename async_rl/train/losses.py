@@ -42,19 +42,9 @@ __all__ = [
     "token_weights",
 ]
 
-LossName = Literal[
-    "decoupled_ppo",
-    "ppo_clip",
-    "tis",
-    "icepop",
-    "dis",
-    "cispo",
-    "gspo",
-    "sequence_tis",
-    "sequence_mis",
-    "sequence_mask",
-    "m2po",
-]
+TokenLossName = Literal["decoupled_ppo", "ppo_clip", "tis", "icepop", "dis", "cispo", "m2po"]
+TrajectoryLossName = Literal["gspo", "sequence_tis", "sequence_mis", "sequence_mask"]
+LossName = Literal[TokenLossName, TrajectoryLossName]
 Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -63,7 +53,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 class LossConfig:
     """The policy loss.
 
-    name: the objective; its equation and source are at `surrogate`.
+    name: the objective; its equation and source are at `surrogate` or `trajectory_surrogate`.
     clip_low, clip_high: ratios are clipped (dis: dropped) outside [1 - clip_low, 1 + clip_high].
     dual_clip: bound on the ratio of tokens with negative advantage where PPO has none; None for none.
     behaviour_weight_cap: bound on the ratio to the behaviour policy (decoupled_ppo, tis, sequence_tis, sequence_mis).
@@ -93,7 +83,11 @@ class LossConfig:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("name", LossName), ("aggregation", Aggregation), ("kl_estimator", KLEstimator)):
+        for name, allowed in (
+            ("name", LossName),
+            ("aggregation", Aggregation),
+            ("kl_estimator", KLEstimator),
+        ):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"loss.{name} is {getattr(self, name)!r}; use {' or '.join(get_args(allowed))}")
         if not 0 < self.clip_low <= 1:
@@ -161,7 +155,9 @@ class Surrogate:
 
 
 def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surrogate:
-    """The objective of `config.name`; r = current / behaviour, A the advantage, sg: without gradient.
+    """The objective of `config.name`: one of `trajectory_surrogate`, or of these, which weigh each token by itself.
+
+    r = current / behaviour, A the advantage, sg: without gradient.
 
     ppo_clip       min(r A, clip(r) A). Schulman et al. 2017, arXiv 1707.06347, eq. 7; unequal bounds ("clip-higher"):
                    DAPO, arXiv 2503.14476; dual_clip: Ye et al. 2020, arXiv 1912.09729.
@@ -174,12 +170,6 @@ def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surro
     dis            sg(r 1[1 - clip_low <= r <= 1 + clip_high]) A log current (double-sided importance sampling). GLM-5,
                    arXiv 2602.15763, section 4.
     cispo          sg(clip(r)) A log current. MiniMax-M1, arXiv 2506.13585.
-    gspo           min(s A, clip(s) A), s the geometric mean of r over the trajectory. Zheng et al. 2025,
-                   arXiv 2507.18071; with aggregation=sequence_mean.
-    sequence_tis   sg(min(P, cap)) A log current, P the product of r over the trajectory, and
-    sequence_mis   sg(P 1[P <= cap]) A log current. Liu et al. 2025, "When Speed Kills Stability".
-    sequence_mask  M min(r A, clip(r) A), M = 0 where A < 0 and the mean of log(behaviour / current) over the trajectory
-                   exceeds max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556.
     m2po           M r A, M = 0 for the tokens of largest |log(proximal / behaviour)| of the update, as few as bring the
                    mean of its square over the others to max_second_moment. Zheng et al. 2025, arXiv 2510.01161.
 
@@ -188,36 +178,52 @@ def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surro
     """
     low, high, cap = 1 - config.clip_low, 1 + config.clip_high, config.behaviour_weight_cap
     r = CURRENT / BEHAVIOUR
-
-    def trust_region(ratio: Ratio) -> Weight:
-        return pessimistic_clip(ratio, low=low, high=high, ceiling=config.dual_clip)
-
     match config.name:
         case "ppo_clip":
-            return Surrogate((trust_region(r),))
+            return Surrogate((_trust_region(r, config),))
         case "decoupled_ppo":
-            return Surrogate((truncate(PROXIMAL / BEHAVIOUR, cap=cap), trust_region(CURRENT / PROXIMAL)))
+            return Surrogate((truncate(PROXIMAL / BEHAVIOUR, cap=cap), _trust_region(CURRENT / PROXIMAL, config)))
         case "tis":
             return Surrogate((truncate(r, cap=cap),), score=True)
         case "icepop":
             calibration = mask(PROXIMAL / BEHAVIOUR, low=config.mask_low, high=config.mask_high)
-            return Surrogate((calibration, trust_region(CURRENT / PROXIMAL)))
+            return Surrogate((calibration, _trust_region(CURRENT / PROXIMAL, config)))
         case "dis":
             return Surrogate((mask(r, low=low, high=high),), score=True)
         case "cispo":
             return Surrogate((clip(r, low=low, high=high),), score=True)
+        case "m2po":
+            near = Interval(math.exp(-log_ratio_bound), math.exp(min(log_ratio_bound, 700.0)))
+            return Surrogate((keep(PROXIMAL / BEHAVIOUR, positive=near, negative=near), unbounded(r)))
+        case "gspo" | "sequence_tis" | "sequence_mis" | "sequence_mask":
+            return trajectory_surrogate(config, config.name)
+
+
+def trajectory_surrogate(config: LossConfig, name: TrajectoryLossName) -> Surrogate:
+    """The objectives that weigh the tokens of a trajectory together; letters as at `surrogate`.
+
+    gspo           min(s A, clip(s) A), s the geometric mean of r over the trajectory. Zheng et al. 2025,
+                   arXiv 2507.18071; with aggregation=sequence_mean.
+    sequence_tis   sg(min(P, cap)) A log current, P the product of r over the trajectory, and
+    sequence_mis   sg(P 1[P <= cap]) A log current. Liu et al. 2025, "When Speed Kills Stability".
+    sequence_mask  M min(r A, clip(r) A), M = 0 where A < 0 and the mean of log(behaviour / current) over the trajectory
+                   exceeds max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556.
+    """
+    r, cap = CURRENT / BEHAVIOUR, config.behaviour_weight_cap
+    match name:
         case "gspo":
-            return Surrogate((trust_region(r.geometric),))
+            return Surrogate((_trust_region(r.geometric, config),))
         case "sequence_tis":
             return Surrogate((truncate(r.product, cap=cap),), score=True)
         case "sequence_mis":
             return Surrogate((mask(r.product, high=cap),), score=True)
         case "sequence_mask":
             near = Interval(low=math.exp(-config.max_sequence_drift))
-            return Surrogate((keep(r.geometric, positive=ANY, negative=near), trust_region(r)))
-        case "m2po":
-            near = Interval(math.exp(-log_ratio_bound), math.exp(min(log_ratio_bound, 700.0)))
-            return Surrogate((keep(PROXIMAL / BEHAVIOUR, positive=near, negative=near), unbounded(r)))
+            return Surrogate((keep(r.geometric, positive=ANY, negative=near), _trust_region(r, config)))
+
+
+def _trust_region(ratio: Ratio, config: LossConfig) -> Weight:
+    return pessimistic_clip(ratio, low=1 - config.clip_low, high=1 + config.clip_high, ceiling=config.dual_clip)
 
 
 def policy_loss(

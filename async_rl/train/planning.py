@@ -1,104 +1,245 @@
-"""A batch cut into the updates, and the micro-batches of this rank, that it is trained in."""
+"""A batch cut into what each trainer rank is sent: its sequences in micro-batches, and the routing rows it replays.
+
+What a rank must know of all sequences (weights of the loss, counts of tokens, how many micro-batches) is settled here,
+from the whole batch, so that ranks agree on it without seeing each other's tokens. Imports nothing of megatron: the
+driver cuts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from async_rl.batch.packing import plan_micro_batches
-from async_rl.train.distributed import ProcessGroups
-from async_rl.train.gpt import BuiltModel
+from async_rl.batch.micro_batch import Coordinates, router_index
+from async_rl.batch.packing import Plan, plan_micro_batches
+from async_rl.batch.routed_experts import RoutingError, check_routed_experts, rows_at
 from async_rl.train.losses import LossConfig, token_weights
 from async_rl.train.model import TrainerConfig
-from async_rl.train.step import MicroBatch, MicroBatchBuilder
 from message_queue.tokens import RoutingSpec
 
 
-def split_groups(batch: TensorDict, parts: int) -> list[TensorDict]:
-    """The batch in at most `parts` batches of whole prompt groups, about as many groups each."""
-    if parts == 1:
-        return [batch]
-    groups = batch["group"].unique(sorted=True)
-    chunks = torch.tensor_split(groups, min(parts, len(groups)))
-    return [batch[torch.isin(batch["group"], chunk)] for chunk in chunks]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a trainer rank stands.
+
+    data_rank: which sequences it trains. at: which of their tokens.
+    layers: global numbers of the layers whose routing rows it replays out of a batch; none but with R3.
+    """
+
+    data_rank: int = 0
+    at: Coordinates = field(default_factory=Coordinates)
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UpdateShare:
+    """What one rank trains of an optimizer update.
+
+    sequences: those of its micro-batches, one after the other, up to the end of the longest; keys as in
+        `async_rl.batch.collate`, without routed_experts. micro_batches: each a list of indices into them.
+    rows: of each micro-batch int16 [r, layers, K], the rows its routers replay, in their order; None to replay none.
+    token_weights: float32 [H], what each token of a sequence weighs in the loss.
+    places: int64 [H], numbers of the sequences in the update, which has `shape` (S, T) over all ranks.
+    num_tokens, num_loss_tokens: of the update over all ranks.
+    """
+
+    sequences: TensorDict
+    micro_batches: Sequence[Sequence[int]]
+    rows: Sequence[Tensor] | None
+    token_weights: Tensor
+    places: Tensor
+    shape: tuple[int, int]
+    num_tokens: int
+    num_loss_tokens: int
+
+    def in_update(self, flat: Tensor) -> Tensor:
+        """int64 [n]: where tokens lie in the flattened [S * T] update, from where they lie in `sequences`."""
+        length = self.sequences["token_ids"].shape[1]
+        sequence = torch.div(flat, length, rounding_mode="floor")
+        return self.places[sequence] * self.shape[1] + flat % length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchShare:
+    """What one rank trains of a batch. trajectories: of the whole batch, as their numbers count them."""
+
+    updates: Sequence[UpdateShare]
+    trajectories: int
 
 
 class Planner:
-    """Cuts batches into the micro-batches of one rank.
+    """Cuts batches for the ranks at `places`. Every method gives a share for each of these; equal places share one.
 
     Args:
         routing: what routing rows mean; None for a dense model.
     """
 
     def __init__(
-        self,
-        *,
-        config: TrainerConfig,
-        loss: LossConfig,
-        groups: ProcessGroups,
-        model: BuiltModel,
-        routing: RoutingSpec | None,
+        self, *, config: TrainerConfig, loss: LossConfig, routing: RoutingSpec | None, places: Sequence[RankPlace]
     ) -> None:
         self._config = config
         self._loss = loss
-        self._groups = groups
-        self._model = model
         self._routing = routing
+        # Ranks that replay no rows are sent the same, whichever tokens of the sequences they hold.
+        self._places = [place if place.layers else replace(place, at=Coordinates()) for place in places]
 
-    def policy(self, batch: TensorDict) -> list[MicroBatch]:
-        """This rank's micro-batches of an RL batch, which is one update; every rank has as many.
+    def policy(self, batch: TensorDict) -> list[BatchShare]:
+        """An RL batch, in trainer.updates_per_batch updates of whole prompt groups.
+
+        Trajectories of groups without spread are left out, unless a KL or entropy term trains them too.
+
+        Raises:
+            RoutingError: R3, and the routing rows do not fit the model or the batch.
+        """
+        self._check_routing(batch)
+        if "trajectory" not in set(batch.keys()):
+            batch = batch.copy().set("trajectory", torch.arange(len(batch)))
+        kept = torch.arange(len(batch))
+        if not self._loss.needs_every_token:
+            kept = kept[batch["informative"]]
+        parts = _split_groups(kept, batch, self._config.updates_per_batch) if len(kept) else []
+        cut = [self._policy_update(batch, part) for part in parts]
+        trajectories = int(batch["trajectory"].max()) + 1
+        shares = {
+            place: BatchShare(updates=[update[place] for update in cut], trajectories=trajectories)
+            for place in set(self._places)
+        }
+        return [shares[place] for place in self._places]
+
+    def whole(self, batch: TensorDict) -> list[UpdateShare]:
+        """All sequences of an RL batch together; raises as `policy` does."""
+        self._check_routing(batch)
+        cut = self._policy_update(batch, torch.arange(len(batch)))
+        return [cut[place] for place in self._places]
+
+    def supervised(self, batch: TensorDict) -> list[UpdateShare]:
+        """A supervised batch, which is one update."""
+        weights = token_weights(batch["loss_mask"].sum(1), aggregation="token_mean")
+        numbers = torch.arange(len(batch))
+        cut = self._cut(batch, numbers, [[i] for i in range(len(batch))], weights, replayed=False)
+        return [cut[place] for place in self._places]
+
+    def _policy_update(self, batch: TensorDict, numbers: Tensor) -> dict[RankPlace, UpdateShare]:
+        """One update on the sequences `numbers` of the batch.
 
         Where the loss weighs whole trajectories, all sequences of one are in one micro-batch, which may then hold more
         than trainer.micro_batch_tokens where a trajectory does (resume_routing=split).
         """
+        of_sequence = batch.select("trajectory", "group", strict=False)[numbers]
+        trajectory = of_sequence.get("trajectory", None)
         weights = token_weights(
-            batch["loss_mask"].sum(1),
+            batch["loss_mask"].sum(1)[numbers],
             aggregation=self._loss.aggregation,
-            trajectory=batch.get("trajectory", None),
-            group=batch.get("group", None),
+            trajectory=trajectory,
+            group=of_sequence.get("group", None),
             fixed_length=self._loss.fixed_length,
         )
-        whole = self._loss.needs_whole_trajectories and "trajectory" in set(batch.keys())
-        units = _trajectories(batch) if whole else [[i] for i in range(len(batch))]
-        return self._build(batch, units, weights, supervised=False)
+        units = [[i] for i in range(len(numbers))]
+        if self._loss.needs_whole_trajectories and trajectory is not None:
+            units = _trajectories(trajectory)
+        return self._cut(batch, numbers, units, weights, replayed=True)
 
-    def supervised(self, batch: TensorDict) -> list[MicroBatch]:
-        """This rank's micro-batches of a supervised batch; every rank has as many."""
-        weights = token_weights(batch["loss_mask"].sum(1), aggregation="token_mean")
-        return self._build(batch, [[i] for i in range(len(batch))], weights, supervised=True)
+    def _cut(
+        self, batch: TensorDict, numbers: Tensor, units: list[list[int]], weights: Tensor, *, replayed: bool
+    ) -> dict[RankPlace, UpdateShare]:
+        """Shares of micro-batches of whole units, each a list of indices into `numbers`."""
+        lengths: list[int] = batch["lengths"][numbers].tolist()
+        plan = self._plan([sum(lengths[i] for i in unit) for unit in units])
+        counts = (sum(lengths), int(batch["loss_mask"][numbers].sum()))
+        shares: dict[RankPlace, UpdateShare] = {}
+        for place in set(self._places):
+            micro_batches = [[i for unit in chosen for i in units[unit]] for chosen in plan[place.data_rank]]
+            held = torch.tensor([i for indices in micro_batches for i in indices], dtype=torch.int64)
+            in_batch = [numbers[indices].tolist() for indices in micro_batches]
+            shares[place] = UpdateShare(
+                sequences=_sequences(batch, numbers[held]),
+                micro_batches=_consecutive(micro_batches),
+                rows=[self._rows(batch, indices, place) for indices in in_batch] if replayed and place.layers else None,
+                token_weights=weights[held],
+                places=held,
+                shape=(len(numbers), batch["token_ids"].shape[1]),
+                num_tokens=counts[0],
+                num_loss_tokens=counts[1],
+            )
+        return shares
 
-    def _build(
-        self, batch: TensorDict, units: list[list[int]], weights: torch.Tensor, *, supervised: bool
-    ) -> list[MicroBatch]:
-        """Micro-batches of whole units, each a list of sequences."""
+    def _plan(self, lengths: Sequence[int]) -> Plan:
         config = self._config
-        lengths: list[int] = batch["lengths"].tolist()
-        plan = plan_micro_batches(
-            [sum(lengths[i] for i in unit) for unit in units],
+        return plan_micro_batches(
+            lengths,
             max_tokens=config.micro_batch_tokens * config.parallel.context,
-            num_ranks=self._groups.data_size,
+            num_ranks=config.data_parallel,
             padded=not config.packing,
             # Megatron's interleaved schedule takes micro-batches in groups of as many as there are stages.
             multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
         )
-        builder = MicroBatchBuilder(
-            batch,
-            at=self._groups.coordinates,
-            device=self._groups.device,
-            packing=config.packing,
-            token_weights=weights,
-            replay="none" if supervised else config.router_replay,
-            routing=self._routing,
-            layers=self._model.replay.layers if self._model.replay else (),
-            rotary=self._model.rotary,
+
+    def _rows(self, batch: TensorDict, indices: Sequence[int], place: RankPlace) -> Tensor:
+        assert self._routing is not None
+        return replayed_rows(
+            batch, indices, at=place.at, packing=self._config.packing, routing=self._routing, layers=place.layers
         )
-        return [builder.build([i for unit in chosen for i in units[unit]]) for chosen in plan[self._groups.data_rank]]
+
+    def _check_routing(self, batch: TensorDict) -> None:
+        if self._config.router_replay != "R3" or self._routing is None:
+            return
+        if "routed_experts" not in set(batch.keys()):
+            raise RoutingError(
+                "trainer.router_replay is R3, but the batch has no routed_experts; "
+                "let the engine capture routing, or use trainer.router_replay=R2 or none"
+            )
+        check_routed_experts(batch["routed_experts"], batch["lengths"], routing=self._routing)
 
 
-def _trajectories(batch: TensorDict) -> list[list[int]]:
+def replayed_rows(
+    batch: TensorDict,
+    indices: Sequence[int],
+    *,
+    at: Coordinates,
+    packing: bool,
+    routing: RoutingSpec,
+    layers: Sequence[int],
+) -> Tensor:
+    """int16 [r, layers, K]: rows that the routers at `at` replay in the micro-batch of sequences `indices`."""
+    lengths: list[int] = batch["lengths"].tolist()
+    index = router_index(lengths, indices, row_length=batch["token_ids"].shape[1], at=at, packing=packing)
+    return rows_at(batch["routed_experts"], index, given=routing.layers, layers=layers)
+
+
+def _sequences(batch: TensorDict, numbers: Tensor) -> TensorDict:
+    """The sequences `numbers`, up to the end of the longest, as tensors that own no more than this."""
+    length = max(batch["lengths"][numbers].tolist(), default=1)
+    columns = {
+        name: (column if column.dim() == 1 else column[:, :length])[numbers]
+        for name, column in batch.items()
+        if name != "routed_experts"
+    }
+    return TensorDict(columns, batch_size=[len(numbers)])
+
+
+def _consecutive(micro_batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    """As many indices in each, counted through from 0."""
+    ends = torch.tensor([len(indices) for indices in micro_batches]).cumsum(0).tolist()
+    return [list(range(end - len(indices), end)) for end, indices in zip(ends, micro_batches, strict=True)]
+
+
+def _split_groups(numbers: Tensor, batch: TensorDict, parts: int) -> list[Tensor]:
+    """The sequences `numbers` in at most `parts` parts of whole prompt groups, about as many groups each."""
+    if parts == 1:
+        return [numbers]
+    of = batch["group"][numbers]
+    groups = of.unique(sorted=True)
+    return [numbers[torch.isin(of, chunk)] for chunk in torch.tensor_split(groups, min(parts, len(groups)))]
+
+
+def _trajectories(trajectory: Tensor) -> list[list[int]]:
     """The sequences of each trajectory."""
-    of: list[int] = batch["trajectory"].unique(return_inverse=True)[1].tolist()
+    of: list[int] = trajectory.unique(return_inverse=True)[1].tolist()
     units: list[list[int]] = [[] for _ in range(max(of, default=-1) + 1)]
-    for sequence, trajectory in enumerate(of):
-        units[trajectory].append(sequence)
+    for sequence, number in enumerate(of):
+        units[number].append(sequence)
     return units

@@ -49,6 +49,11 @@ class MicroBatchRouting:
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
+def layer_tables(rows: Tensor, *, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Global layer number -> int64 [rows, K], from integer [rows, layers, K]."""
+    return dict(zip(layers, rows.transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format), strict=True))
+
+
 class LayerReplay:
     """Stands in megatron's hook `TopKRouter.router_replay` of one layer.
 
@@ -87,7 +92,7 @@ class LayerReplay:
         recorded = self._table(routing, rows=len(scores), topk=topk)
         absent = recorded[:, :1] < 0
         experts = torch.where(absent, live, recorded)
-        refused = torch.zeros_like(experts, dtype=torch.bool)
+        refused = None
         counted = torch.is_grad_enabled()  # once: the first pass over a layer that will be recomputed takes none
         if counted or self._threshold:
             with torch.no_grad():
@@ -104,7 +109,11 @@ class LayerReplay:
         if router.score_function == "sigmoid":
             own = scores if router.expert_bias is None else scores - router.expert_bias
             return own / own.sum(-1, keepdim=True).clamp(min=1e-20)
-        return scores if router.config.moe_router_pre_softmax else scores.float().softmax(-1)
+        if router.config.moe_router_pre_softmax:
+            return scores
+        if scores.shape[1] < 16:  # torch is five times slower over a last dimension that fills no vector register
+            return scores.float().t().contiguous().softmax(0).t()
+        return scores.float().softmax(-1)
 
     def _table(self, routing: MicroBatchRouting, *, rows: int, topk: int) -> Tensor:
         table = routing.tables.get(self.layer)
@@ -190,17 +199,21 @@ def _bind(replay: LayerReplay) -> Callable[[Any, tuple[Any, ...], dict[str, Any]
     return bind
 
 
-def _sums(recorded: Tensor, live: Tensor, refused: Tensor, probabilities: Tensor, real: Tensor) -> Tensor:
-    """float64 [6], ROUTING_SUMS; recorded: int64 [rows, K], -1 for the live router."""
-    replayed = real & (recorded[:, 0] >= 0)
-    same = (recorded.unsqueeze(-1) == live.unsqueeze(-2)).any(-1).sum(-1)
-    mass = probabilities.gather(1, recorded.clamp(min=0)).sum(-1)
-    per_row = (
-        same * replayed,
-        replayed * recorded.shape[1],
-        refused.sum(-1) * replayed,
-        mass * replayed,
-        real & ~replayed,
-        real,
+def _sums(recorded: Tensor, live: Tensor, refused: Tensor | None, probabilities: Tensor, real: Tensor) -> Tensor:
+    """float64 [6], ROUTING_SUMS; recorded: int64 [rows, K], -1 for the live router; refused: None for none.
+
+    Sums are over whole tensors: torch is slow over a last dimension of a few experts, and so is comparing K with K.
+    """
+    replayed = (real & (recorded[:, 0] >= 0)).unsqueeze(1)
+    rows, given = real.count_nonzero(), replayed.count_nonzero()
+    experts = recorded.clamp(min=0)
+    in_live = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, live, value=True)
+    counts = (
+        (in_live.gather(1, experts) & replayed).count_nonzero(),
+        given * recorded.shape[1],
+        given.new_zeros(()) if refused is None else (refused & replayed).count_nonzero(),
+        (probabilities.gather(1, experts) * replayed).sum(dtype=torch.float64),
+        rows - given,
+        rows,
     )
-    return torch.stack([column.double() for column in per_row]).sum(1)
+    return torch.stack([count.double() for count in counts])

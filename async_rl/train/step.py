@@ -12,14 +12,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from async_rl.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
-from async_rl.batch.routed_experts import layers_of, local_tables
 from async_rl.train.attention import Rotary, RowContext
 from async_rl.train.logprobs import logprobs_and_entropy
 from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, kl_estimate, policy_loss
 from async_rl.train.mismatch import lag_buckets, token_sums
 from async_rl.train.model import RouterReplayMode
-from async_rl.train.router_replay import MicroBatchRouting
-from message_queue.tokens import RoutingSpec
+from async_rl.train.router_replay import MicroBatchRouting, layer_tables
 
 ObjectiveKind = Literal["policy", "supervised", "logprobs"]
 
@@ -90,7 +88,6 @@ class MicroBatchBuilder:
         packing: bool,
         token_weights: Tensor | None,
         replay: RouterReplayMode,
-        routing: RoutingSpec | None,
         layers: Sequence[int],
         rotary: Rotary,
     ) -> None:
@@ -99,15 +96,18 @@ class MicroBatchBuilder:
         self._device = device
         self._packing = packing
         self._token_weights = token_weights
-        self._replay: RouterReplayMode = replay if routing is not None else "none"
-        self._routing = routing
+        self._replay: RouterReplayMode = replay
         self._layers = layers
         self._rotary = rotary
         self._lengths: list[int] = batch["lengths"].tolist()
         self._row_length: int = batch["token_ids"].shape[1]
 
-    def build(self, indices: Sequence[int]) -> MicroBatch:
-        """The micro-batch of sequences `indices`; padding only if there are none."""
+    def build(self, indices: Sequence[int], routed: Tensor | None = None) -> MicroBatch:
+        """The micro-batch of sequences `indices`; padding only if there are none.
+
+        Args:
+            routed: for R3, integer [rows, layers, K], see `async_rl.batch.routed_experts.rows_at`; None for no layers.
+        """
         rows = pack_rows(self._lengths, indices, row_length=self._row_length, at=self._at, packing=self._packing)
         batch, keys = self._batch, set(self._batch.keys())
         mask = take_rows(batch["loss_mask"], rows.next_index, fill=False)
@@ -139,7 +139,7 @@ class MicroBatchBuilder:
             context=RowContext(
                 rows=rows.to(to),
                 rotary=self._rotary_at(rows.positions),
-                routing=self._micro_batch_routing(rows),
+                routing=self._micro_batch_routing(rows, routed),
             ),
             has_padding=bool((rows.index < 0).any()),
         )
@@ -148,23 +148,14 @@ class MicroBatchBuilder:
         cosine, signed_sine = self._rotary.at(positions)
         return cosine.to(self._device), signed_sine.to(self._device)
 
-    def _micro_batch_routing(self, rows: PackedRows) -> MicroBatchRouting | None:
+    def _micro_batch_routing(self, rows: PackedRows, routed: Tensor | None) -> MicroBatchRouting | None:
+        if self._replay == "none":
+            return None
         real = (rows.router_index >= 0).to(self._device)
-        match self._replay:
-            case "none":
-                return None
-            case "R2":
-                return MicroBatchRouting(mode="record", tables={}, real=real)
-            case "R3":
-                assert self._routing is not None
-                tables = local_tables(
-                    self._batch["routed_experts"],
-                    rows.router_index,
-                    given=layers_of(self._batch, routing=self._routing),
-                    layers=self._layers,
-                )
-                tables = {layer: table.to(self._device) for layer, table in tables.items()}
-                return MicroBatchRouting(mode="replay", tables=tables, real=real)
+        if self._replay == "R2":
+            return MicroBatchRouting(mode="record", tables={}, real=real)
+        tables = {} if routed is None else layer_tables(routed.to(self._device), layers=self._layers)
+        return MicroBatchRouting(mode="replay", tables=tables, real=real)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

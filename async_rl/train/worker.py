@@ -11,8 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from async_rl.batch.micro_batch import select_sequences
-from async_rl.batch.routed_experts import RoutingError, check_routed_experts, layers_of
 from async_rl.model_info import read_model_info
 from async_rl.train.checkpoint import Manifest, load_state, model_fields, read_manifest, save_state
 from async_rl.train.convert import load_weights
@@ -21,13 +19,13 @@ from async_rl.train.gpt import BuiltModel, build_model
 from async_rl.train.lm_head import compute_head_in_float32
 from async_rl.train.losses import LossConfig
 from async_rl.train.metrics import TokenSums, routing_metrics, routing_sums
-from async_rl.train.model import TrainerConfig
+from async_rl.train.model import RouterReplayMode, TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.passes import Passes
-from async_rl.train.planning import Planner, split_groups
+from async_rl.train.planning import BatchShare, Planner, RankPlace, UpdateShare
 from async_rl.train.reference import ReferenceWeights
 from async_rl.train.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
-from async_rl.train.step import MicroBatch, Objective
+from async_rl.train.step import MicroBatch, MicroBatchBuilder, Objective
 from async_rl.weights.export import export_update
 from async_rl.weights.transport import WeightUpdate
 
@@ -65,9 +63,7 @@ class TrainerRank:
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
-        self._planner = Planner(
-            config=config, loss=loss, groups=self._groups, model=self._model, routing=self._info.routing
-        )
+        self._planner = Planner(config=config, loss=loss, routing=self._info.routing, places=[self.place])
         self._passes = Passes(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
         )
@@ -78,55 +74,55 @@ class TrainerRank:
         return self._model
 
     @property
-    def routed_layers(self) -> tuple[int, ...]:
-        """Global numbers of the layers whose routing rows this rank replays out of a batch; none but with R3."""
+    def place(self) -> RankPlace:
+        """Which sequences, tokens and routing rows of a batch this rank trains."""
         replay = self._model.replay
-        return tuple(replay.layers) if replay is not None and self._config.router_replay == "R3" else ()
+        return RankPlace(
+            data_rank=self._groups.data_rank,
+            at=self._groups.coordinates,
+            layers=tuple(replay.layers) if replay is not None and self._config.router_replay == "R3" else (),
+        )
 
     # ---- training
 
-    def train(self, batch: TensorDict) -> dict[str, float]:
+    def train(self, batch: TensorDict | BatchShare) -> dict[str, float]:
         """Optimizer updates on one RL batch (keys: async_rl.batch.collate); metrics of the batch.
 
-        Trajectories of groups without spread are left out, unless a KL or entropy term trains them too. With a KL term
-        the batch may bring reference_logprobs float32 [S, T]; else they are those of the reference: the weights at
-        the start or at the last `reset_optimizer`, routed by its own routers.
+        A rank takes its share out of a whole batch, or is given it. With a KL term the batch may bring
+        reference_logprobs float32 [S, T]; else they are those of the reference: the weights at the start or at the last
+        `reset_optimizer`, routed by its own routers.
 
         Raises:
             RoutingError: replay is on and the routing rows do not fit the model or the batch.
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
-        self._check_routing(batch)
-        if "trajectory" not in set(batch.keys()):
-            batch = batch.copy().set("trajectory", torch.arange(len(batch)))
-        trajectories = int(batch["trajectory"].max()) + 1
-        if not self._loss.needs_every_token:
-            batch = select_sequences(batch, batch["informative"])
-        if len(batch) == 0:
+        share = self._planner.policy(batch)[0] if isinstance(batch, TensorDict) else batch
+        if not share.updates:
             return self._nothing_to_train()
-        parts = split_groups(batch, self._config.updates_per_batch)
-        planned = [(part, self._planner.policy(part)) for part in parts]
-        if self._reference is not None and "reference_logprobs" not in set(batch.keys()):
-            for _, micro_batches in planned:
-                self._passes.reference(micro_batches, self._reference)
+        planned = [(update, self._micro_batches(update)) for update in share.updates]
+        if self._reference is not None:
+            for update, micro_batches in planned:
+                if "reference_logprobs" not in set(update.sequences.keys()):
+                    self._passes.reference(micro_batches, self._reference)
         if self._needs_proximal_pass:
             for _, micro_batches in planned:
                 self._passes.proximal(micro_batches)
         steps = [
-            self._update(part, mbs, self._passes.policy_objective(part, mbs), self._config.aux_loss_coefficient)
-            for part, mbs in planned
+            self._update(update, mbs, self._passes.policy_objective(update, mbs), self._config.aux_loss_coefficient)
+            for update, mbs in planned
         ]
-        return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=trajectories)
+        return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=share.trajectories)
 
-    def train_supervised(self, batch: TensorDict) -> dict[str, float]:
+    def train_supervised(self, batch: TensorDict | UpdateShare) -> dict[str, float]:
         """One update on the cross entropy of the tokens under `loss_mask`, divided by their number in the batch.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
-        micro_batches = self._planner.supervised(batch)
+        share = self._planner.supervised(batch)[0] if isinstance(batch, TensorDict) else batch
+        micro_batches = self._micro_batches(share, replay="none")
         grad_norm, lr = self._update(
-            batch, micro_batches, self._passes.objective("supervised"), self._config.supervised_aux_loss_coefficient
+            share, micro_batches, self._passes.objective("supervised"), self._config.supervised_aux_loss_coefficient
         )
         counted = micro_batches if self._passes.counts_tokens else []
         here = [sum(float(mb.sums[name]) for mb in counted) for name in ("loss", "tokens")]
@@ -138,10 +134,10 @@ class TrainerRank:
 
         Routing is replayed as in `train`.
         """
-        self._check_routing(batch)
-        micro_batches = self._planner.policy(batch)
+        (share,) = self._planner.whole(batch)
+        micro_batches = self._micro_batches(share)
         found = self._passes.logprobs(micro_batches)
-        return self._passes.whole_batch(batch, micro_batches, found).to(torch.float32)
+        return self._passes.whole_update(share, micro_batches, found).to(torch.float32)
 
     # ---- weights and state
 
@@ -201,16 +197,21 @@ class TrainerRank:
 
     # ---- inside
 
-    def _check_routing(self, batch: TensorDict) -> None:
-        if self._config.router_replay != "R3" or self._info.routing is None:
-            return
-        if "routed_experts" not in set(batch.keys()):
-            raise RoutingError(
-                "trainer.router_replay is R3, but the batch has no routed_experts; "
-                "let the engine capture routing, or use trainer.router_replay=R2 or none"
-            )
-        layers = layers_of(batch, routing=self._info.routing)
-        check_routed_experts(batch["routed_experts"], batch["lengths"], routing=self._info.routing, layers=layers)
+    def _micro_batches(self, share: UpdateShare, *, replay: RouterReplayMode | None = None) -> list[MicroBatch]:
+        """What this rank's forward passes take; `replay` None: as configured."""
+        model = self._model
+        builder = MicroBatchBuilder(
+            share.sequences,
+            at=self._groups.coordinates,
+            device=self._groups.device,
+            packing=self._config.packing,
+            token_weights=share.token_weights,
+            replay=(replay or self._config.router_replay) if model.replay is not None else "none",
+            layers=model.replay.layers if model.replay is not None else (),
+            rotary=model.rotary,
+        )
+        rows = share.rows or [None] * len(share.micro_batches)
+        return [builder.build(indices, routed) for indices, routed in zip(share.micro_batches, rows, strict=True)]
 
     @property
     def _needs_proximal_pass(self) -> bool:
@@ -220,13 +221,13 @@ class TrainerRank:
 
     def _update(
         self,
-        batch: TensorDict,
+        share: UpdateShare,
         micro_batches: Sequence[MicroBatch],
         objective: Objective,
         aux_loss_coefficient: float,
     ) -> tuple[float, float]:
         """Forward, backward and optimizer update; (gradient norm, learning rate)."""
-        self._set_aux_loss(aux_loss_coefficient, rows=int(batch["lengths"].sum()))
+        self._set_aux_loss(aux_loss_coefficient, rows=share.num_tokens)
         self._optimizer.zero_grad()
         self._passes.train(micro_batches, objective)
         return self._optimizer.step()

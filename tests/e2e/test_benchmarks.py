@@ -1,10 +1,12 @@
 """What benchmarks do with the inside of a real trainer is what the trainer does itself."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import packing, replay_overhead
 from benchmarks.equal_weights import compare, table
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.train_throughput import ADAM, bare_step, build_micro_batches
@@ -45,3 +47,31 @@ def test_the_bare_loop_trains_on_the_micro_batches_of_the_trainer(checkpoint):
     after = trainer.model.wrapped[0].parameters()
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     trainer.close()
+
+
+def test_replay_is_timed_on_the_rows_that_the_live_router_chooses(checkpoint):
+    trainers = replay_overhead.start(checkpoint, threads=1, tokens=64)
+    rows = replay_overhead.compare("tiny", trainers, make_batch(), rounds=2)
+    assert [row[2] for row in rows] == ["R3 against none", "R2 against none, recording pass"]
+    assert {row[-1] for row in rows} == {"100.0%"}
+    for trainer in reversed(trainers.values()):
+        trainer.close()
+
+
+def test_the_limit_of_packing_is_of_the_padded_micro_batches_that_are_trained(checkpoint):
+    batch, config = make_batch(), replace(TRAINER, packing=False)
+    trainer = start_trainer(checkpoint, packing=False)
+    rows = [mb.context.rows.index for mb in trainer._micro_batches(trainer._planner.whole(batch)[0])]
+    trainer.close()
+    real, computed = sum(int((index >= 0).sum()) for index in rows), sum(len(index) for index in rows)
+    lengths = batch["lengths"].tolist()
+    assert packing.real_share(lengths, max_tokens=config.micro_batch_tokens) == real / computed < 1
+    row = packing.compare(checkpoint, batch, config, rounds=2)
+    assert row[0] == f"6, {real}" and f"{real / computed:.3f}" in row
+
+
+def test_sequences_as_they_come_are_padded_to_the_longest_that_fit_together():
+    assert packing.share_in_arrival_order([4, 2, 3, 1], max_tokens=8) == 10 / (2 * 4 + 2 * 3)
+    assert packing.share_in_arrival_order([9, 1], max_tokens=8) == 1.0
+    lengths = packing.long_tailed_lengths(1000)
+    assert packing.MEDIAN * 0.9 < sorted(lengths)[500] < packing.MEDIAN * 1.1 and max(lengths) > 8 * packing.MEDIAN

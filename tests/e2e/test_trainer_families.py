@@ -126,7 +126,6 @@ def run_forward(trainer, batch, *, packing, replay="none"):
         packing=packing,
         token_weights=None,
         replay=replay,
-        routing=trainer._info.routing,
         layers=trainer.model.replay.layers if trainer.model.replay else (),
         rotary=trainer.model.rotary,
     )

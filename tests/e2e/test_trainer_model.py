@@ -100,7 +100,6 @@ def test_logits_equal_those_of_transformers(trainer, reference, checkpoint):
         packing=True,
         token_weights=None,
         replay="none",
-        routing=None,
         layers=(),
         rotary=trainer.model.rotary,
     )
@@ -217,11 +216,11 @@ def test_routing_that_does_not_fit_is_refused(trainer, broken, message):
 
 
 def test_rows_for_other_layers_are_refused(trainer):
-    from async_rl.batch.routed_experts import local_tables
+    from async_rl.batch.routed_experts import rows_at
 
     rows = make_batch()["routed_experts"]
     with pytest.raises(RoutingError, match=r"routes layers \[3\], but rows exist for layers \[0, 1, 2\]"):
-        local_tables(
+        rows_at(
             rows,
             torch.arange(4),
             given=(0, 1, 2),

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_rl.batch.routed_experts import keep_layers
 from async_rl.model_info import read_model_info
 from async_rl.train.distributed import open_store
 from async_rl.train.losses import LossConfig
+from async_rl.train.planning import Planner
 from tests import tiny_models
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
 from tests.parallel.support import NO_UPDATE, gradients, make_batch
@@ -101,13 +101,13 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
 
         seen: Tensor
 
-        def _update(self, batch, micro_batches, objective, aux_loss_coefficient):
+        def _update(self, share, micro_batches, objective, aux_loss_coefficient):
             move_routers(self.model.chunks)
             if cell.fault:
                 FAULTS[cell.fault](self.model, [mb.context.routing for mb in micro_batches])
             found = self._passes.logprobs(micro_batches)
-            self.seen = self._passes.whole_batch(batch, micro_batches, found)
-            return super()._update(batch, micro_batches, objective, aux_loss_coefficient)
+            self.seen = self._passes.whole_update(share, micro_batches, found)
+            return super()._update(share, micro_batches, objective, aux_loss_coefficient)
 
     trainer = MovedRank(
         config=cell.config(),
@@ -117,8 +117,9 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
         rank=rank,
         world_size=ranks_of(cell),
     )
-    rows = keep_layers(parity_batch(), trainer.routed_layers, routing=read_model_info(checkpoint).routing)
-    metrics = trainer.train(rows)
+    routing = read_model_info(checkpoint).routing
+    planner = Planner(config=cell.config(), loss=LOSS, routing=routing, places=[trainer.place])
+    metrics = trainer.train(planner.policy(parity_batch())[0])
     grads = {name: gradient.cpu() for name, gradient in gradients(trainer).items()}
     return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": grads}
 

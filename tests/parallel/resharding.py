@@ -61,7 +61,7 @@ def whole_tensors(folder):
 class Chain:
     """links: name -> settings of the trainer; each restores folder / name of the one before, the first folder / begin.
 
-    settings: of every link. layers: MoE layers of the model.
+    A link is of two ranks, unless its settings say `ranks`. settings: of every link. layers: MoE layers of the model.
     """
 
     checkpoint: Path
@@ -96,8 +96,13 @@ class Chain:
         return torch.load(path, weights_only=False) if path.exists() else "the ranks ended before this link"
 
 
-def run_chains(chains, *, ranks):
-    """Every link of every chain, in processes that go through all of them.
+def ranks_of(changes):
+    """How many ranks a link has."""
+    return changes.get("ranks", 2)
+
+
+def run_chains(chains):
+    """Every link of every chain, in processes that go through all of those that have their rank.
 
     At last rank 1 is killed while the ranks save over folder / killed of the first chain, a copy of folder / begin.
     """
@@ -106,8 +111,9 @@ def run_chains(chains, *, ranks):
     addresses = [[f"{store.host}:{store.port}" for store in of_chain] for of_chain in stores]
     last = open_store("127.0.0.1")
     shutil.copytree(chains[0].folder / "begin", chains[0].folder / "killed")
-    arguments = (ranks, chains, addresses, f"{last.host}:{last.port}")
-    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
+    arguments = (chains, addresses, f"{last.host}:{last.port}")
+    most = max(ranks_of(changes) for chain in chains for changes in chain.links.values())
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(most)]
     for process in processes:
         process.start()
     for process in processes:
@@ -116,23 +122,25 @@ def run_chains(chains, *, ranks):
             process.kill()
 
 
-def _rank(rank, ranks, chains, addresses, last):
+def _rank(rank, chains, addresses, last):
     warnings.simplefilter("ignore")
     for chain, of_chain in zip(chains, addresses, strict=True):
-        before = chain.folder / "begin"
-        for (name, changes), address in zip(chain.links.items(), of_chain, strict=True):
+        befores = [chain.folder / name for name in ("begin", *chain.links)]
+        for (name, changes), address, before in zip(chain.links.items(), of_chain, befores, strict=False):
+            if rank >= ranks_of(changes):
+                continue
             try:
-                settings = {**chain.settings, **changes, "rank": rank, "ranks": ranks, "rendezvous": address}
+                settings = {"ranks": 2, **chain.settings, **changes, "rank": rank, "rendezvous": address}
                 trainer = start_trainer(chain.checkpoint, optimizer=ADAM, **settings)
                 result = restored(trainer, before, chain.folder / name, chain.layers)
                 trainer.close()
                 if rank == 0:
                     torch.save(result, chain.folder / f"{name}.pt")
-                before = chain.folder / name
             except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
                 (chain.folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
                 sys.exit(1)  # the other rank waits in a collective and fails when this one is gone
-    _save_until_killed(chains[0], rank=rank, ranks=ranks, rendezvous=last)
+    if rank < 2:
+        _save_until_killed(chains[0], rank=rank, ranks=2, rendezvous=last)
 
 
 def _save_until_killed(chain, *, rank, **settings):

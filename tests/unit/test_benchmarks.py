@@ -15,6 +15,7 @@ from benchmarks import rollout_throughput, routing_mismatch
 from benchmarks.rollout_throughput import Load, Rates, cpu_table, draw_budgets, rates_table, take_turns
 from benchmarks.routing_mismatch import CHANGES, Stop, by_change, changed_rows, classify, ratio, summary
 from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table
+from benchmarks.train_steps import paired_ratio, time_in_turns
 
 NONE, CONTEXT, OWN = (CHANGES.index(name) for name in ("none", "context", "own"))
 
@@ -189,3 +190,18 @@ def test_bad_arguments_are_refused_with_the_value(parse, arguments, message, cap
     with pytest.raises(SystemExit):
         parse(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_steps_take_turns_after_a_round_that_does_not_count():
+    order = []
+    taken = time_in_turns({name: lambda n=name: order.append(n) for name in "abc"}, rounds=3)
+    assert "".join(order) == "cab" + "abc" + "bca" + "cab"
+    assert all(len(of_one.wall) == len(of_one.cpu) == 3 for of_one in taken.values())
+
+
+@given(st.lists(st.floats(0.5, 2), min_size=1, max_size=9))
+def test_a_ratio_is_the_median_of_those_of_the_rounds(ratios):
+    base = np.arange(1, len(ratios) + 1)
+    found = paired_ratio(list(np.array(ratios) * base), list(base))
+    assert found.value == pytest.approx(float(np.median(ratios)))
+    assert min(ratios) * 0.999 <= found.low <= found.value <= found.high <= max(ratios) * 1.001

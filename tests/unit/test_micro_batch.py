@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.micro_batch import Coordinates, pack_rows, take_rows
+from async_rl.batch.micro_batch import Coordinates, pack_rows, router_index, take_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 PARTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3)])
@@ -30,6 +30,15 @@ def test_the_routers_of_all_ranks_see_every_token_once(lengths, parts, packing):
     tokens = torch.cat([rows.router_index for rows in rows_of_all_ranks(lengths, *parts, packing)])
     expected = [s * max(lengths) + p for s, n in enumerate(lengths) for p in range(n)]
     assert sorted(tokens[tokens >= 0].tolist()) == expected
+
+
+@given(LENGTHS, PARTS, st.booleans())
+def test_what_a_router_sees_is_found_without_the_rest(lengths, parts, packing):
+    tensor, context = parts
+    at = Coordinates(tensor=tensor, tensor_rank=tensor - 1, context=context, context_rank=context - 1)
+    arguments = (lengths, list(range(len(lengths))))
+    settings = {"row_length": max(lengths), "at": at, "packing": packing}
+    assert torch.equal(router_index(*arguments, **settings), pack_rows(*arguments, **settings).router_index)
 
 
 @given(LENGTHS, PARTS)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from async_rl.observe.console import _Clock
 from async_rl.observe.lengths import Lengths, survival
-from async_rl.observe.metrics import METRICS, batch_metrics, staleness_histogram
+from async_rl.observe.metrics import METRICS, batch_metrics, of_layer, staleness_histogram
 from async_rl.observe.recorder import Recorder, StepRecord
-from async_rl.observe.report import draw_curves, read_run, write_report
+from async_rl.observe.report import draw_curves, draw_layers, read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.report import main as report
 from async_rl.rollout.validator import ValidationResult
@@ -143,9 +143,30 @@ def test_a_report_of_a_run_needs_nothing_else(tmp_path, capsys):
     record(tmp_path)
     assert report([str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert "reward/mean" in page and "data:image/png;base64" in page and "http" not in page
+    assert "reward/mean" in page and page.count("data:image/png;base64") == 1 and "http" not in page
     assert (tmp_path / "report.png").stat().st_size > 10_000
     assert "report.html" in capsys.readouterr().out
+
+
+def record_layers(directory):
+    recorder = Recorder(directory, console=Null(), scalars=Null())
+    for step, shift in ((1, 0.0), (2, 0.2)):
+        found = {of_layer("routing/overlap", layer): 0.1 * layer + shift for layer in (11, 2, 3)}
+        found[of_layer("routing/gate_mass", 2)] = math.nan
+        recorder.step(StepRecord(metrics={"train_step": step, **found}, staleness_tokens={}))
+    recorder.close()
+
+
+def test_replay_is_drawn_by_layer_as_the_mean_over_the_run(tmp_path):
+    record(tmp_path / "dense")
+    record_layers(tmp_path / "moe")
+    dense, moe = (read_run(tmp_path / name) for name in ("dense", "moe"))
+    assert moe.by_layer("routing/overlap") == pytest.approx({2: 0.3, 3: 0.4, 11: 1.2})
+    (line,) = draw_layers([moe]).axes[0].lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 3, 11], pytest.approx([0.3, 0.4, 1.2]))
+    assert moe.by_layer("routing/gate_mass") == {} and draw_layers([dense]) is None
+    write_report([dense, moe], tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count("<img") == 2
 
 
 def test_a_report_of_nothing_says_so(tmp_path, capsys):
@@ -158,7 +179,6 @@ def test_several_runs_share_the_axes(tmp_path):
         record(tmp_path / name)
     runs = [read_run(tmp_path / name) for name in ("a", "b")]
     assert len(draw_curves(runs).axes[1].lines) == 2
-    write_report(runs, tmp_path / "both.html")
 
 
 def test_the_time_left_survives_steps_that_are_done_again():

@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
-from async_rl.batch.routed_experts import RoutingError, keep_layers, layers_of
+from async_rl.batch.routed_experts import RoutingError, rows_at
 from async_rl.observe.metrics import metric_of
 from async_rl.train.metrics import routing_metrics, routing_sums
-from async_rl.train.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely
+from async_rl.train.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, layer_tables
 from message_queue.tokens import RoutingSpec
 
 EXPERTS, TOP_K = 8, 3
@@ -172,26 +171,15 @@ def test_a_layer_without_rows_and_rows_of_another_shape_are_refused():
         routed(scores, recorded[:5])
 
 
-def batch_of_rows():
-    rows = torch.arange(2 * 4 * 3).view(2, 4, 3, 1).expand(-1, -1, -1, TOP_K).to(torch.int16)
-    return TensorDict({"token_ids": torch.zeros(2, 4), "routed_experts": rows}, batch_size=[2])
-
-
 @pytest.mark.parametrize("layers", [(3,), (1, 4), (4, 1), ()])
-def test_a_rank_is_sent_the_rows_of_its_layers(layers):
-    whole = batch_of_rows()
-    part = keep_layers(whole, layers, routing=ROUTING)
-    assert layers_of(part, routing=ROUTING) == layers
-    assert part["routed_experts"].shape == (2, 4, len(layers), TOP_K)
-    for i, layer in enumerate(layers):
+def test_rows_are_those_of_the_layers_asked_for_in_the_order_of_the_tokens(layers):
+    rows = torch.arange(2 * 4 * 3).view(2, 4, 3, 1).expand(-1, -1, -1, TOP_K).to(torch.int16)
+    index = torch.tensor([5, -1, 0])
+    part = rows_at(rows, index, given=ROUTING.layers, layers=layers)
+    assert (part.dtype, part.shape) == (torch.int16, (3, len(layers), TOP_K))
+    tables = layer_tables(part, layers=layers)
+    assert tuple(tables) == layers
+    for layer, table in tables.items():
         place = ROUTING.layers.index(layer)
-        assert torch.equal(part["routed_experts"][:, :, i], whole["routed_experts"][:, :, place])
-    assert layers_of(whole, routing=ROUTING) == ROUTING.layers
-    assert layers_of(part[:1], routing=ROUTING) == layers
-
-
-def test_a_rank_that_holds_every_layer_is_sent_the_batch_itself():
-    whole = batch_of_rows()
-    assert keep_layers(whole, ROUTING.layers, routing=ROUTING) is whole
-    unrouted = whole.exclude("routed_experts")
-    assert keep_layers(unrouted, (1,), routing=ROUTING) is unrouted
+        assert torch.equal(table[0], rows[1, 1, place].long()) and torch.equal(table[2], rows[0, 0, place].long())
+        assert (table[1] == -1).all(), "padding is left to the live router"

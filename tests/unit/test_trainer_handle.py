@@ -1,16 +1,21 @@
 """The driver's side of the trainer: what each rank is sent."""
 
 import asyncio
+import pickle
+from dataclasses import replace
 
 import pytest
-import torch
-from tensordict import TensorDict
 
 from async_rl import handles
-from async_rl.batch.routed_experts import layers_of
+from async_rl.batch.micro_batch import Coordinates
+from async_rl.batch.routed_experts import RoutingError
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import ParallelConfig
+from async_rl.train.planning import Planner, RankPlace
 from message_queue.tokens import RoutingSpec
+from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, make_batch, make_supervised_batch
 
-ROUTING = RoutingSpec(layers=(1, 2, 3), num_experts=8, top_k=2)
+ROUTING = RoutingSpec(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
 
 
 class FakeRank:
@@ -26,11 +31,6 @@ class FakeRank:
         return answer
 
 
-def batch_of(layers):
-    rows = torch.randint(0, 8, (2, 5, layers, 2), dtype=torch.int16)
-    return TensorDict({"token_ids": torch.zeros(2, 5), "routed_experts": rows}, batch_size=[2])
-
-
 @pytest.fixture
 def puts(monkeypatch):
     """What goes to the object store, which here hands it on as it is."""
@@ -39,24 +39,67 @@ def puts(monkeypatch):
     return seen
 
 
-async def test_each_stage_is_sent_its_rows_and_each_set_of_rows_is_put_once(puts):
-    ranks = [FakeRank(i) for i in range(4)]
-    held = [(), (), (1, 3), (1, 3)]
-    handle = handles.TrainerHandle(ranks, routing=ROUTING, routed_layers=held, timeout_s=5)
-    batch = batch_of(3)
+def handle_of(places, **changes):
+    """A handle of fake ranks at `places`, and these."""
+    ranks = [FakeRank(i) for i in range(len(places))]
+    config = replace(TRAINER, ranks=len(places), **changes)
+    planner = Planner(config=config, loss=LossConfig(), routing=ROUTING, places=places)
+    return handles.TrainerHandle(ranks, planner=planner, timeout_s=5), ranks
+
+
+def sent_to(rank):
+    ((_, share),) = rank.got
+    return share
+
+
+def row_bytes(share):
+    return sum(rows.numel() * rows.element_size() for update in share.updates for rows in update.rows or ())
+
+
+async def test_each_data_parallel_rank_is_sent_its_own_sequences_and_rows(puts):
+    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)], micro_batch_tokens=4096)
+    batch = make_batch((32,) * 64)
     assert await handle.train(batch) == {"rank": 0}
-    assert len(puts) == 2
-    for rank, layers in zip(ranks, held, strict=True):
-        ((method, sent),) = rank.got
-        assert method == "train"
-        assert layers_of(sent, routing=ROUTING) == layers
-        assert sent["routed_experts"].shape == (2, 5, len(layers), 2)
-    assert torch.equal(ranks[2].got[0][1]["routed_experts"], batch["routed_experts"][:, :, [0, 2]])
+    assert [method for rank in ranks for method, _ in rank.got] == ["train", "train"]
+    shares = [sent_to(rank) for rank in ranks]
+    assert [len(update.sequences) for share in shares for update in share.updates] == [32, 32]
+    every_row = int(batch["lengths"].sum()) * len(LAYERS) * TOP_K * 2
+    assert [row_bytes(share) for share in shares] == [every_row // 2] * 2
+    assert sum(len(pickle.dumps(share)) for share in shares) < 1.15 * len(pickle.dumps(batch))
 
 
-async def test_ranks_of_a_dense_model_are_sent_the_batch(puts):
-    ranks = [FakeRank(i) for i in range(2)]
-    handle = handles.TrainerHandle(ranks, routing=None, routed_layers=[(), ()], timeout_s=5)
-    batch = batch_of(3).exclude("routed_experts")
+async def test_stages_and_context_ranks_are_sent_the_rows_of_their_layers_and_tokens(puts):
+    at = [Coordinates(context=2, context_rank=i) for i in range(2)]
+    places = [RankPlace(at=a, layers=layers) for layers in ((1,), (2, 3)) for a in at]
+    handle, ranks = handle_of(places, parallel=ParallelConfig(pipeline=2, context=2))
+    batch = make_batch((24,) * 4)
     await handle.train(batch)
-    assert all(rank.got == [("train", batch)] for rank in ranks) and len(puts) == 1
+    layer = int(batch["lengths"].sum()) * TOP_K * 2
+    assert [row_bytes(sent_to(rank)) for rank in ranks] == [layer // 2, layer // 2, layer, layer]
+    assert len(puts) == 4
+
+
+async def test_ranks_that_replay_nothing_of_the_batch_are_sent_no_rows_and_share_what_they_are_sent(puts):
+    places = [RankPlace(data_rank=d, at=Coordinates(tensor=2, tensor_rank=t)) for d in range(2) for t in range(2)]
+    handle, ranks = handle_of(places, parallel=ParallelConfig(tensor=2), router_replay="R2")
+    await handle.train(make_batch())
+    assert [row_bytes(sent_to(rank)) for rank in ranks] == [0] * 4
+    assert len(puts) == 2 and sent_to(ranks[0]) is sent_to(ranks[1]) is not sent_to(ranks[2])
+
+
+async def test_each_data_parallel_rank_is_sent_its_own_examples(puts):
+    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)])
+    batch = make_supervised_batch()
+    await handle.train_supervised(batch)
+    shares = [sent_to(rank) for rank in ranks]
+    assert sum(len(share.sequences) for share in shares) == len(batch)
+    assert all(len(share.sequences) < len(batch) and share.rows is None for share in shares)
+
+
+async def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(puts):
+    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)])
+    batch = make_batch()
+    batch["routed_experts"][1, 2, 0] = EXPERTS
+    with pytest.raises(RoutingError, match=r"an expert id outside 0\.\.7: .* sequence 1, position 2, layer 1"):
+        await handle.train(batch)
+    assert not puts and not any(rank.got for rank in ranks)

@@ -1,0 +1,140 @@
+"""What router replay costs: the time of a train step with R3 and with R2 against one without replay, in one run.
+
+The rows replayed are what the live router chooses, so that the experts get the same work in every mode. R2 makes a
+forward pass of its own to record them, which is not replay: it is compared with a step without replay that makes the
+same pass (loss m2po, which needs the logprobs of the start of the batch). Rounds alternate; brackets are 95 % bootstrap
+intervals over rounds. On a busy machine the ratio of CPU time is the steadier.
+
+    python benchmarks/replay_overhead.py [--models calculator 70m] [--threads 1] [--rounds 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from async_rl.batch.collate import collate_supervised
+from async_rl.model_info import read_model_info
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import RouterReplayMode, TrainerConfig
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.train.worker import TrainerRank
+from benchmarks.equal_weights import save_random
+from benchmarks.routing_mismatch import evaluate
+from benchmarks.support import markdown_table
+from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns
+from recipes.calculator.task import calculator_task
+
+ADAM = OptimizerConfig(lr=1e-9)  # the live router goes on choosing the rows
+GOAL = 0.02
+ONE_PASS, TWO_PASSES = LossConfig(), LossConfig(name="m2po")
+STEPS: dict[str, tuple[RouterReplayMode, LossConfig]] = {
+    "none": ("none", ONE_PASS),
+    "R3": ("R3", ONE_PASS),
+    "none, recording pass": ("none", TWO_PASSES),
+    "R2": ("R2", TWO_PASSES),
+}
+BASE = {"R3": "none", "R2": "none, recording pass"}
+# Sequences, tokens of each (None: the task's own), tokens of a micro-batch.
+SIZES = {"calculator": (128, None, 4096), "70m": (8, 128, 512)}
+
+
+def load_batch(name: str, folder: Path) -> tuple[Path, TensorDict]:
+    """Checkpoint and batch, its rows random."""
+    sequences, length, _ = SIZES[name]
+    if length is None:
+        task = calculator_task({}, seed=0)
+        checkpoint = folder / name
+        task.save_initial_checkpoint(checkpoint)
+        routing = read_model_info(checkpoint).routing
+        assert routing is not None
+        return checkpoint, as_rollouts(collate_supervised(task.demonstrations(0, sequences)), routing)
+    checkpoint = save_random(name, folder)
+    info = read_model_info(checkpoint)
+    assert info.routing is not None
+    return checkpoint, random_batch([length] * sequences, vocab=info.vocab_size, routing=info.routing)
+
+
+def with_live_rows(trainer: TrainerRank, batch: TensorDict) -> TensorDict:
+    """The batch with the rows that the live router chooses; -1 for the last token of each sequence."""
+    _, chosen = evaluate(trainer, batch, replay="R2")
+    chosen[torch.arange(len(batch)), batch["lengths"] - 1] = -1
+    return batch.copy().update({"routed_experts": chosen})
+
+
+def start(checkpoint: Path, *, threads: int, tokens: int) -> dict[str, TrainerRank]:
+    """A trainer for each of STEPS; the first owns the process groups."""
+    return {
+        name: TrainerRank(
+            config=TrainerConfig(threads=threads, micro_batch_tokens=tokens, router_replay=replay),
+            optimizer=ADAM,
+            loss=loss,
+            checkpoint=checkpoint,
+            rank=0,
+            world_size=1,
+        )
+        for name, (replay, loss) in STEPS.items()
+    }
+
+
+def compare(name: str, trainers: dict[str, TrainerRank], batch: TensorDict, *, rounds: int) -> list[Sequence[str]]:
+    """Rows of the table, one for each mode that replays."""
+    batch = with_live_rows(trainers["R3"], batch)
+    overlap = trainers["R3"].train(batch)["routing/overlap"]
+    taken = time_in_turns({n: lambda t=t: t.train(batch) for n, t in trainers.items()}, rounds=rounds)
+    rows: list[Sequence[str]] = []
+    for mode, base in BASE.items():
+        wall, cpu = (paired_ratio(getattr(taken[mode], c), getattr(taken[base], c)) for c in ("wall", "cpu"))
+        rows.append(
+            (
+                name,
+                f"{int(batch['lengths'].sum())}",
+                f"{mode} against {base}",
+                *(f"{statistics.median(taken[n].wall):.2f} s" for n in (base, mode)),
+                *(f"{r.value - 1:+.1%} [{r.low - 1:+.1%}, {r.high - 1:+.1%}]" for r in (wall, cpu)),
+                f"{overlap:.1%}",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[Sequence[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.models:
+            checkpoint, batch = load_batch(name, Path(folder))
+            trainers = start(checkpoint, threads=arguments.threads, tokens=SIZES[name][2])
+            rows += compare(name, trainers, batch, rounds=arguments.rounds)
+            for trainer in reversed(trainers.values()):
+                trainer.close()
+    header = (
+        "model",
+        "tokens",
+        "step",
+        "without",
+        "with",
+        "more wall time",
+        "more CPU time",
+        "rows as the live router",
+    )
+    print(f"{arguments.threads} threads, {arguments.rounds} rounds; goal for R3: at most {GOAL:.0%} more\n")
+    print(markdown_table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
