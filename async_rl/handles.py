@@ -19,6 +19,7 @@ from async_rl.engines.inbox import Answer
 from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.model_info import read_model_info
+from async_rl.object_store import ObjectStore
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -46,7 +47,7 @@ class QueueHandle(QueueClient):
     def __init__(
         self, actor: ActorHandle[Any], *, name: str, routing: RoutingSpec | None, config: QueueClientConfig
     ) -> None:
-        super().__init__(actor, name=name, routing=routing, config=config)
+        super().__init__(actor, name=name, routing=routing, config=config, memory=ObjectStore())
         self._actor = actor
 
     async def pid(self, *, timeout_s: float) -> int:
@@ -70,7 +71,7 @@ def start_queue(
 ) -> QueueHandle:
     """Start the queue's actor; the client is the driver's side of it. Its journal is to be opened first."""
     actor = QueueActor.options(**options, max_restarts=0).remote(
-        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, journal=journal
+        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, journal=journal, memory=ObjectStore()
     )
     return QueueHandle(actor, name="driver", routing=routing, config=config)
 
