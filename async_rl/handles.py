@@ -27,6 +27,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.restart import JournalPlace
 from message_queue.staleness import StalenessConfig
+from message_queue.together import Together
 from message_queue.tokens import RoutingSpec, TokenOutput, WeightVersion
 
 T = TypeVar("T")
@@ -47,12 +48,12 @@ class QueueHandle(QueueClient):
     def __init__(
         self, actor: ActorHandle[Any], *, name: str, routing: RoutingSpec | None, config: QueueClientConfig
     ) -> None:
-        super().__init__(actor, name=name, routing=routing, config=config, memory=ObjectStore())
+        super().__init__(Together(actor, name=name), name=name, routing=routing, config=config, memory=ObjectStore())
         self._actor = actor
 
     async def pid(self, *, timeout_s: float) -> int:
         """Process id of the actor, once it runs."""
-        return await self._call("pid()", self._actor.pid, allow_s=timeout_s)
+        return await self._call("pid()", self._handle.pid, allow_s=timeout_s)
 
     def kill(self) -> None:
         """End the process; what it was not asked to write down is lost."""

@@ -60,6 +60,7 @@ from benchmarks.support import markdown_table, say
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
 from message_queue.staleness import StalenessConfig
+from message_queue.together import Together
 
 ROOT = Path(__file__).resolve().parent.parent
 QUEUE, JOURNALED = "queue", "queue, journaled"
@@ -127,7 +128,9 @@ def open_queue(stack: AsyncExitStack, shape: Shape, *, directory: Path | None) -
         place = JournalPlace(
             directory=folder, run="benchmark", config=config, trajectories=shape.trajectories, routing=shape.routing
         )
-    actor = QueueActor.remote(batch_groups=BATCH, staleness=NO_BOUND, max_ready=AT_ONCE, journal=place)
+    actor = QueueActor.remote(
+        batch_groups=BATCH, staleness=NO_BOUND, max_ready=AT_ONCE, journal=place, memory=ObjectStore()
+    )
     stack.callback(ray.kill, actor)
     return actor
 
@@ -143,7 +146,7 @@ async def make_ways(
         return actor
 
     plain, journaled = (open_queue(stack, shape, directory=d) for d in (None, directory))
-    await journaled.open.remote()
+    await Together(journaled, name="opener").open.remote()
     queues = ((QUEUE, plain, False), (JOURNALED, journaled, True))
     ways = [
         Way(

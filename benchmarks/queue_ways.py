@@ -15,15 +15,18 @@ import ray
 from numpy.typing import NDArray
 
 from async_rl.object_store import ObjectStore
+from async_rl.rollout.recorded import QueueRolloutLog
 from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.contract import Admission
+from message_queue.contract import Admission, Batch
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.together import Together
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 
 PROMPT_TOKENS = 256
 AT_ONCE = 16  # groups that are on their way at most
 BATCH = 4  # groups that the trainer takes together
+SAVE_EVERY = 4  # batches between two checkpoints
 DISTINCT = 3  # groups that are made; they are sent over and over
 PARTITION, FIELDS = "benchmark", ("token_ids", "logprobs", "routed_experts")
 
@@ -116,7 +119,7 @@ class End(Protocol):
 
 
 class QueueEnd:
-    """QueueClient over the queue's actor; the trainer acknowledges, publishes and loads after every batch.
+    """QueueClient over the queue's actor. The trainer asks for the next batch while it acknowledges one.
 
     recorded: segments are appended to the journal as they end, as a rollouter does. min_bytes: of what is shared.
     """
@@ -124,22 +127,26 @@ class QueueEnd:
     def __init__(self, actor: Any, *, name: str, recorded: bool, min_bytes: int) -> None:
         self._actor, self._name, self._recorded, self._min_bytes = actor, name, recorded, min_bytes
         self._prompt = self._step = 0
+        self._next: asyncio.Task[Batch[PromptGroup]] | None = None
 
     async def open(self, shape: Shape) -> None:
         self._client = QueueClient(
-            self._actor,
+            Together(self._actor, name=self._name),
             name=self._name,
             routing=shape.routing,
             config=QueueClientConfig(),
             memory=ObjectStore(min_bytes=self._min_bytes),
         )
+        self._log = QueueRolloutLog(self._client)
 
     async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
         self._prompt += 1
         admission = await self._client.admit(self._prompt)
         if self._recorded:
             for number, trajectory in enumerate(contents):
-                await self._client.append(records_of(admission, number, trajectory))
+                for record in records_of(admission, number, trajectory):
+                    self._log.append(record)
+            await self._log.flush()
         await self._client.put(
             PromptGroup(
                 group=admission.group,
@@ -151,10 +158,11 @@ class QueueEnd:
         )
 
     async def receive(self) -> int:
-        batch = await self._client.take()
+        batch = await (self._next or self._client.take())
+        self._next = asyncio.create_task(self._client.take())
         self._step += 1
         await self._client.trained([group.group for group in batch.groups], train_step=self._step)
-        if self._recorded:
+        if self._recorded and self._step % SAVE_EVERY == 0:
             await self._client.checkpointed(self._step)
         return len(batch.groups)
 
@@ -194,6 +202,7 @@ class DequeEnd:
 
     def __init__(self, actor: Any, *, pickled: bool) -> None:
         self._actor, self._pickled = actor, pickled
+        self._next: Any = None
 
     async def open(self, shape: Shape) -> None:
         return
@@ -202,7 +211,8 @@ class DequeEnd:
         await self._actor.put.remote(pickle.dumps(arrays) if self._pickled else arrays)
 
     async def receive(self) -> int:
-        items = await self._actor.get.remote(BATCH)
+        items = await (self._next or self._actor.get.remote(BATCH))
+        self._next = self._actor.get.remote(BATCH)
         return len([pickle.loads(item) if self._pickled else item for item in items])
 
 
@@ -214,6 +224,7 @@ class TransferQueueEnd:
 
     def __init__(self, ready: Any) -> None:
         self._ready = ready
+        self._next: Any = None
 
     async def open(self, shape: Shape) -> None:
         import transfer_queue  # pyright: ignore[reportMissingImports] # no dependency of the project
@@ -235,7 +246,8 @@ class TransferQueueEnd:
         await self._ready.put.remote(meta)
 
     async def receive(self) -> int:
-        metas = await self._ready.get.remote(BATCH)
+        metas = await (self._next or self._ready.get.remote(BATCH))
+        self._next = self._ready.get.remote(BATCH)
         await asyncio.gather(*map(self._take, metas))
         return len(metas)
 
@@ -249,13 +261,13 @@ class TransferQueueEnd:
 
 
 class ObjectStoreEnd:
-    """ray.put and ray.get of the arrays in one process, and nothing else."""
+    """ray.put and ray.get of the arrays in one process; as many groups are held as are on their way elsewhere."""
 
     async def open(self, shape: Shape) -> None:
-        return
+        self._held: deque[Any] = deque(maxlen=AT_ONCE)
 
     async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
-        ray.get(ray.put(arrays))
+        self._held.append(ray.get(ray.put(arrays)))
 
     async def receive(self) -> int:
         raise NotImplementedError("one process does it all")
