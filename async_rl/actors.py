@@ -24,9 +24,7 @@ from async_rl.engines.inbox import Answer, RequestInbox
 from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
 from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.weights.transport import WeightUpdate
-from message_queue.client import REFUSALS
-from message_queue.service import QueueService
-from message_queue.together import TogetherHost
+from message_queue.host import QueueHost
 from message_queue.tokens import WeightVersion
 
 T = TypeVar("T")
@@ -130,14 +128,6 @@ class Placement:
 
 
 # ---- queue
-
-
-class QueueHost(TogetherHost):
-    """A QueueService in a process of its own; call it through `Together`."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(QueueService(**kwargs), refusals=REFUSALS)
-
 
 # One group for every call: the service lives on one event loop.
 QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueHost)
