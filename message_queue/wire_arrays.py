@@ -257,7 +257,7 @@ class MessageReader:
             first_position=head.first_position, experts=next(self._rows), unavailable=head.unavailable
         )
 
-    def _row_arrays(self, pieces: Sequence[memoryview] | Buffers) -> Iterator[ExpertArray]:
+    def _row_arrays(self, pieces: Sequence[memoryview] | Sequence[NDArray[np.uint8]]) -> Iterator[ExpertArray]:
         """uint8 or uint16 [rows, moe_layers, top_k] of each segment that has rows, from one piece or one for each."""
         layout = self._head.row_layout
         if layout is None:

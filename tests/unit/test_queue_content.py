@@ -17,7 +17,7 @@ from message_queue.service import QueueService
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
-from message_queue.wire import encode_group, pack_group
+from message_queue.wire import WireError, encode_group, pack_group, unpack_group
 from tests.unit.groups import SPEC, segment
 from tests.unit.test_queue_client import Handle
 
@@ -249,3 +249,26 @@ async def test_packed_arrays_are_views_and_as_many_bytes_as_the_message():
     (rows,) = (s.routed_experts.experts for t in group.trajectories for s in t.segments)
     assert np.shares_memory(packed.buffers[2], rows)
     assert packed.num_bytes + len(packed.head) == len(encode_group(group))
+
+
+async def test_a_group_that_is_not_what_was_appended_is_put_whole():
+    client, service = make(FakeMemory(min_bytes=1 << 30))
+    _, steps = rollout([[3, 2], [4]])
+    admission = await client.admit(0)
+    await client.append(records(admission.group, 0, steps))
+    sent = group_of(admission, [rollout([[3, 2], [5]])[0]])
+    await client.put(sent)
+    assert content((await client.take()).groups[0]) == content(sent)
+    ((held,),) = service._handed.values()
+    assert isinstance(held.message, Packed)
+
+
+async def test_buffers_that_do_not_fit_their_head_are_refused():
+    packed = pack_group(await a_group(tokens=5))
+    tokens, logprobs, rows = packed.buffers
+    with pytest.raises(WireError, match="has 24 bytes of tokens and 20 of logprobs; its head says 7 tokens"):
+        unpack_group(packed.head, (tokens[4:], logprobs, rows), routing=SPEC)
+    with pytest.raises(WireError, match=r"bytes of rows; its head says \(6, 2, 2\)"):
+        unpack_group(packed.head, (tokens, logprobs, rows[4:]), routing=SPEC)
+    with pytest.raises(WireError, match="rows in 2 pieces; its head says 1"):
+        unpack_group(packed.head, (tokens, logprobs, rows, rows), routing=SPEC)

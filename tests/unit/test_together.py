@@ -60,11 +60,14 @@ async def test_calls_of_one_turn_are_one_message_and_begin_in_order():
 
 
 async def test_a_call_that_waits_holds_up_no_other():
-    calls, _, service = make()
+    calls, handle, service = make()
     slow, fast = asyncio.ensure_future(calls.wait.remote("slow")), calls.echo.remote("fast")
     assert await asyncio.wait_for(fast, 1) == "fast"
     assert await calls.echo.remote("later") == "later"
     assert not slow.done()
+    asked = len(handle.calls)
+    await waits(slow)
+    assert len(handle.calls) <= asked + 1, "it is waited for, not asked for over and over"
     service.gates["slow"].set()
     assert await asyncio.wait_for(slow, 1) == "slow"
     assert not calls._waiting
