@@ -24,7 +24,7 @@ from async_rl.engines.inbox import Answer, RequestInbox
 from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
 from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.weights.transport import WeightUpdate
-from message_queue.service import QueueService
+from message_queue.host import QueueHost
 from message_queue.tokens import WeightVersion
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Placement:
 # ---- queue
 
 # One group for every call: the service lives on one event loop.
-QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueService)
+QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueHost)
 
 
 # ---- replica

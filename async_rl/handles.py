@@ -19,6 +19,7 @@ from async_rl.engines.inbox import Answer
 from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.model_info import read_model_info
+from async_rl.object_store import ObjectStore
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -27,6 +28,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.restart import JournalPlace
 from message_queue.staleness import StalenessConfig
+from message_queue.together import Together
 from message_queue.tokens import RoutingSpec, TokenOutput, WeightVersion
 
 T = TypeVar("T")
@@ -47,12 +49,12 @@ class QueueHandle(QueueClient):
     def __init__(
         self, actor: ActorHandle[Any], *, name: str, routing: RoutingSpec | None, config: QueueClientConfig
     ) -> None:
-        super().__init__(actor, name=name, routing=routing, config=config)
+        super().__init__(Together(actor, name=name), name=name, routing=routing, config=config, memory=ObjectStore())
         self._actor = actor
 
     async def pid(self, *, timeout_s: float) -> int:
         """Process id of the actor, once it runs."""
-        return await self._call("pid()", self._actor.pid, allow_s=timeout_s)
+        return await self._call("pid()", self._handle.pid, allow_s=timeout_s)
 
     def kill(self) -> None:
         """End the process; what it was not asked to write down is lost."""
@@ -71,7 +73,7 @@ def start_queue(
 ) -> QueueHandle:
     """Start the queue's actor; the client is the driver's side of it. Its journal is to be opened first."""
     actor = QueueActor.options(**options, max_restarts=0).remote(
-        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, journal=journal
+        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, journal=journal, memory=ObjectStore()
     )
     return QueueHandle(actor, name="driver", routing=routing, config=config)
 

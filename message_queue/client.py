@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from message_queue.content import AppendedLengths, GroupMessage, outgoing_group, outgoing_record, read_group, references
 from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
 from message_queue.journal import JournalError
 from message_queue.ledger import LedgerError, LedgerRecord, LedgerTotal
+from message_queue.packed import Buffers, NoSharedMemory, SharedMemory, SharedMemoryLost
 from message_queue.progress import RolloutRecord
 from message_queue.restart import Restored, decode_restored
 from message_queue.staleness import StalenessError
 from message_queue.tokens import ContractError, RoutingSpec
 from message_queue.trajectory import PromptGroup
-from message_queue.wire import check_rank_code, decode_group, encode_group
+from message_queue.wire import check_rank_code
 
 REFUSALS = (QueueError, ContractError, LedgerError, StalenessError, JournalError)
 
@@ -69,19 +71,30 @@ class QueueClient:
         handle: of the actor that runs QueueService.
         name: unique among all clients this queue ever had; it names the calls.
         routing: what a routing row means; None when the run captures none.
+        memory: that is shared with the queue and all its clients.
 
     Raises:
         ContractError: rank_code_rows for a model whose expert sets take more than 128 bits.
         QueueUnavailable: from every method, when the queue is dead or did not answer in time.
     """
 
-    def __init__(self, handle: Any, *, name: str, routing: RoutingSpec | None, config: QueueClientConfig) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        name: str,
+        routing: RoutingSpec | None,
+        config: QueueClientConfig,
+        memory: SharedMemory | None = None,
+    ) -> None:
         if config.rank_code_rows and routing is not None:
             check_rank_code(routing)
         self._handle = handle
         self._name = name
         self._routing = routing
         self._config = config
+        self._memory = memory or NoSharedMemory()
+        self._appended = AppendedLengths()
         self._numbers = itertools.count()
         self._settled: set[str] = set()
         self._unreceived: list[str] = []
@@ -104,20 +117,27 @@ class QueueClient:
 
     async def put(self, group: PromptGroup) -> PutResult:
         """Hand in a finished group; see `TrajectoryQueue.put`. Cancelled, it leaves the group open or ready."""
-        data = encode_group(group, rank_coded=self._config.rank_code_rows)
-        return await self._wait(f"put(group={group.group})", self._handle.put_bytes, data, ticket=self._ticket())
+        ranked = self._config.rank_code_rows
+        whole = not ranked and self._appended.whole(group)
+        message = outgoing_group(group, self._memory, appended=whole, rank_coded=ranked)
+        result = await self._wait(f"put(group={group.group})", self._handle.put_bytes, message, ticket=self._ticket())
+        self._appended.forget(group.group)
+        return result
 
     async def take(self) -> Batch[PromptGroup]:
         """Wait for the next batch; see `TrajectoryQueue.take`."""
         ticket = self._unreceived.pop() if self._unreceived else self._ticket()
-        encoded: Batch[bytes] = await self._wait("take()", self._handle.take_bytes, ticket=ticket, keep=True)
-        groups = [decode_group(data, routing=self._routing) for data in encoded.groups]
-        return Batch(
-            groups=groups,
-            update=encoded.update,
-            version_updates=encoded.version_updates,
-            min_update=encoded.min_update,
-        )
+
+        async def receive(batch: Batch[GroupMessage]) -> Batch[PromptGroup]:
+            shared = iter(await self._arrays_of(batch, ticket))
+            return Batch(
+                groups=[read_group(message, shared, routing=self._routing) for message in batch.groups],
+                update=batch.update,
+                version_updates=batch.version_updates,
+                min_update=batch.min_update,
+            )
+
+        return await self._wait("take()", self._handle.take_bytes, ticket=ticket, keep=True, receive=receive)
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         """Wait for groups to cancel; see `TrajectoryQueue.wait_expired`."""
@@ -128,7 +148,9 @@ class QueueClient:
     async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
         generated = {"segments": segments, "tokens": tokens}
         what = f"drop(group={group})"
-        return await self._call(what, self._handle.drop, group, reason=reason, expired=expired, **generated)
+        dropped = await self._call(what, self._handle.drop, group, reason=reason, expired=expired, **generated)
+        self._appended.forget(group)
+        return dropped
 
     async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None:
         what = f"trained({len(groups)} groups, train_step={train_step})"
@@ -141,7 +163,9 @@ class QueueClient:
         await self._call(f"loaded(version={version})", self._handle.loaded, version)
 
     async def append(self, records: Sequence[RolloutRecord]) -> None:
-        await self._call(f"append({len(records)} records)", self._handle.append, list(records))
+        outgoing = [outgoing_record(record, self._memory) for record in records]
+        await self._call(f"append({len(records)} records)", self._handle.append, outgoing)
+        self._appended.add(records)
 
     async def sync(self) -> None:
         await self._call("sync()", self._handle.sync)
@@ -174,13 +198,32 @@ class QueueClient:
     def _ticket(self) -> str:
         return f"{self._name}/{next(self._numbers)}"
 
-    async def _wait(self, what: str, begin: RemoteMethod, *args: Any, ticket: str, keep: bool = False) -> Any:
+    async def _arrays_of(self, batch: Batch[GroupMessage], ticket: str) -> list[Buffers]:
+        """What the references in a batch are of, from the queue where who put them there is gone."""
+        wanted = [reference for message in batch.groups for reference in references(message)]
+        try:
+            return await self._memory.get(wanted) if wanted else []
+        except SharedMemoryLost:
+            return await self._call(f"arrays of the batch of {ticket}", self._handle.taken_arrays, ticket)
+
+    async def _wait(
+        self,
+        what: str,
+        begin: RemoteMethod,
+        *args: Any,
+        ticket: str,
+        keep: bool = False,
+        receive: Callable[[Any], Awaitable[Any]] | None = None,
+    ) -> Any:
         """Begin a call and ask for its result until there is one.
 
-        keep: a call that fails is begun again by the next take, in case it got its batch.
+        keep: a call that fails is begun again by the next take, in case it got its batch. receive: reads the result,
+        which the queue keeps until then.
         """
         try:
             result = await self._ask(what, begin, *args, ticket=ticket)
+            if receive is not None:
+                result = await receive(result)
         except REFUSALS:  # the answer of the call
             self._settled.add(ticket)
             raise

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from message_queue.contract import Admission
 from message_queue.journal import Journal
+from message_queue.packed import Shared
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.trajectory import ResumeRouting
 
@@ -105,6 +106,7 @@ class JournaledLog:
         group, trajectory, at, what = record.group, record.trajectory, record.at, record.what
         match what:
             case Sampled():
+                assert not isinstance(what.segment, Shared), "the queue fetches what is shared before it records it"
                 work = self._journal.sampled(group, what.segment, trajectory=trajectory, at=at)
             case CallBegun():
                 work = self._journal.called(group, what.call, trajectory=trajectory, at=at)

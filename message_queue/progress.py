@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from message_queue.tokens import Int32Array, StopReason
+from message_queue.packed import Packed, Shared
+from message_queue.tokens import Int32Array, StopReason, TokenOutput
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """segment: the message of `wire.encode_segment`."""
+    """segment: as it is, or as one of its messages."""
 
-    segment: bytes
+    segment: TokenOutput | Packed | Shared | bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from message_queue.content import Content, Contents, GroupMessage
 from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
 from message_queue.journal import Journal
 from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.packed import Buffers, NoSharedMemory, SharedMemory
 from message_queue.policies import build_policy
 from message_queue.progress import RolloutRecord
 from message_queue.queue import TrajectoryQueue
@@ -35,6 +37,7 @@ class QueueService:
 
     Args: those of TrajectoryQueue, and
         journal: where every change is recorded; call `open` first then, and it decides what the queue goes on from.
+        memory: that every client shares with this process.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class QueueService:
         updates_per_batch: int = 1,
         restored: QueueSnapshot | None = None,
         journal: JournalPlace | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._make: Callable[..., TrajectoryQueue[EncodedGroup]] = partial(
             TrajectoryQueue,
@@ -58,6 +62,8 @@ class QueueService:
         self._queue: TrajectoryQueue[EncodedGroup] = self._make(restored=restored)
         self._place = journal
         self._journal: Journal | None = None
+        self._contents = Contents(memory or NoSharedMemory())
+        self._handed: dict[str, list[Content]] = {}  # by the ticket of a batch that is not known to have arrived
         self._calls: dict[str, asyncio.Task[Any]] = {}
         self._withdrawn: set[str] = set()
         self._ended = EndedTickets()
@@ -75,6 +81,8 @@ class QueueService:
             raise QueueError("the queue has no journal to open, or opened it before")
         self._journal, log, start, restored = await open_journal(self._place, policy=self._policy)
         self._queue = self._make(restored=start, log=log)
+        for admission in start.open:
+            self._contents.begin(admission.group)
         return restored
 
     async def close_journal(self) -> None:
@@ -101,21 +109,32 @@ class QueueService:
         if ticket in self._withdrawn:
             self._withdrawn.remove(ticket)
             raise QueueError(f"admission {ticket} was withdrawn")
-        return await self._begin(lambda: self._queue.admit(prompt), ticket=ticket, settled=settled, wait_s=wait_s)
+        return await self._begin(lambda: self._admit(prompt), ticket=ticket, settled=settled, wait_s=wait_s)
 
-    async def put_bytes(self, data: bytes, *, ticket: str, settled: Sequence[str], wait_s: float) -> PutResult | None:
+    async def put_bytes(
+        self, message: GroupMessage, *, ticket: str, settled: Sequence[str], wait_s: float
+    ) -> PutResult | None:
         """`TrajectoryQueue.put` of an encoded group.
 
         Raises:
-            WireError: the bytes are damaged.
+            WireError: the bytes are damaged. SharedMemoryLost: its arrays are gone.
+            QueueError: also where it is to be what was appended, and that is something else.
         """
-        return await self._begin(
-            lambda: self._queue.put(EncodedGroup(data)), ticket=ticket, settled=settled, wait_s=wait_s
-        )
+        return await self._begin(lambda: self._put(message), ticket=ticket, settled=settled, wait_s=wait_s)
 
-    async def take_bytes(self, *, ticket: str, settled: Sequence[str], wait_s: float) -> Batch[bytes] | None:
+    async def take_bytes(self, *, ticket: str, settled: Sequence[str], wait_s: float) -> Batch[GroupMessage] | None:
         """`TrajectoryQueue.take`, its groups encoded."""
-        return await self._begin(self._take, ticket=ticket, settled=settled, wait_s=wait_s)
+        return await self._begin(lambda: self._take(ticket), ticket=ticket, settled=settled, wait_s=wait_s)
+
+    async def taken_arrays(self, ticket: str) -> list[Buffers]:
+        """What the references of a batch are of, for who cannot read them.
+
+        Raises:
+            QueueError: no batch was taken under that ticket, or it has arrived.
+        """
+        if ticket not in self._handed:
+            raise QueueError(f"no batch is on its way under ticket {ticket}")
+        return [buffers for content in self._handed[ticket] for buffers in content.shared]
 
     async def wait_expired(
         self, known: Sequence[int], *, ticket: str, settled: Sequence[str], wait_s: float
@@ -157,7 +176,9 @@ class QueueService:
     # ---- calls that do not wait; see TrajectoryQueue
 
     async def drop(self, group: int, *, reason: str, segments: int, tokens: int, expired: bool = False) -> bool:
-        return await self._queue.drop(group, reason=reason, segments=segments, tokens=tokens, expired=expired)
+        dropped = await self._queue.drop(group, reason=reason, segments=segments, tokens=tokens, expired=expired)
+        self._contents.forget(group)
+        return dropped
 
     async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None:
         await self._queue.trained(groups, train_step=train_step, tokens=tokens)
@@ -169,7 +190,9 @@ class QueueService:
         await self._queue.loaded(version)
 
     async def append(self, records: Sequence[RolloutRecord]) -> None:
-        await self._queue.append(records)
+        fetched = await self._contents.fetch(records)
+        await self._queue.append(fetched)
+        self._contents.keep(records, fetched)
 
     async def sync(self) -> None:
         await self._queue.sync()
@@ -199,10 +222,23 @@ class QueueService:
 
     # ---- inside
 
-    async def _take(self) -> Batch[bytes]:
+    async def _admit(self, prompt: int) -> Admission:
+        admission = await self._queue.admit(prompt)
+        self._contents.begin(admission.group)
+        return admission
+
+    async def _put(self, message: GroupMessage) -> PutResult:
+        group = await self._contents.group(message)
+        result = await self._queue.put(group)
+        self._contents.forget(group.group)
+        return result
+
+    async def _take(self, ticket: str) -> Batch[GroupMessage]:
         batch = await self._queue.take()
+        contents = [group.content or Content(group.data, ()) for group in batch.groups]
+        self._handed[ticket] = contents
         return Batch(
-            groups=[group.data for group in batch.groups],
+            groups=[content.message for content in contents],
             update=batch.update,
             version_updates=batch.version_updates,
             min_update=batch.min_update,
@@ -213,6 +249,7 @@ class QueueService:
     ) -> Any:
         for done in settled:
             self._calls.pop(done, None)
+            self._handed.pop(done, None)
             self._withdrawn.discard(done)
             self._ended.add(done)
         if ticket in self._ended:

@@ -1,4 +1,4 @@
-"""Groups, trajectories and segments as bytes, for crossing a process: compact, checked, copied once.
+"""Groups, trajectories and segments as bytes, for crossing a process: compact, checked, copied once at most.
 
 Rows are those that the merge rule takes, sent once, by the segment that owns them: with `append` and `force` T-1 rows
 for a trajectory of T tokens, whatever happened to it. `replace` sends the rows that are left in the end, `split` those
@@ -12,7 +12,9 @@ training does not need.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from message_queue.packed import Buffers, Packed
 from message_queue.rank_code import RankCode
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, Trajectory
@@ -41,6 +43,10 @@ __all__ = [
     "encode_segment",
     "encode_trajectory",
     "encoded_size",
+    "pack_group",
+    "pack_segment",
+    "unpack_group",
+    "unpack_segment",
 ]
 
 
@@ -62,8 +68,14 @@ def encode_group(group: PromptGroup, *, rank_coded: bool = False) -> bytes:
     """
     writer = MessageWriter(rank_coded=rank_coded)
     trajectories = [writer.trajectory(t) for t in group.trajectories]
-    ids = (group.group, group.prompt, group.admitted_version, group.admitted_update)
-    return writer.message(GROUP, trajectories, ids=ids)
+    return writer.message(GROUP, trajectories, ids=_ids(group))
+
+
+def pack_group(group: PromptGroup, *, rank_coded: bool = False) -> Packed:
+    """The same with its arrays apart; rows are not copied. Raises as `encode_group` does."""
+    writer = MessageWriter(rank_coded=rank_coded)
+    trajectories = [writer.trajectory(t) for t in group.trajectories]
+    return writer.packed(GROUP, trajectories, ids=_ids(group))
 
 
 def encode_trajectory(trajectory: Trajectory, *, rank_coded: bool = False) -> bytes:
@@ -79,9 +91,13 @@ def encode_segment(segment: TokenOutput, *, routing: RoutingSpec | None = None, 
         WireError: rank_coded without routing.
     """
     writer = MessageWriter(rank_coded=rank_coded)
-    turn = TurnHead(observation=0, segments=[writer.segment(segment, rows=segment.routed_experts, routing=routing)])
-    head = TrajectoryHead(resume_routing="append", turns=[turn], stop_reason=None, reward=None, info={})
-    return writer.message(SEGMENT, [head])
+    return writer.message(SEGMENT, [_segment_head(writer, segment, routing)])
+
+
+def pack_segment(segment: TokenOutput) -> Packed:
+    """The same with its arrays apart, its rows as they are and not copied."""
+    writer = MessageWriter(rank_coded=False)
+    return writer.packed(SEGMENT, [_segment_head(writer, segment, None)])
 
 
 def decode_group(data: bytes, *, routing: RoutingSpec | None) -> PromptGroup:
@@ -92,14 +108,13 @@ def decode_group(data: bytes, *, routing: RoutingSpec | None) -> PromptGroup:
         ContractError: the content breaks the contract of tokens and trajectories.
     """
     head, payload = unseal(data, kind=GROUP)
-    group, prompt, admitted_version, admitted_update = head.ids
-    return PromptGroup(
-        group=group,
-        prompt=prompt,
-        admitted_version=admitted_version,
-        admitted_update=admitted_update,
-        trajectories=MessageReader(head, payload, routing).trajectories(),
-    )
+    return _group(head, MessageReader(head, payload, routing).trajectories())
+
+
+def unpack_group(data: bytes, buffers: Buffers, *, routing: RoutingSpec | None) -> PromptGroup:
+    """The group that `pack_group` was given, as views of the buffers; `data` is the head. Raises as `decode_group`."""
+    head, _ = unseal(data, kind=GROUP)
+    return _group(head, MessageReader(head, buffers, routing).trajectories())
 
 
 def decode_trajectory(data: bytes, *, routing: RoutingSpec | None) -> Trajectory:
@@ -111,21 +126,27 @@ def decode_trajectory(data: bytes, *, routing: RoutingSpec | None) -> Trajectory
 def decode_segment(data: bytes, *, routing: RoutingSpec | None) -> TokenOutput:
     """The segment that `encode_segment` was given; raises as `decode_group` does."""
     head, payload = unseal(data, kind=SEGMENT)
-    segment = MessageReader(head, payload, routing).segment(next(head.segments()))
-    if routing is not None and segment.routed_experts is not None:
-        segment.routed_experts.check(routing)
-    return segment
+    return _segment(head, payload, routing)
+
+
+def unpack_segment(data: bytes, buffers: Buffers, *, routing: RoutingSpec | None) -> TokenOutput:
+    """The segment that `pack_segment` was given, as views of the buffers; `data` is the head. Raises as above."""
+    head, _ = unseal(data, kind=SEGMENT)
+    return _segment(head, buffers, routing)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
     """A prompt group that stays bytes: the queue reads its head, nobody touches its arrays.
 
+    data: its message, or the head of one. content: whatever the holder keeps with it.
+
     Raises:
         WireError: the bytes are damaged, or no group.
     """
 
     data: bytes
+    content: Any = field(default=None, repr=False, compare=False)
     _head: MessageHead = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -171,3 +192,30 @@ class EncodedGroup:
                 version = self._head.weights[segment.weights][0]
                 counts[version] = counts.get(version, 0) + segment.tokens
         return counts
+
+
+def _ids(group: PromptGroup) -> tuple[int, int, int, int]:
+    return group.group, group.prompt, group.admitted_version, group.admitted_update
+
+
+def _group(head: MessageHead, trajectories: list[Trajectory]) -> PromptGroup:
+    group, prompt, admitted_version, admitted_update = head.ids
+    return PromptGroup(
+        group=group,
+        prompt=prompt,
+        admitted_version=admitted_version,
+        admitted_update=admitted_update,
+        trajectories=trajectories,
+    )
+
+
+def _segment_head(writer: MessageWriter, segment: TokenOutput, routing: RoutingSpec | None) -> TrajectoryHead:
+    turn = TurnHead(observation=0, segments=[writer.segment(segment, rows=segment.routed_experts, routing=routing)])
+    return TrajectoryHead(resume_routing="append", turns=[turn], stop_reason=None, reward=None, info={})
+
+
+def _segment(head: MessageHead, payload: memoryview | Buffers, routing: RoutingSpec | None) -> TokenOutput:
+    segment = MessageReader(head, payload, routing).segment(next(head.segments()))
+    if routing is not None and segment.routed_experts is not None:
+        segment.routed_experts.check(routing)
+    return segment

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
+from message_queue.packed import Buffers, Packed
 from message_queue.rank_code import RankCode
 from message_queue.tokens import ExpertArray, RoutedExperts, RoutingSpec, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
@@ -44,14 +47,24 @@ class MessageWriter:
         self, kind: str, trajectories: Sequence[TrajectoryHead], *, ids: tuple[int, int, int, int] = NO_GROUP
     ) -> bytes:
         """The message of everything collected."""
-        head = MessageHead(
+        return seal(kind, self._head(trajectories, ids), [*self._tokens, *self._logprobs, *self._encoded_rows()])
+
+    def packed(
+        self, kind: str, trajectories: Sequence[TrajectoryHead], *, ids: tuple[int, int, int, int] = NO_GROUP
+    ) -> Packed:
+        """The same with its arrays apart. Rows are not copied; what is small beside them is put together."""
+        parts = (b"".join(self._tokens), b"".join(self._logprobs), *self._encoded_rows())
+        buffers = tuple(np.frombuffer(part, np.uint8) for part in parts)
+        return Packed(seal(kind, self._head(trajectories, ids), []), buffers)
+
+    def _head(self, trajectories: Sequence[TrajectoryHead], ids: tuple[int, int, int, int]) -> MessageHead:
+        return MessageHead(
             ids=ids,
             row_layout=self._layout,
             weights=list(self._weights),
             replicas=list(self._replicas),
             trajectories=list(trajectories),
         )
-        return seal(kind, head, [*self._tokens, *self._logprobs, *self._encoded_rows()])
 
     def trajectory(self, trajectory: Trajectory) -> TrajectoryHead:
         """Collect a trajectory."""
@@ -179,19 +192,33 @@ def _rank_code(num_experts: int | None, top_k: int) -> RankCode:
 class MessageReader:
     """Hands out the arrays of a message in order.
 
+    Rows are not looked at for experts that are named twice: those of the sender were, and nothing changed since.
+
+    Args:
+        payload: all arrays in one piece, or the buffers of a `Packed`.
+
     Raises:
-        WireError: rows that are not of the receiver's model, or not as many as the head says.
+        WireError: rows that are not of the receiver's model, or arrays that are not as long as the head says.
     """
 
-    def __init__(self, head: MessageHead, payload: memoryview, routing: RoutingSpec | None) -> None:
+    def __init__(self, head: MessageHead, payload: memoryview | Buffers, routing: RoutingSpec | None) -> None:
         self._head = head
         self._routing = routing
         num_tokens, sampled = head.num_tokens(), head.num_sampled()
         logprobs_at, rows_at = 4 * num_tokens, 4 * (num_tokens + sampled)
-        self._tokens = np.frombuffer(payload[:logprobs_at], "<i4")
-        self._logprobs = np.frombuffer(payload[logprobs_at:rows_at], "<f4")
-        self._rows = self._row_array(payload[rows_at:])
-        self._token_at = self._logprob_at = self._row_at = 0
+        if isinstance(payload, memoryview):
+            tokens, logprobs, *rows = payload[:logprobs_at], payload[logprobs_at:rows_at], payload[rows_at:]
+        else:
+            tokens, logprobs, *rows = payload
+        if (len(tokens), len(logprobs)) != (logprobs_at, rows_at - logprobs_at):
+            raise WireError(
+                f"message has {len(tokens)} bytes of tokens and {len(logprobs)} of logprobs; its head says "
+                f"{num_tokens} tokens, of which {sampled} are sampled"
+            )
+        self._tokens = np.frombuffer(tokens, "<i4")
+        self._logprobs = np.frombuffer(logprobs, "<f4")
+        self._rows = iter(list(self._row_arrays(rows)))
+        self._token_at = self._logprob_at = 0
 
     def trajectories(self) -> list[Trajectory]:
         """All of them."""
@@ -226,23 +253,38 @@ class MessageReader:
         return self._tokens[start : self._token_at]
 
     def _next_rows(self, head: RowsHead) -> RoutedExperts:
-        start, self._row_at = self._row_at, self._row_at + head.count
-        experts = self._rows[start : self._row_at]
-        return RoutedExperts(first_position=head.first_position, experts=experts, unavailable=head.unavailable)
+        return RoutedExperts.trusted(
+            first_position=head.first_position, experts=next(self._rows), unavailable=head.unavailable
+        )
 
-    def _row_array(self, payload: memoryview) -> ExpertArray:
-        """uint8 or uint16 [rows, moe_layers, top_k]."""
+    def _row_arrays(self, pieces: Sequence[memoryview] | Sequence[NDArray[np.uint8]]) -> Iterator[ExpertArray]:
+        """uint8 or uint16 [rows, moe_layers, top_k] of each segment that has rows, from one piece or one for each."""
         layout = self._head.row_layout
         if layout is None:
-            return np.zeros((0, 1, 1), np.uint8)
+            return
         self._check_layout(layout)
-        shape = (self._head.num_rows(), layout.moe_layers, layout.top_k)
+        counts = [segment.rows.count for segment in self._head.segments() if segment.rows is not None]
+        if len(pieces) == 1:
+            counts, whole = [sum(counts)], counts
+        else:
+            whole = None
+        if len(pieces) != len(counts):
+            raise WireError(f"message has rows in {len(pieces)} pieces; its head says {len(counts)}")
+        arrays = [self._row_array(piece, count, layout) for piece, count in zip(pieces, counts, strict=True)]
+        if whole is not None:
+            arrays = np.split(arrays[0], np.cumsum(whole)[:-1])
+        yield from arrays
+
+    def _row_array(self, piece: memoryview | NDArray[np.uint8], rows: int, layout: RowLayout) -> ExpertArray:
+        shape = (rows, layout.moe_layers, layout.top_k)
         if layout.rank_coded:
             sets = _rank_code(layout.num_experts, layout.top_k).decode(
-                np.frombuffer(payload, np.uint8), shape[0] * shape[1]
+                np.frombuffer(piece, np.uint8), math.prod(shape[:2])
             )
             return sets.reshape(shape)
-        return np.frombuffer(payload, f"<u{layout.width}").reshape(shape)
+        if len(piece) != math.prod(shape) * layout.width:
+            raise WireError(f"message has {len(piece)} bytes of rows; its head says {shape} of {layout.width} bytes")
+        return np.frombuffer(piece, f"<u{layout.width}").reshape(shape)
 
     def _check_layout(self, layout: RowLayout) -> None:
         sent = (layout.moe_layers, layout.top_k, layout.num_experts)

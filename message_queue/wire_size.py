@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from message_queue.packed import Packed
 from message_queue.wire_format import unseal
 
 _PARTS = ("structure", "tokens", "logprobs", "rows", "total")
@@ -49,22 +50,24 @@ class EncodedSize:
         return "\n".join(lines)
 
 
-def encoded_size(data: bytes) -> EncodedSize:
+def encoded_size(message: bytes | Packed) -> EncodedSize:
     """What the bytes of a message hold.
 
     Raises:
         WireError: the bytes are damaged.
     """
-    head, payload = unseal(data, kind=None)
+    packed = isinstance(message, Packed)
+    head, payload = unseal(message.head if packed else message, kind=None)
+    payload_bytes = message.num_bytes if packed else len(payload)
     num_tokens, sampled, num_rows, layout = head.num_tokens(), head.num_sampled(), head.num_rows(), head.row_layout
     floor = 0.0 if layout is None else math.nan
     if layout is not None and layout.num_experts is not None:
         floor = num_rows * layout.moe_layers * math.log2(math.comb(layout.num_experts, layout.top_k)) / 8
     return EncodedSize(
-        structure=len(data) - len(payload),
+        structure=len(message.head) if packed else len(message) - payload_bytes,
         tokens=4 * num_tokens,
         logprobs=4 * sampled,
-        rows=len(payload) - 4 * (num_tokens + sampled),
+        rows=payload_bytes - 4 * (num_tokens + sampled),
         num_tokens=num_tokens,
         num_rows=num_rows,
         rows_floor=floor,

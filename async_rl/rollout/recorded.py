@@ -10,7 +10,6 @@ from async_rl.rollout.bell import Bell
 from message_queue.progress import CallBegun, RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
-from message_queue.wire import encode_segment
 
 
 class RolloutLog(Protocol):
@@ -140,7 +139,7 @@ class RecordedTrajectory(CountedTrajectory):
         """See Trajectory."""
         at = len(self)
         super().extend(segment, rows_replaced=rows_replaced)
-        self._record(at, Sampled(encode_segment(segment)))
+        self._record(at, Sampled(segment))
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
         """See Trajectory."""

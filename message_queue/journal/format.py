@@ -23,6 +23,7 @@ import numpy as np
 
 from message_queue.journal.errors import JournalFormatError, JournalRunError
 from message_queue.journal.records import KINDS, Body, Observed, Sampled
+from message_queue.packed import Packed
 from message_queue.tokens import ContractError, Int32Array, TokenOutput
 from message_queue.wire_arrays import NO_GROUP as NO_IDS
 from message_queue.wire_format import (
@@ -174,7 +175,7 @@ def observation_entry(group: int, trajectory: int, token_ids: Int32Array, *, at:
 
 
 def segment_entry(
-    group: int, trajectory: int, segment: TokenOutput | bytes | memoryview, *, at: int, rows_held: int
+    group: int, trajectory: int, segment: TokenOutput | Packed | bytes | memoryview, *, at: int, rows_held: int
 ) -> Entry:
     """A segment, or its wire message; of the rows of a segment those from position `rows_held` on.
 
@@ -183,6 +184,9 @@ def segment_entry(
     """
     if isinstance(segment, TokenOutput):
         message, payload = _segment_message(segment, rows_held=rows_held)
+    elif isinstance(segment, Packed):
+        message, _ = unseal(segment.head, kind=SEGMENT)
+        payload = tuple(buffer.data for buffer in segment.buffers)
     else:
         message, view = unseal(segment, kind=SEGMENT)  # pyright: ignore[reportArgumentType] # it takes any buffer
         payload = (view,)

@@ -42,6 +42,7 @@ from message_queue.journal.records import (
 )
 from message_queue.journal.state import JournalStart
 from message_queue.journal.writer import Answer, Job, JournalStats, Writer
+from message_queue.packed import Packed
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting
 
@@ -124,7 +125,7 @@ class Journal:
     async def sampled(
         self,
         group: int,
-        segment: TokenOutput | bytes | memoryview,
+        segment: TokenOutput | Packed | bytes | memoryview,
         *,
         trajectory: int,
         at: int,
@@ -134,7 +135,7 @@ class Journal:
         """A segment was appended at position `at`. Its arrays are not copied: leave them alone until this returns.
 
         Args:
-            segment: as it is, or as the bytes of `encode_segment`.
+            segment: as it is, as `pack_segment` gives it, or as the bytes of `encode_segment`.
             rows_held: rows of the trajectory before it; with resume_routing append or force those of a TokenOutput
                 before that position are left out, as the merge rule leaves them out.
 

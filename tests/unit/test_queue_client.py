@@ -13,7 +13,7 @@ from message_queue.queue import Admission, DuplicateGroup, QueueClosed, QueueErr
 from message_queue.service import QueueService
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import ContractError, RoutingSpec
-from message_queue.wire import EncodedGroup, WireError, decode_group, encode_group, encoded_size
+from message_queue.wire import EncodedGroup, WireError, encode_group, encoded_size, unpack_group
 from tests.unit.groups import SPEC, group_for, routed, segment, trajectory
 from tests.unit.test_queue import waits
 
@@ -253,7 +253,7 @@ async def test_rows_cross_by_their_rank_where_the_config_says_so():
         assert (await client.put(sent)).accepted
         (data,) = (await handle.service.take_bytes(ticket="peek", settled=[], wait_s=1)).groups
         sizes[ranked] = encoded_size(data)
-        (got,) = decode_group(data, routing=SPEC).trajectories
+        (got,) = unpack_group(data.head, data.buffers, routing=SPEC).trajectories
         assert np.array_equal(np.sort(got.routed_experts()), np.sort(sent.trajectories[0].routed_experts()))
     assert (sizes[True].rank_coded, sizes[False].rank_coded) == (True, False)
     assert sizes[True].rows < 0.4 * sizes[False].rows

@@ -1,0 +1,319 @@
+"""Ways for groups to get from the process of a rollouter to that of a trainer, each as two ends; and the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from async_rl.object_store import ObjectStore
+from async_rl.rollout.recorded import QueueRolloutLog
+from message_queue.client import QueueClient, QueueClientConfig
+from message_queue.contract import Admission, Batch
+from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.together import Together
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.trajectory import PromptGroup, Trajectory
+
+PROMPT_TOKENS = 256
+AT_ONCE = 16  # groups that are on their way at most
+BATCH = 4  # groups that the trainer takes together
+SAVE_EVERY = 4  # batches between two checkpoints
+DISTINCT = 3  # groups that are made; they are sent over and over
+PARTITION, FIELDS = "benchmark", ("token_ids", "logprobs", "routed_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """trajectories of a group, each of `tokens` tokens. routing: what the rows are of."""
+
+    name: str
+    routing: RoutingSpec
+    tokens: int
+    trajectories: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays of a group: 4 per token, 4 per logprob, and the rows as the engine gave them."""
+        rows = (self.tokens - 1) * len(self.routing.layers) * self.routing.top_k * self.routing.dtype.itemsize
+        return self.trajectories * (4 * self.tokens + 4 * (self.tokens - PROMPT_TOKENS) + rows)
+
+    def contents(self, seed: int) -> list[Trajectory]:
+        """Closed trajectories of a prompt and one segment."""
+        return [self._trajectory(np.random.default_rng((seed, i))) for i in range(self.trajectories)]
+
+    def _trajectory(self, rng: np.random.Generator) -> Trajectory:
+        spec, sampled = self.routing, self.tokens - PROMPT_TOKENS
+        first = rng.integers(spec.num_experts, size=(self.tokens - 1, len(spec.layers), 1), dtype=np.int16)
+        experts = ((first + 7 * np.arange(spec.top_k, dtype=np.int16)) % spec.num_experts).astype(spec.dtype)
+        made = Trajectory(routing=spec)
+        made.observe(np.arange(PROMPT_TOKENS, dtype=np.int32))
+        made.extend(
+            TokenOutput(
+                token_ids=rng.integers(150_000, size=sampled, dtype=np.int32),
+                logprobs=-rng.random(sampled, dtype=np.float32),
+                routed_experts=RoutedExperts(first_position=0, experts=experts),
+                weights=WeightVersion(0, "0" * 64),
+                stop_reason=StopReason.STOP,
+                replica="replica-0",
+            )
+        )
+        made.close(stop_reason=StopReason.STOP, reward=1.0)
+        return made
+
+
+def qwen3(tokens: int, trajectories: int) -> Shape:
+    """Shaped like Qwen3-30B-A3B."""
+    return Shape(
+        name="48 x 8 of 128",
+        routing=RoutingSpec(layers=tuple(range(48)), num_experts=128, top_k=8),
+        tokens=tokens,
+        trajectories=trajectories,
+    )
+
+
+def kimi_k2(tokens: int, trajectories: int) -> Shape:
+    """Shaped like Kimi-K2."""
+    return Shape(
+        name="60 x 8 of 384",
+        routing=RoutingSpec(layers=tuple(range(1, 61)), num_experts=384, top_k=8),
+        tokens=tokens,
+        trajectories=trajectories,
+    )
+
+
+Arrays = list[NDArray[Any]]
+
+
+def arrays_of(contents: Sequence[Trajectory]) -> Arrays:
+    """token ids, logprobs and rows of each trajectory."""
+    arrays: Arrays = []
+    for trajectory in contents:
+        (turn,) = trajectory.turns
+        (segment,) = turn.segments
+        assert segment.routed_experts is not None
+        tokens = np.concatenate([turn.observation, segment.token_ids])
+        arrays += [tokens, segment.logprobs, segment.routed_experts.experts]
+    return arrays
+
+
+class End(Protocol):
+    """One end of a way, in its process."""
+
+    async def open(self, shape: Shape) -> None: ...
+    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None: ...
+    async def receive(self) -> int:
+        """Take BATCH groups, as arrays or trajectories; how many groups those are."""
+        ...
+
+
+# ---- the queue
+
+
+class QueueEnd:
+    """QueueClient over the queue's actor. The trainer asks for the next batch while it acknowledges one.
+
+    recorded: segments are appended to the journal as they end, as a rollouter does. min_bytes: of what is shared.
+    """
+
+    def __init__(self, actor: Any, *, name: str, recorded: bool, min_bytes: int) -> None:
+        self._actor, self._name, self._recorded, self._min_bytes = actor, name, recorded, min_bytes
+        self._prompt = self._step = 0
+        self._next: asyncio.Task[Batch[PromptGroup]] | None = None
+
+    async def open(self, shape: Shape) -> None:
+        self._client = QueueClient(
+            Together(self._actor, name=self._name),
+            name=self._name,
+            routing=shape.routing,
+            config=QueueClientConfig(),
+            memory=ObjectStore(min_bytes=self._min_bytes),
+        )
+        self._log = QueueRolloutLog(self._client)
+
+    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
+        self._prompt += 1
+        admission = await self._client.admit(self._prompt)
+        if self._recorded:
+            for number, trajectory in enumerate(contents):
+                for record in records_of(admission, number, trajectory):
+                    self._log.append(record)
+            await self._log.flush()
+        await self._client.put(
+            PromptGroup(
+                group=admission.group,
+                prompt=admission.prompt,
+                admitted_version=admission.admitted_version,
+                admitted_update=admission.admitted_update,
+                trajectories=list(contents),
+            )
+        )
+
+    async def receive(self) -> int:
+        batch = await (self._next or self._client.take())
+        self._next = asyncio.create_task(self._client.take())
+        self._step += 1
+        await self._client.trained([group.group for group in batch.groups], train_step=self._step)
+        if self._recorded and self._step % SAVE_EVERY == 0:
+            await self._client.checkpointed(self._step)
+        return len(batch.groups)
+
+
+def records_of(admission: Admission, number: int, trajectory: Trajectory) -> list[RolloutRecord]:
+    """What a rollouter records of it."""
+    (turn,) = trajectory.turns
+    (segment,) = turn.segments
+    end = TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)
+    steps = ((0, turn.observation), (len(turn.observation), Sampled(segment)), (len(trajectory), end))
+    return [RolloutRecord(group=admission.group, trajectory=number, at=at, what=what) for at, what in steps]
+
+
+# ---- a plain actor with a deque
+
+
+class DequeActor:
+    """What people write first."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._changed = asyncio.Condition()
+
+    async def put(self, item: Any) -> None:
+        async with self._changed:
+            self._items.append(item)
+            self._changed.notify()
+
+    async def get(self, count: int) -> list[Any]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._items) >= count)
+            return [self._items.popleft() for _ in range(count)]
+
+
+class DequeEnd:
+    """pickled: the arrays are pickled to bytes; otherwise they are given to Ray as they are."""
+
+    def __init__(self, actor: Any, *, pickled: bool) -> None:
+        self._actor, self._pickled = actor, pickled
+        self._next: Any = None
+
+    async def open(self, shape: Shape) -> None:
+        return
+
+    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
+        await self._actor.put.remote(pickle.dumps(arrays) if self._pickled else arrays)
+
+    async def receive(self) -> int:
+        items = await (self._next or self._actor.get.remote(BATCH))
+        self._next = self._actor.get.remote(BATCH)
+        return len([pickle.loads(item) if self._pickled else item for item in items])
+
+
+# ---- TransferQueue
+
+
+class TransferQueueEnd:
+    """TransferQueue's client; which samples are ready is told through a deque, so that its controller is not polled."""
+
+    def __init__(self, ready: Any) -> None:
+        self._ready = ready
+        self._next: Any = None
+
+    async def open(self, shape: Shape) -> None:
+        import transfer_queue  # pyright: ignore[reportMissingImports] # no dependency of the project
+        from transfer_queue.interface import _maybe_create_tq_client  # pyright: ignore
+
+        transfer_queue.init()
+        self._client: Any = _maybe_create_tq_client()
+
+    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
+        import torch
+        from tensordict import TensorDict
+
+        stacked = [np.stack(arrays[i :: len(FIELDS)]) for i in range(len(FIELDS))]
+        if stacked[2].dtype == np.uint16:
+            stacked[2] = stacked[2].view(np.int16)
+        fields = {name: torch.from_numpy(array) for name, array in zip(FIELDS, stacked, strict=True)}
+        data = TensorDict(fields, batch_size=[len(contents)])
+        meta = await self._client.async_put(data, partition_id=PARTITION)
+        await self._ready.put.remote(meta)
+
+    async def receive(self) -> int:
+        metas = await (self._next or self._ready.get.remote(BATCH))
+        self._next = self._ready.get.remote(BATCH)
+        await asyncio.gather(*map(self._take, metas))
+        return len(metas)
+
+    async def _take(self, meta: Any) -> None:
+        data = await self._client.async_get_data(meta)
+        assert len(data["routed_experts"])
+        await self._client.async_clear_samples(meta)
+
+
+# ---- limits
+
+
+class ObjectStoreEnd:
+    """ray.put and ray.get of the arrays in one process; as many groups are held as are on their way elsewhere."""
+
+    async def open(self, shape: Shape) -> None:
+        self._held: deque[Any] = deque(maxlen=AT_ONCE)
+
+    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
+        self._held.append(ray.get(ray.put(arrays)))
+
+    async def receive(self) -> int:
+        raise NotImplementedError("one process does it all")
+
+
+class MemcpyEnd(ObjectStoreEnd):
+    """One copy of the arrays into memory that is there."""
+
+    async def open(self, shape: Shape) -> None:
+        self._room: Arrays = []
+
+    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
+        self._room = self._room or [np.empty_like(array) for array in arrays]
+        for room, array in zip(self._room, arrays, strict=True):
+            np.copyto(room, array)
+
+
+class Host:
+    """The process of a rollouter or of a trainer: its ends, and the groups of one shape."""
+
+    def __init__(self) -> None:
+        self._shape: Shape | None = None
+        self._ends: dict[str, End] = {}
+
+    async def open(self, name: str, end: End, shape: Shape) -> None:
+        """Make an end ready, for groups of `shape`."""
+        if shape != self._shape:
+            contents = [shape.contents(seed) for seed in range(DISTINCT)]
+            self._shape, self._groups = shape, [(c, arrays_of(c)) for c in contents]
+        self._ends[name] = end
+        await end.open(shape)
+
+    async def send(self, name: str, groups: int) -> float:
+        """Send so many, AT_ONCE at most on their way; the seconds it took."""
+        begun = time.perf_counter()
+        end, places = self._ends[name], asyncio.Semaphore(AT_ONCE)
+
+        async def one(number: int) -> None:
+            async with places:
+                await end.send(*self._groups[number % DISTINCT])
+
+        await asyncio.gather(*(one(number) for number in range(groups)))
+        return time.perf_counter() - begun
+
+    async def receive(self, name: str, groups: int) -> None:
+        """Receive so many."""
+        received = 0
+        while received < groups:
+            received += await self._ends[name].receive()

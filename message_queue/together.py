@@ -1,0 +1,176 @@
+"""Calls to a process, those of one turn of the event loop in one message, and the answers that stand together too.
+
+    Together.method.remote(...) --\\                           /-- task
+    Together.method.remote(...) ---> together([call, call]) --+-- task
+                                <--- answers so far
+                             ... ---> collect()            <---- answers that came later
+
+A message to another process costs far more than a call in this one. A call alone takes one message and its answer, as
+it would without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import traceback
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+COLLECT_S = 10.0  # longest wait for answers in one message
+GATHER_TURNS = 8  # turns of the event loop in which answers gather once there is one
+
+
+class Call(NamedTuple):
+    """number: of the caller, unique among its calls."""
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """error: what the call raised, or None."""
+
+    number: int
+    result: Any
+    error: Exception | None
+
+
+class RemoteError(RuntimeError):
+    """A call failed in the other process; has its traceback as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    calls: Together
+    name: str
+
+    def remote(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        return self.calls.submit(self.name, args, kwargs)
+
+
+class Together:
+    """Has the shape of the handle that it sends through, whose process runs `TogetherHost`.
+
+    Args:
+        handle: whose `together` and `collect` have `.remote(...)` that returns an awaitable.
+        name: unique among all who call that process.
+    """
+
+    def __init__(self, handle: Any, *, name: str) -> None:
+        self._handle = handle
+        self._name = name
+        self._numbers = itertools.count()
+        self._outbox: list[Call] = []
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._collecting = False
+
+    def __getattr__(self, method: str) -> _Method:
+        return _Method(self, method)
+
+    def submit(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        """Make the call in the next message. Whether its answer is awaited changes nothing over there."""
+        loop = asyncio.get_running_loop()
+        number, future = next(self._numbers), loop.create_future()
+        self._waiting[number] = future
+        future.add_done_callback(lambda _: self._waiting.pop(number, None))
+        self._outbox.append(Call(number, method, args, kwargs))
+        if len(self._outbox) == 1:
+            loop.call_soon(self._send)
+        return future
+
+    def _send(self) -> None:
+        calls, self._outbox = self._outbox, []
+        numbers = [call.number for call in calls]
+        self._start(self._exchange(self._handle.together.remote(self._name, calls), numbers))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _exchange(self, message: Awaitable[Sequence[Answer]], numbers: Sequence[int]) -> None:
+        try:
+            self._settle(await message)
+        except Exception as error:  # noqa: BLE001 - it is what became of these calls
+            self._fail(numbers, error)
+        if not self._collecting and any(number in self._waiting for number in numbers):
+            self._collecting = True
+            self._start(self._collect())
+
+    async def _collect(self) -> None:
+        try:
+            while self._waiting:
+                self._settle(await self._handle.collect.remote(self._name))
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            self._fail(list(self._waiting), error)
+        finally:
+            self._collecting = False
+
+    def _settle(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            future = self._waiting.get(answer.number)
+            if future is None or future.done():
+                continue  # its caller gave up
+            if answer.error is None:
+                future.set_result(answer.result)
+            else:
+                future.set_exception(answer.error)
+
+    def _fail(self, numbers: Sequence[int], error: Exception) -> None:
+        self._settle([Answer(number, None, error) for number in numbers])
+
+
+class TogetherHost:
+    """Runs calls on a service, in one event loop.
+
+    Args:
+        refusals: errors that travel as they are; of others the text does.
+    """
+
+    def __init__(self, service: Any, *, refusals: tuple[type[Exception], ...]) -> None:
+        self._service = service
+        self._refusals = refusals
+        self._answers: dict[str, list[Answer]] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def together(self, client: str, calls: Sequence[Call]) -> list[Answer]:
+        """Begin calls; answers of the client that there are, once there is one."""
+        for call in calls:
+            task = asyncio.ensure_future(self._run(client, Call(*call)))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        return await self.collect(client)
+
+    async def collect(self, client: str) -> list[Answer]:
+        """Answers of the client that there are, once there is one; none after COLLECT_S."""
+        changed = self._changed.setdefault(client, asyncio.Event())
+        try:
+            async with asyncio.timeout(COLLECT_S):
+                await changed.wait()
+        except TimeoutError:
+            return []
+        known = 0
+        for _ in range(GATHER_TURNS):
+            await asyncio.sleep(0)
+            if len(self._answers.get(client, ())) == known:
+                break
+            known = len(self._answers.get(client, ()))
+        changed.clear()
+        return self._answers.pop(client, [])
+
+    async def _run(self, client: str, call: Call) -> None:
+        result = error = None
+        try:
+            result = await getattr(self._service, call.method)(*call.args, **call.kwargs)
+        except self._refusals as refusal:
+            error = refusal
+        except Exception as failure:  # noqa: BLE001 - the caller is told
+            error = RemoteError("".join(traceback.format_exception(failure)))
+        self._answers.setdefault(client, []).append(Answer(call.number, result, error))
+        self._changed.setdefault(client, asyncio.Event()).set()
