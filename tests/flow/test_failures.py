@@ -131,15 +131,14 @@ async def test_a_group_makes_up_for_no_more_than_max_fills_and_is_dropped_then(t
     assert bool(reasons) == dropped and all("no judge" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("kills", [[16], [24, 20]])
-async def test_a_group_that_was_made_up_for_goes_on_after_a_kill(tmp_path, kills):
+async def test_a_group_that_was_made_up_for_goes_on_after_a_kill(tmp_path):
     options = {
         "reward_fail": FailsOnce("t1"),
         "failure": FailureConfig(on_failed="fill"),
         "mean_length": 30,
         "token_s": 0.001,
     }
-    lives = await lives_of(tmp_path, kills, **options)
+    lives = await lives_of(tmp_path, [24, 20], **options)
     assert check(lives)["dropped"] == 0
     grown = [g for life in lives for g, (_, lengths, _) in life.rolled.items() if len(lengths) > 3]
     made_up = [g for life in lives for g in life.delivered.values() if len(g.trajectories) > 3]
