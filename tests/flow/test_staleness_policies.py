@@ -79,33 +79,24 @@ def test_a_prompt_that_expired_is_admitted_again_before_any_new_one(tmp_path):
     assert harness.lines("metrics.jsonl")[-1]["ledger/recycled"] <= len(recycled)
 
 
-def test_prompts_that_wait_to_be_admitted_again_survive_a_stop(tmp_path):
-    first = Watched(tmp_path, policy="recycle")
-    snapshots = []
-    save = first.checkpoints.save
+def test_prompts_that_wait_to_be_admitted_again_are_in_the_checkpoint(tmp_path):
+    slow_loads = {"max_staleness": 1, "publish_every": 2, "replica_options": {"load_s": 0.2}}
+    first = Watched(tmp_path, policy="recycle", checkpoint_every=1, **slow_loads)
+    states, save = [], first.checkpoints.save
 
     async def saving(state, *, trainer):
-        snapshots.append(state)
+        states.append(state)
         return await save(state, trainer=trainer)
 
     first.checkpoints.save = saving
-    take = first.queue.take
-
-    async def taking():
-        batch = await take()
-        if first.queue.plain.snapshot().waiting:
-            first.pipeline.request_stop()
-        return batch
-
-    first.queue.take = taking
-    assert run_in_virtual_time(first.run()) is False
-    state = read_run_state(first.checkpoints.latest())
-    assert state == snapshots[-1]
+    assert run_in_virtual_time(first.run())
+    state = next(state for state in states if state.queue.waiting)
     assert set(state.queue.waiting) <= set(state.unfinished_prompts) and state.queue.recycles
-    second = Watched(tmp_path / "again", policy="recycle", start=state)
+    second = Watched(tmp_path / "again", policy="recycle", start=state, **slow_loads)
     assert run_in_virtual_time(second.run())
     assert second.lines("ledger.jsonl")[-1]["error"] == second.lines("ledger.jsonl")[-1]["token_error"] == 0
-    assert len(first.trained + second.trained) == len({*first.trained, *second.trained}) == 24
+    trained = first.trained[: 2 * state.train_step] + second.trained
+    assert len(trained) == len(set(trained)) == 24
     again = list(dict.fromkeys(second.admitted[g] for g in sorted(second.admitted)))
     assert again[: len(state.unfinished_prompts)] == list(state.unfinished_prompts)
 
