@@ -6,8 +6,8 @@
      +------------------ admission reopens when every replica serves the new version
 
     stage     consumes              produces              waits for                     is unblocked by
-    feed      prompts (expired ones admitted prompts      the staleness budget          publish, drops
-              first: policy recycle)
+    feed      prompts, first the    admitted prompts      the staleness budget          publish, drops
+              recycled ones
     rollout   admitted prompts      prompt groups         engines, tools                (nothing: it never blocks feed)
     train     batches of groups     gradients, versions   a batch the bound allows      rollout
     publish   versions              loaded replicas       every replica to load         train

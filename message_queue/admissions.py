@@ -65,9 +65,11 @@ class Admissions:
 
     def again(self, prompt: int) -> None:
         """The group of a prompt was given up, and the prompt is to be admitted again."""
+        self._unheard.pop(prompt, None)
         self._recycles[prompt] = self.times(prompt) + 1
         self._waiting.append(prompt)
 
     def done(self, prompt: int) -> None:
         """The group of a prompt was trained or dropped."""
+        self._unheard.pop(prompt, None)
         self._recycles.pop(prompt, None)

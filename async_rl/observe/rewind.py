@@ -36,6 +36,7 @@ def unseen_groups(directory: Path, *, next_group: int, live: Collection[int]) ->
             "train_step": None,
             "segments": None,
             "tokens": None,
+            "masked_tokens": None,
         }
         for group in range(next_group)
         if group not in seen and group not in live

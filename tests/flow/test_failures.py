@@ -8,9 +8,10 @@ from agent_loop.loop import RolloutError
 from async_rl.rollout.rollouter import FailureConfig
 from message_queue.tokens import StopReason
 from tests.flow.crashes import Life
-from tests.flow.harness import FakeTrainer, Harness
+from tests.flow.harness import FakeTrainer, Harness, Prompts
 from tests.flow.test_crashes import check, lives_of
 from tests.flow.test_pipeline import check_ledger
+from tests.unit.groups import trajectory
 from tests.unit.journal_disk import FakeDisk
 
 
@@ -131,15 +132,25 @@ async def test_a_group_makes_up_for_no_more_than_max_fills_and_is_dropped_then(t
     assert bool(reasons) == dropped and all("no judge" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("kills", [[16], [24, 20]])
-async def test_a_group_that_was_made_up_for_goes_on_after_a_kill(tmp_path, kills):
+async def test_a_group_whose_rollout_failed_just_before_a_kill_is_made_up_for_after_it(tmp_path):
+    harness = Harness(tmp_path, failure=FailureConfig(on_failed="fill"))
+    admission = await harness.queue.admit(0)
+    held = [trajectory(prompt=1) for _ in range(3)]
+    held[1].stop_reason = StopReason.ERROR
+    group = await harness.rollouter.roll(Prompts().train_prompt(0), admission, held=held)
+    assert [t.stop_reason is StopReason.ERROR for t in group.trajectories] == [False, True, False, False]
+    assert group.trajectories[3].num_sampled and {r.session for r in harness.replicas[0].requests} == {"g0-t3"}
+    harness.recorder.close()
+
+
+async def test_a_group_that_was_made_up_for_goes_on_after_a_kill(tmp_path):
     options = {
         "reward_fail": FailsOnce("t1"),
         "failure": FailureConfig(on_failed="fill"),
         "mean_length": 30,
         "token_s": 0.001,
     }
-    lives = await lives_of(tmp_path, kills, **options)
+    lives = await lives_of(tmp_path, [24, 20], **options)
     assert check(lives)["dropped"] == 0
     grown = [g for life in lives for g, (_, lengths, _) in life.rolled.items() if len(lengths) > 3]
     made_up = [g for life in lives for g in life.delivered.values() if len(g.trajectories) > 3]

@@ -12,7 +12,8 @@ from tests.simulation.mutations import MUTATIONS
 SEEDS = 1000
 KNOWN = {  # a seed that finds it, tried first; for what takes more than a few dozen to find
     "a_timeout_that_is_expiring_is_moved": 357,
-    "ledger_records_that_are_forgotten_before_they_arrive": 697,
+    "ledger_records_that_are_forgotten_before_they_arrive": 821,
+    "a_checkpoint_that_forgets_prompts_that_wait_to_be_admitted_again": 70,
 }
 
 

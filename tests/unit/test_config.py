@@ -95,7 +95,6 @@ def test_a_parallel_layout_can_be_asked_for():
         (["rollout.sampling.top_p=2"], ["top_p", "2"]),
         (["rollout.limits.max_tokens=100000"], ["rollout.limits.max_tokens", "100000", "engine.max_model_len"]),
         (["sync.every=3", "staleness.max_staleness=1"], ["staleness.max_staleness", "1", "sync.every=3"]),
-        (["staleness.policy=hope"], ["staleness.policy", "hope", "recycle"]),
         (["staleness.policy=recycle", "staleness.max_recycles=0"], ["staleness.max_recycles", "0", "drop"]),
         (
             ["rollout.failure.on_failed=fill", "rollout.failure.max_fills=9"],

@@ -117,6 +117,9 @@ async def test_an_admission_again_that_nobody_heard_of_is_what_the_next_call_get
     queue.take_back(again)
     assert await queue.admit(1) == again
     assert queue.snapshot().next_group == 2
+    queue.take_back(again)
+    await queue.drop(again.group, reason="expired: x", expired=True)
+    assert (await queue.admit(1)).group == 2, "what was given up is nobody's admission"
 
 
 async def test_a_snapshot_names_prompts_that_wait_and_counts_go_on_after_it():

@@ -248,3 +248,59 @@ async def test_a_call_that_was_begun_and_not_answered_is_given_back():
     await client.append([reply])
     _, _, restored = await opened(disk.after_kill())
     assert restored.open[0].trajectories[0].unsure_call is None
+
+
+async def test_a_prompt_that_waits_to_be_admitted_again_survives_kills_and_counts_go_on_without_a_journal():
+    disk = FakeDisk()
+    service, client, _ = await opened(disk, s=0, b=1, policy="recycle")
+    expired = await client.admit(0)
+    assert await client.drop(expired.group, reason="expired: too slow", tokens=5, expired=True)
+    snapshot = await client.snapshot()
+    await service.close_journal()
+    service, client, restored = await opened(disk.after_kill(), s=0, b=1, policy="recycle")
+    left = service._place.disk
+    again = await client.snapshot()
+    assert (again.waiting, again.recycles, restored.prompt_cursor) == ((0,), {0: 1}, 1)
+    assert (again.ledger.admitted, again.ledger.reasons, again.ledger.error) == (1, {"recycled": 1}, 0)
+    assert (await client.admit(1)).prompt == 0
+    await service.close_journal()
+    _, client, restored = await opened(left.after_kill(), s=0, b=1, policy="recycle")
+    assert [(group.prompt, group.group) for group in restored.open] == [(0, 1)]
+    assert ((await client.snapshot()).waiting, (await client.snapshot()).recycles) == ((), {0: 1})
+
+    assert snapshot.prompts == (0,), "a checkpoint names it among the unfinished"
+    _, client, restored = await opened(FakeDisk(), s=0, b=1, policy="recycle", checkpoint=snapshot)
+    gone = await client.snapshot()
+    assert (restored.began, gone.waiting, gone.recycles) == (True, (), {0: 1})
+
+
+async def test_masked_tokens_are_told_apart_after_a_restart():
+    disk = FakeDisk()
+    service, client, _ = await opened(disk, s=0, b=1, policy="mask")
+    group = group_for(await client.admit(0), versions=(0, 1))
+    service._queue._schedule.advance()
+    await client.publish(1, update=1)
+    await client.append([*records_of_two(group)])
+    await client.put(group)
+    assert (await client.take()).min_update == 1
+    await client.trained([group.group], train_step=1, tokens=[3])
+    await client.checkpointed(1)
+    await service.close_journal()
+    start = QueueSnapshot(next_group=1, next_update=2, version=1, update=1)
+    _, client, _ = await opened(disk.after_kill(), s=0, b=1, policy="mask", step=1, checkpoint=start)
+    ledger = (await client.snapshot()).ledger
+    assert (ledger.trained_tokens, ledger.masked_tokens, ledger.token_error) == (3, 3, 0)
+
+
+def records_of_two(group):
+    """Of a trajectory of one turn with two segments."""
+    (trajectory,) = group.trajectories
+    first, second = trajectory.segments
+    start = len(trajectory.turns[0].observation)
+    steps = [
+        (0, trajectory.turns[0].observation),
+        (start, Sampled(encode_segment(first))),
+        (start + len(first), Sampled(encode_segment(second))),
+        (len(trajectory), TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)),
+    ]
+    return [RolloutRecord(group=group.group, trajectory=0, at=at, what=what) for at, what in steps]
