@@ -44,8 +44,8 @@ class QueueClientConfig:
     timeout_s: bound on one answer, beyond the time that the queue was asked to wait.
     slice_s: a call that waits is asked for again after this long, which is when a dead queue is noticed at the latest
     together with timeout_s. max_wait_s: bound on one wait as a whole; None waits as long as the queue answers.
-    rank_code_rows: send the routing rows of a group by the rank of each expert set: fewer bytes for more work; the order
-    within the top-k is lost. The group is put whole then, also where it was appended.
+    rank_code_rows: send the rows of a group by the rank of each expert set: fewer bytes for more work; the order within
+    the top-k is lost. The group is put whole then, also where it was appended.
     """
 
     timeout_s: float = 60.0
