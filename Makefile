@@ -81,6 +81,8 @@ bench: setup
 	$(BIN)/python benchmarks/equal_weights.py
 	$(BIN)/python benchmarks/routing_mismatch.py
 	$(BIN)/python benchmarks/update_modes.py
+	$(BIN)/python benchmarks/queue_throughput.py
+	$(BIN)/python benchmarks/queue_groups.py
 
 clean:
 	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import ObjectLostError
@@ -78,6 +78,7 @@ class ObjectStore:
         self.min_bytes = min_bytes
         self._object_bytes = object_bytes
         self._box = _Box()
+        self._fetching: dict[Any, asyncio.Task[Buffers]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _object_store, (self.min_bytes, self._object_bytes)
@@ -91,13 +92,25 @@ class ObjectStore:
 
     async def get(self, references: Sequence[Piece]) -> list[Buffers]:
         """See SharedMemory."""
-        objects = {piece.reference: () for piece in references}
+        wanted = {piece.reference: None for piece in references}
         try:
-            found = await asyncio.gather(*objects)
+            found = await asyncio.gather(*(asyncio.shield(self._fetch(reference)) for reference in wanted))
         except ObjectLostError as error:
             raise SharedMemoryLost(f"arrays in Ray's object store are gone: {error}") from error
-        objects = dict(zip(objects, cast(list[Buffers], found), strict=True))
+        objects = dict(zip(wanted, found, strict=True))
         return [objects[piece.reference][piece.first : piece.first + piece.count] for piece in references]
+
+    def _fetch(self, reference: Any) -> asyncio.Task[Buffers]:
+        """The object, once for all who want it now."""
+        task = self._fetching.get(reference)
+        if task is None:
+            task = self._fetching[reference] = asyncio.create_task(_read(reference))
+            task.add_done_callback(lambda _: self._fetching.pop(reference, None))
+        return task
+
+
+async def _read(reference: Any) -> Buffers:
+    return await reference
 
 
 def _object_store(min_bytes: int, object_bytes: int) -> ObjectStore:

@@ -1,7 +1,7 @@
 """Typed async handle to a queue that runs in another process.
 
 Knows the other side only by its shape: an object whose methods have `.remote(...)` that returns an awaitable, as the
-handle of a Ray actor over `QueueService` has.
+handle of a Ray actor over `QueueService` has, or a `Together` over one of `QueueHost`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class QueueClientConfig:
     timeout_s: bound on one answer, beyond the time that the queue was asked to wait.
     slice_s: a call that waits is asked for again after this long, which is when a dead queue is noticed at the latest
     together with timeout_s. max_wait_s: bound on one wait as a whole; None waits as long as the queue answers.
-    rank_code_rows: send routing rows by the rank of each expert set: fewer bytes for more work; the order within the
-    top-k is lost.
+    rank_code_rows: send the rows of a group by the rank of each expert set: fewer bytes for more work; the order within
+    the top-k is lost. The group is put whole then, also where it was appended.
     """
 
     timeout_s: float = 60.0

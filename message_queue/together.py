@@ -86,7 +86,12 @@ class Together:
     def _send(self) -> None:
         calls, self._outbox = self._outbox, []
         numbers = [call.number for call in calls]
-        self._start(self._exchange(self._handle.together.remote(self._name, calls), numbers))
+        try:
+            message = self._handle.together.remote(self._name, calls)
+        except Exception as error:  # noqa: BLE001 - it cannot be sent: what became of these calls
+            self._fail(numbers, error)
+            return
+        self._start(self._exchange(message, numbers))
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import rollout_throughput, routing_mismatch
+from benchmarks import queue_groups, queue_throughput, queue_ways, rollout_throughput, routing_mismatch
 from benchmarks.rollout_throughput import Load, Rates, cpu_table, draw_budgets, rates_table, take_turns
 from benchmarks.routing_mismatch import CHANGES, Stop, by_change, changed_rows, classify, ratio, summary
 from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table
 from benchmarks.train_steps import paired_ratio, time_in_turns
+from message_queue.contract import Admission
 
 NONE, CONTEXT, OWN = (CHANGES.index(name) for name in ("none", "context", "own"))
 
@@ -205,3 +206,28 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds(ratios):
     found = paired_ratio(list(np.array(ratios) * base), list(base))
     assert found.value == pytest.approx(float(np.median(ratios)))
     assert min(ratios) * 0.999 <= found.low <= found.value <= found.high <= max(ratios) * 1.001
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+async def test_the_groups_of_the_cost_benchmark_all_end_and_little_is_held(policy):
+    driver = queue_groups.Driver(policy=policy)
+    first, later = await driver.run_to(1000), await driver.run_to(5000)
+    held = (2 + queue_groups.SAVE_EVERY) * queue_groups.BATCH
+    assert first.live <= held and later.live <= held
+    assert max(first.summary_bytes / first.live, later.summary_bytes / later.live) < 60, "nothing but live groups"
+
+
+@pytest.mark.parametrize("make", [queue_ways.qwen3, queue_ways.kimi_k2])
+def test_a_shape_knows_the_bytes_of_its_arrays(make):
+    shape = make(300, 2)
+    contents = shape.contents(0)
+    arrays = queue_ways.arrays_of(contents)
+    assert sum(array.nbytes for array in arrays) == shape.num_bytes
+    assert [len(arrays[0]), len(arrays[1]), *arrays[2].shape] == [300, 44, 299, *shape.routing.row_shape]
+    records = queue_ways.records_of(Admission(group=0, prompt=0, admitted_version=0, admitted_update=0), 1, contents[1])
+    assert [record.at for record in records] == [0, queue_ways.PROMPT_TOKENS, 300]
+
+
+def test_the_ratio_of_a_way_to_itself_is_one():
+    assert queue_throughput.ratio([2.0, 1.0], [2.0, 1.0]) == "1.00 [1.00 .. 1.00]"
+    assert queue_throughput.ratio([1.0, 2.0], [2.0, 8.0]).startswith("3.00")

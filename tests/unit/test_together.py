@@ -89,6 +89,19 @@ async def test_a_dead_process_fails_every_call_of_a_message():
     assert not calls._waiting
 
 
+async def test_a_message_that_cannot_be_sent_fails_its_calls_and_no_other():
+    class Full:
+        def remote(self, *args):
+            raise MemoryError("the object store is full")
+
+    calls, handle, _ = make()
+    handle.together = Full()
+    with pytest.raises(MemoryError, match="the object store is full"):
+        await asyncio.wait_for(calls.echo.remote(1), 1)
+    del handle.together
+    assert await calls.echo.remote(2) == 2
+
+
 async def test_a_process_that_dies_while_answers_are_waited_for_fails_them():
     calls, handle, _ = make()
     waiting = asyncio.ensure_future(calls.wait.remote("long"))
