@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from message_queue.contract import QueueSnapshot
 from message_queue.journal import Journal, JournalBusy, JournalConfig, JournalStart, Recovered
 from message_queue.journal.disk import Disk
+from message_queue.journal.writer import StartsWriter, Writer
 from message_queue.log import JournaledLog
 from message_queue.staleness import StalenessPolicy
 from message_queue.start import QueueStart, ended_counts, start_of_journal
@@ -31,7 +32,7 @@ class JournalPlace:
     prompt_cursor: its first prompt that was never handed out.
     trajectories: of a group. routing: what a row means.
     busy_s: how long to wait for another process to let go of it; one that was killed needs a moment to end.
-    disk: in place of the directory.
+    disk: in place of the directory. start_writer: see Journal.open.
     """
 
     directory: Path
@@ -45,6 +46,7 @@ class JournalPlace:
     routing: RoutingSpec | None = None
     busy_s: float = 30.0
     disk: Disk | None = None
+    start_writer: StartsWriter = Writer
 
     def start(self) -> JournalStart:
         """Where a journal has to agree with the checkpoint. Groups that were in flight then count as dropped."""
@@ -115,7 +117,12 @@ async def _open_patiently(place: JournalPlace) -> tuple[Journal, Recovered]:
     while True:
         try:
             return await Journal.open(
-                place.directory, run=place.run, config=place.config, start=place.start(), disk=place.disk
+                place.directory,
+                run=place.run,
+                config=place.config,
+                start=place.start(),
+                disk=place.disk,
+                start_writer=place.start_writer,
             )
         except JournalBusy:
             if clock() >= until:
