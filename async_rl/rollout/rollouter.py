@@ -13,7 +13,7 @@ from typing import Literal
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
-from async_rl.rollout.recorded import NoRolloutLog, RecordedTrajectory, RolloutLog
+from async_rl.rollout.recorded import NoRolloutLog, RecordedTrajectory, RolloutLog, RolloutLogError
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.tokens import ContractError, RoutingSpec, StopReason
@@ -117,7 +117,8 @@ class Rollouter:
             held: trajectories of the group from before a restart, which go on; closed ones are left as they are.
 
         Raises:
-            EngineError: the engines cannot serve; that is a failed stage, not a failed rollout.
+            EngineError: the engines cannot serve; that is a failed stage, not a failed rollout. RolloutLogError: the
+                same, where rollouts cannot be written down.
         """
         trajectories = self._trajectories(admission.group, held)
         task = asyncio.current_task()
@@ -179,7 +180,7 @@ class Rollouter:
                     session = f"g{admission.group}-t{i}"
                     rollouts.create_task(self._run(prompt, trajectory, session=session, cache_salt=salt))
         except ExceptionGroup as errors:
-            fatal = errors.subgroup((EngineError, ContractError))
+            fatal = errors.subgroup((EngineError, ContractError, RolloutLogError))
             if fatal is not None:
                 raise fatal from None
             first = errors.exceptions[0]
@@ -196,7 +197,7 @@ class Rollouter:
             try:
                 await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
                 return
-            except (EngineError, ContractError):
+            except (EngineError, ContractError, RolloutLogError):
                 raise
             except Exception as error:
                 self._note(

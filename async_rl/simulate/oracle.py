@@ -14,7 +14,9 @@ from tensordict import TensorDict
 
 from async_rl.checkpoints import RunState
 from async_rl.simulate import model
+from async_rl.simulate.acknowledged import Acknowledged
 from async_rl.simulate.engine import Answered
+from async_rl.simulate.restarts import Reopened, RestartJudge, facts_after
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.trainer import INITIAL
 from async_rl.simulate.trajectory_checks import SequenceData, TrajectoryJudge
@@ -32,6 +34,9 @@ INVARIANTS = {
     "failure": "a run stops early, loses a replica or drops a group only where something was broken on purpose",
     "progress": "a run ends: no deadlock, no standstill",
 }
+
+
+_FINISHED = 1 << 30  # tokens: nothing is generated any more
 
 
 class Violation(AssertionError):
@@ -65,29 +70,98 @@ class Oracle:
         self._excused = excused
         self._serving = serving
         self._weights: dict[str, model.Weights] = {}
-        self._updates = {INITIAL: 0}
+        self.told = Acknowledged()
+        self._digests: dict[int, str] = {0: INITIAL}
+        self._updates: dict[int, int] = {0: 0}  # by version
+        self._steps: dict[int, str] = {}  # train step -> digest
+        self._served = self._published = 0
+        self._loaded: dict[str, int] = {}
         self._trained_prompts: dict[int, list[int]] = {}  # train step -> prompts
+        self._replayed: dict[int, tuple[int, ...]] = {}
+        self._dropped: set[int] = set()
         self._dropped_prompts: set[int] = set()
-        self.begin(RunState())
+        self._ended: dict[int, str] = {}
+        self._admissions: dict[int, Admission] = {}
+        self._expected_prompts: list[int] = []
+        self._next_prompt = 0
+        self._taken: list[PromptGroup] = []
+        self._answers: dict[str, list[Answered]] = {}
+        self._tool_calls: dict[str, int] = {}
+        self._kept: dict[str, int] = {}  # session -> tokens that are not generated again
+        self._went_on: set[int] = set()  # groups that were interrupted
+        self._damaged = False
 
     # ---- over restarts
 
-    def begin(self, state: RunState) -> None:
-        """A run starts from a checkpoint: what came after it never happened."""
-        self._state = state
-        self._digests: dict[int, str] = {0: INITIAL} if state.train_step == 0 else {}
-        self._served = self._published = state.param_version
-        self._loaded: dict[str, int] = {}
-        self._admissions: dict[int, Admission] = {a.group: a for a in state.queue.unfinished}
-        self._expected_prompts = sorted(state.unfinished_prompts)
-        self._next_prompt = state.prompt_cursor
-        self._ended: dict[int, str] = {}
-        self._taken: list[PromptGroup] = []
-        self._acknowledged = state.queue.ledger.trained
-        self._answers: dict[str, list[Answered]] = {}
-        self._tool_calls: dict[str, int] = {}
+    def begin(self) -> None:
+        """A driver starts, with new replicas."""
+        self._loaded = {}
+
+    def journal_is_gone(self) -> None:
+        """Somebody moved the journal away: what came after the checkpoint never happened."""
+        self.told.restart([])
+
+    def synced(self) -> None:
+        """The disk of the journal synced."""
+        self.told.synced()
+
+    def reopened(self, found: Reopened, *, damaged: bool, new_driver: bool) -> None:
+        """The queue opened its journal.
+
+        Args:
+            damaged: the disk gave back what was not written, some time. new_driver: no older one may be heard any more.
+        """
+        state = found.state
+        expected = self.told.expected()
+        self._damaged = damaged
+        judge = RestartJudge(found, dropped=self._dropped, updates=self._updates, require=_require)
+        try:
+            judge.check_nothing_is_lost(expected)
+        except Violation:
+            if not damaged or not found.losses_are_told:
+                raise
+        judge.check_consistent()
         self._trained_prompts = {s: p for s, p in self._trained_prompts.items() if s <= state.train_step}
-        self.account(state)
+        self._replayed = {
+            state.train_step + 1 + i: b
+            for i, b in enumerate(expected.replay(state.train_step)[: found.restored.replay])
+        }
+        self._go_on_with(found, new_driver=new_driver)
+        self.told.restart(list(facts_after(found, expected)))
+        if self._scenario.fsync != "never":
+            self.told.synced()
+
+    def _go_on_with(self, found: Reopened, *, new_driver: bool) -> None:
+        live, restored = found.live, found.restored
+        self._served = self._published = restored.version
+        self._digests = {v: d for v, d in self._digests.items() if v <= restored.version}
+        self._updates = {v: min(u, found.end) for v, u in self._updates.items() if v <= restored.version}
+        self._admissions = {g: a for g, a in self._admissions.items() if g < restored.next_group} | live
+        self._dropped -= live.keys()
+        self._ended = {}
+        self._went_on |= live.keys()
+        sessions = {f"g{g}-t{i}" for g in live for i in range(self._scenario.trajectories_per_group)}
+        self._answers = {s: a for s, a in self._answers.items() if s in sessions}
+        self._tool_calls = {s: n for s, n in self._tool_calls.items() if s in sessions}
+        if new_driver:
+            self._kept = {s: _FINISHED for s in sessions if int(s[1 : s.index("-")]) not in found.open}
+            for group, held in found.open.items():
+                for i, trajectory in enumerate(held.trajectories):
+                    self._kept[f"g{group}-t{i}"] = _FINISHED if trajectory.closed else len(trajectory)
+        prompts = [admission.prompt for admission in live.values()]
+        self._dropped_prompts.difference_update(prompts)
+        self._next_prompt = restored.prompt_cursor
+        trained = [p for prompts in self._trained_prompts.values() for p in prompts]
+        twice = sorted({p for p in prompts if prompts.count(p) + trained.count(p) > 1})
+        _require("exactly once", not twice, "prompts {} are trained, or in a group, and in another group", twice)
+        missing = set(range(restored.prompt_cursor)) - {*trained, *prompts} - self._dropped_prompts
+        known = missing & set(found.state.unfinished_prompts)
+        lost = sorted(missing - known)
+        if self._damaged and found.losses_are_told:
+            self._dropped_prompts.update(lost)
+            lost = []
+        _require("exactly once", not lost, "prompts {} are neither trained, dropped, nor in a group", lost)
+        self._expected_prompts = sorted(known)
 
     def checkpointed(self, state: RunState, records: Sequence[Mapping[str, Any]]) -> None:
         """A checkpoint was written; records: what became of groups so far."""
@@ -119,13 +193,22 @@ class Oracle:
 
     def exported(self, weights: WeightVersion, *, updates: int) -> None:
         """The trainer made a version."""
+        known = self._digests.get(weights.version, weights.digest)
+        _require("versions", weights.digest == known, "{} is made of other weights than {}", weights, known)
         self._digests[weights.version] = weights.digest
-        self._updates[weights.digest] = updates
+        self._updates[weights.version] = updates
+
+    def trained_to(self, train_step: int, digest: str) -> None:
+        """The trainer made a step."""
+        if train_step in self._replayed:
+            known = self._steps.get(train_step, digest)
+            _require("exactly once", digest == known, "step {} again gives {}, not {}", train_step, digest, known)
+        self._steps[train_step] = digest
 
     def loaded_by(self, replica: str, weights: WeightVersion) -> None:
         """A replica took a version."""
         before = self._loaded.get(replica, -1)
-        _require("versions", weights.version > before, "{} loaded {} after {}", replica, weights.version, before)
+        _require("versions", weights.version >= before, "{} loaded {} after {}", replica, weights.version, before)
         known = self._digests.get(weights.version)
         _require("versions", weights.digest == known, "{} loaded {}; exported was {}", replica, weights, known)
         self._loaded[replica] = weights.version
@@ -133,6 +216,11 @@ class Oracle:
     def answered(self, answer: Answered) -> None:
         """An engine answered."""
         self._answers.setdefault(answer.session, []).append(answer)
+
+    def asked(self, session: str, *, tokens: int) -> None:
+        """An engine is to go on after `tokens` tokens."""
+        kept = self._kept.get(session, 0)
+        _require("exactly once", tokens >= kept, "{} is generated again from {}; {} were held", session, tokens, kept)
 
     def tool_called(self, session: str) -> None:
         """A tool started."""
@@ -160,8 +248,6 @@ class Oracle:
             late = [name for name in self._serving() if self._loaded.get(name, -1) < version]
             _require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
             self._served = version
-        elif method == "trained":
-            self._acknowledged += len(args[0])
 
     def _admitted(self, admission: Admission) -> None:
         if admission.group in self._admissions:
@@ -179,19 +265,19 @@ class Oracle:
         """The queue's counts agree with each other and with what was seen."""
         counts = snapshot.ledger
         _require("ledger", counts.error == 0, "ledger/error is {}: {}", counts.error, counts)
-        _require("ledger", counts.admitted == snapshot.next_group, "{}; ids up to {}", counts, snapshot.next_group)
+        known = counts.admitted == snapshot.next_group or self._damaged
+        _require("ledger", known, "{}; ids up to {}", counts, snapshot.next_group)
         held = snapshot.ready + snapshot.open + snapshot.taken
         _require("ledger", counts.open == held, "{}; held are {}", counts, held)
 
     def records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """What the queue says became of groups."""
+        self._ended = {}
         for record in records:
             group, outcome = record.get("group"), record["outcome"]
-            if group is None:
+            if group is None or outcome == "open":
                 continue
             _require("ledger", group not in self._ended, "group {} ended twice: {}", group, record)
-            if outcome == "open":
-                continue
             self._ended[group] = outcome
             withdrawn = outcome == "dropped" and record["reason"].startswith("admission withdrawn")
             if withdrawn and group not in self._admissions:  # it came and went unseen
@@ -199,11 +285,12 @@ class Oracle:
             _require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "dropped":
                 self._check_reason(record)
+                self._dropped.add(group)
                 self._dropped_prompts.add(self._admissions[group].prompt)
 
     def _check_reason(self, record: Mapping[str, Any]) -> None:
         cause = record["reason"].partition(":")[0]
-        allowed = {"admission withdrawn", "stopped before it was trained"}
+        allowed = {"admission withdrawn", "stopped before it was trained", "ended before it was recorded"}
         if self._scenario.policy != "wait":
             allowed.add("expired")
         if self._excused():
@@ -224,11 +311,14 @@ class Oracle:
         before = [p for step in self._trained_prompts.values() for p in step]
         twice = sorted({p for p in prompts if prompts.count(p) + before.count(p) > 1})
         _require("exactly once", not twice, "prompts {} are trained again at step {}", twice, train_step + 1)
+        known = self._replayed.get(train_step + 1, tuple(g.group for g in groups))
+        batch_groups = tuple(g.group for g in groups)
+        _require("exactly once", batch_groups == known, "step {} takes {}, not {}", train_step + 1, batch_groups, known)
         self._trained_prompts[train_step + 1] = prompts
         judge = TrajectoryJudge(
             self._scenario,
             weights={v: self.weights(d) for v, d in self._digests.items()},
-            lags={v: train_step - self._updates[d] for v, d in self._digests.items()},
+            lags={v: train_step - self._updates[v] for v in self._digests},
             require=_require,
         )
         data, number = SequenceData.of(batch), 0
@@ -243,6 +333,7 @@ class Oracle:
                     session=session,
                     answers=self._answers.get(session, []),
                     tool_calls=self._tool_calls.get(session, 0),
+                    interrupted=group.group in self._went_on,
                 )
                 number += 1
         _require("exactly once", all(d.trajectory < number for d in data), "{} trajectories, too many rows", number)
@@ -272,7 +363,8 @@ class Oracle:
     def check_records_complete(self, records: Sequence[Mapping[str, Any]]) -> None:
         """`ledger.jsonl` of a run that came to its end names every group once."""
         named = sorted(r["group"] for r in records if "group" in r)
-        _require("ledger", named == sorted(self._admissions), "named {}, not {}", named, sorted(self._admissions))
+        every = sorted(self._admissions)
+        _require("ledger", named == every or self._damaged, "named {}, not {}", named, every)
         total = records[-1]
         _require("ledger", total["error"] == 0, "the closing total is {}", total)
 

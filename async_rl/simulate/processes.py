@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Any, Protocol
 
@@ -67,7 +68,8 @@ class Process:
         self.tasks: dict[NumberedTask, None] = {}
         self.dead: str | None = None
         self.hung = False
-        self.cut_off = False  # from a driver that is dead
+        self.on_death: Callable[[], None] = lambda: None
+        self._cut_off = False
         self._host = host
         self._world = world
         self._latency_s = latency_s
@@ -89,8 +91,15 @@ class Process:
             return
         self.dead = cause
         self._world.note(self.process_name, "dies", cause)
+        self.on_death()
         for task in list(self.tasks):
             task.cancel()
+
+    def cut_off(self) -> None:
+        """The driver is dead, and takes this process with it."""
+        if not self._cut_off:
+            self._cut_off = True
+            self.on_death()
 
     def run_inside(self, call: Any, *args: Any) -> Any:
         """Result of a plain function that runs in the process."""
@@ -104,7 +113,7 @@ class Process:
         """The answer to come."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
-        if self.cut_off:
+        if self._cut_off:
             reply.set_exception(RayActorError())
             return reply
         delay = self._latency()
@@ -131,7 +140,7 @@ class Process:
         return reply
 
     def _deliver(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]) -> None:
-        if self.hung or self.cut_off:
+        if self.hung or self._cut_off:
             return
         if self.dead is not None:
             self._answer(reply, error=RayActorError())
@@ -152,7 +161,7 @@ class Process:
             error = RayActorError()
         except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
             error = RayTaskError(method, "", cause).as_instanceof_cause()
-        if self.dead is None and not self.hung and not self.cut_off:
+        if self.dead is None and not self.hung and not self._cut_off:
             self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
             if error is None:
                 self._world.called(self.process_name, method, args, result)
