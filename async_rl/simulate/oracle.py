@@ -16,6 +16,7 @@ from async_rl.checkpoints import RunState
 from async_rl.simulate import model
 from async_rl.simulate.acknowledged import Acknowledged
 from async_rl.simulate.engine import Answered
+from async_rl.simulate.prompt_account import PromptAccount
 from async_rl.simulate.restarts import Reopened, RestartJudge, facts_after
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.trainer import INITIAL
@@ -76,14 +77,11 @@ class Oracle:
         self._steps: dict[int, str] = {}  # train step -> digest
         self._served = self._published = 0
         self._loaded: dict[str, int] = {}
-        self._trained_prompts: dict[int, list[int]] = {}  # train step -> prompts
+        self._prompts = PromptAccount(batch_groups=scenario.batch_groups, require=_require)
         self._replayed: dict[int, tuple[int, ...]] = {}
         self._dropped: set[int] = set()
-        self._dropped_prompts: set[int] = set()
         self._ended: dict[int, str] = {}
         self._admissions: dict[int, Admission] = {}
-        self._expected_prompts: list[int] = []
-        self._next_prompt = 0
         self._taken: list[PromptGroup] = []
         self._answers: dict[str, list[Answered]] = {}
         self._tool_calls: dict[str, int] = {}
@@ -121,11 +119,9 @@ class Oracle:
             if not damaged or not found.losses_are_told:
                 raise
         judge.check_consistent()
-        self._trained_prompts = {s: p for s, p in self._trained_prompts.items() if s <= state.train_step}
-        self._replayed = {
-            state.train_step + 1 + i: b
-            for i, b in enumerate(expected.replay(state.train_step)[: found.restored.replay])
-        }
+        again = expected.replay(state.train_step)[: found.restored.replay]
+        self._replayed = dict(enumerate(again, state.train_step + 1))
+        self._prompts.reopened(found, losses=damaged and found.losses_are_told)
         self._go_on_with(found, new_driver=new_driver)
         self.told.restart(list(facts_after(found, expected)))
         if self._scenario.fsync != "never":
@@ -148,40 +144,11 @@ class Oracle:
             for group, held in found.open.items():
                 for i, trajectory in enumerate(held.trajectories):
                     self._kept[f"g{group}-t{i}"] = _FINISHED if trajectory.closed else len(trajectory)
-        prompts = [admission.prompt for admission in live.values()]
-        self._dropped_prompts.difference_update(prompts)
-        self._next_prompt = restored.prompt_cursor
-        trained = [p for prompts in self._trained_prompts.values() for p in prompts]
-        twice = sorted({p for p in prompts if prompts.count(p) + trained.count(p) > 1})
-        _require("exactly once", not twice, "prompts {} are trained, or in a group, and in another group", twice)
-        missing = set(range(restored.prompt_cursor)) - {*trained, *prompts} - self._dropped_prompts
-        known = missing & set(found.state.unfinished_prompts)
-        lost = sorted(missing - known)
-        if self._damaged and found.losses_are_told:
-            self._dropped_prompts.update(lost)
-            lost = []
-        _require("exactly once", not lost, "prompts {} are neither trained, dropped, nor in a group", lost)
-        self._expected_prompts = sorted(known)
 
     def checkpointed(self, state: RunState, records: Sequence[Mapping[str, Any]]) -> None:
         """A checkpoint was written; records: what became of groups so far."""
         dropped = [r["group"] for r in records if r["outcome"] == "dropped"]
-        self.account(state, dropped={self._admissions[g].prompt for g in dropped if g in self._admissions})
-
-    def account(self, state: RunState, *, dropped: Collection[int] = ()) -> None:
-        """Every prompt up to the cursor was trained once, dropped, or is to be admitted again."""
-        trained = [p for step, prompts in self._trained_prompts.items() if step <= state.train_step for p in prompts]
-        left = [*trained, *state.unfinished_prompts]
-        twice = sorted({p for p in left if left.count(p) > 1})
-        _require("exactly once", not twice, "prompts {} are trained twice, or trained and still to do", twice)
-        beyond = sorted(p for p in left if p >= state.prompt_cursor)
-        _require("exactly once", not beyond, "prompts {} will be admitted again: the cursor is {}", beyond, state)
-        lost = sorted(set(range(state.prompt_cursor)) - set(left) - self._dropped_prompts - set(dropped))
-        _require("exactly once", not lost, "prompts {} are neither trained, dropped, nor to be admitted again", lost)
-        expected = state.train_step * self._scenario.batch_groups
-        _require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
-        counted = state.queue.ledger.trained
-        _require("ledger", counted == expected, "the checkpoint counts {} trained groups, not {}", counted, expected)
+        self._prompts.check(state, dropped={self._admissions[g].prompt for g in dropped if g in self._admissions})
 
     # ---- what the parts told each other
 
@@ -257,9 +224,7 @@ class Oracle:
         self._admissions[admission.group] = admission
         version = admission.admitted_version
         _require("versions", version == self._served, "admitted on {}; replicas serve {}", admission, self._served)
-        prompt = self._expected_prompts.pop(0) if self._expected_prompts else self._next_prompt
-        self._next_prompt += prompt == self._next_prompt
-        _require("exactly once", admission.prompt == prompt, "{}; the next prompt is {}", admission, prompt)
+        self._prompts.admitted(admission)
 
     def check_ledger(self, snapshot: QueueSnapshot) -> None:
         """The queue's counts agree with each other and with what was seen."""
@@ -286,7 +251,7 @@ class Oracle:
             if outcome == "dropped":
                 self._check_reason(record)
                 self._dropped.add(group)
-                self._dropped_prompts.add(self._admissions[group].prompt)
+                self._prompts.dropped.add(self._admissions[group].prompt)
 
     def _check_reason(self, record: Mapping[str, Any]) -> None:
         cause = record["reason"].partition(":")[0]
@@ -306,15 +271,11 @@ class Oracle:
     def check_batch(self, batch: TensorDict, *, train_step: int) -> list[int]:
         """The trainer is to take the gradient of `batch` with weights that hold `train_step` updates; its groups."""
         groups = self._taken
-        prompts = [g.prompt for g in groups]
         _require("exactly once", len(groups) == self._scenario.batch_groups, "a batch of {} groups", len(groups))
-        before = [p for step in self._trained_prompts.values() for p in step]
-        twice = sorted({p for p in prompts if prompts.count(p) + before.count(p) > 1})
-        _require("exactly once", not twice, "prompts {} are trained again at step {}", twice, train_step + 1)
         known = self._replayed.get(train_step + 1, tuple(g.group for g in groups))
         batch_groups = tuple(g.group for g in groups)
         _require("exactly once", batch_groups == known, "step {} takes {}, not {}", train_step + 1, batch_groups, known)
-        self._trained_prompts[train_step + 1] = prompts
+        self._prompts.trained([g.prompt for g in groups], train_step=train_step + 1)
         judge = TrajectoryJudge(
             self._scenario,
             weights={v: self.weights(d) for v, d in self._digests.items()},
@@ -358,7 +319,7 @@ class Oracle:
         steps = self._scenario.steps
         done = (state.train_step, train_step)
         _require("exactly once", done == (steps, steps), "{} steps in checkpoint and trainer, not {}", done, steps)
-        self.account(state)
+        self._prompts.check(state)
 
     def check_records_complete(self, records: Sequence[Mapping[str, Any]]) -> None:
         """`ledger.jsonl` of a run that came to its end names every group once."""

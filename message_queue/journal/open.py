@@ -171,7 +171,7 @@ def _recover(
     _on_disk(disk, "read", replay.read)
     if replay.empty:
         replay.state = JournalState(start)
-    report = _on_disk(disk, "cut the end of", replay.finish)
+    report = replay.finish()
     state = replay.state
     settled = state.restart(start)
     if durable:  # what a killed process wrote may not be on the disk yet, and the new file builds on it
@@ -186,6 +186,7 @@ def _recover(
         next_seq=replay.next_seq,
     )
     log = JournalLog(files, state=state, config=config)
+    _on_disk(disk, "cut the end of", replay.cut)
     log.release(settled)
     report = replace(
         report,
