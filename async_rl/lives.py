@@ -148,6 +148,7 @@ class Lives(Generic[T]):
                     f"{lost}; trainer and queue start anew from the last checkpoint and the journal"
                 )
                 self._resume = Resume(self._config, again=True)
+                await self._lasting.publisher.go_on()  # the life before may have left the replicas on hold
                 trainer = await self._lasting.workers.replace_trainer(trainer)
 
     # ---- one life
@@ -164,13 +165,19 @@ class Lives(Generic[T]):
             if self._stopping:
                 self._pipeline.request_stop()
             try:
-                return await self._pipeline.run()
-            finally:
+                finished = await self._pipeline.run()
+            except BaseException:
                 with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
-                    lasting.recorder.ledger(await queue.closing_records())
-                    await queue.close_journal()
+                    await self._close(queue)
+                raise
+            await self._close(queue)
+            return finished
         finally:
             queue.kill()
+
+    async def _close(self, queue: RunQueue) -> None:
+        self._lasting.recorder.ledger(await queue.closing_records())
+        await queue.close_journal()
 
     def _build_pipeline(self, queue: RunQueue, trainer: T, restored: Restored[PromptGroup]) -> Pipeline:
         config, lasting = self._config, self._lasting

@@ -68,10 +68,10 @@ class Restored(Generic[P]):
     """What a run goes on from, beside its queue.
 
     began: there was no journal. open: groups that were in flight, as far as they are recorded. replay: batches that are
-    trained again. prompt_cursor: first prompt that was never handed out. version: newest that was published.
-    version_updates: `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next
-    admission. notes: what a person should read. calls: group -> trajectory -> what was begun outside for it, and may
-    have happened or not.
+    trained again. prompt_cursor: first prompt that was never handed out. version: newest that was published. diverged:
+    its weights are not those that are made again. version_updates: `param_version` -> optimizer updates. live: ids of
+    all groups in flight. next_group: of the next admission. notes: what a person should read. calls: group ->
+    trajectory -> what was begun outside for it, and may have happened or not.
     """
 
     began: bool
@@ -79,6 +79,7 @@ class Restored(Generic[P]):
     replay: int
     prompt_cursor: int
     version: int
+    diverged: bool
     version_updates: Mapping[int, int]
     live: frozenset[int]
     next_group: int
@@ -156,7 +157,8 @@ def _restored(
         open=tuple(map(encode_group, partial)),
         replay=len(start.replay),
         prompt_cursor=recovered.prompt_cursor,
-        version=recovered.version,
+        version=start.served,
+        diverged=start.diverged,
         version_updates=start.versions,
         live=frozenset({*(a.group for a in start.open), *(g.group for g in start.ready)}),
         next_group=recovered.next_group,
@@ -177,6 +179,7 @@ def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -
         replay=restored.replay,
         prompt_cursor=restored.prompt_cursor,
         version=restored.version,
+        diverged=restored.diverged,
         version_updates=restored.version_updates,
         live=restored.live,
         next_group=restored.next_group,

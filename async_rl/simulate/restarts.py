@@ -17,11 +17,12 @@ TOLD_LOSSES = ("damaged:", "lost", "cut off", "given up", "there was no journal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reopened:
-    """What came of it. state: of the checkpoint that the run goes on from."""
+    """What came of it. state: of the checkpoint that the run goes on from. attempts: this one and those cut short."""
 
     state: RunState
     restored: Restored[PromptGroup]
     snapshot: QueueSnapshot
+    attempts: int
 
     @property
     def end(self) -> int:
@@ -40,8 +41,8 @@ class Reopened:
 
     @property
     def losses_are_told(self) -> bool:
-        """Whether a person is told that something is missing."""
-        return any(word in note for note in self.restored.notes for word in TOLD_LOSSES)
+        """Whether a person is told that something is missing, unless it was told to nobody who lived."""
+        return self.attempts > 1 or any(word in note for note in self.restored.notes for word in TOLD_LOSSES)
 
 
 class RestartJudge:

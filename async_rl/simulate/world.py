@@ -74,7 +74,7 @@ class World:
         self.disk = SimulatedDisk(self, draw=random.Random(f"disk {scenario.seed}"), clock=loop.time)
         self._state = RunState()
         self._power_lost = self._damaged = self._new_driver = False
-        self._refused = 0
+        self._refused = self._opens = 0
         self._loop = loop
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
         self._passed: Counter[str] = Counter()
@@ -153,6 +153,7 @@ class World:
     def queue_starts(self, journal: JournalPlace) -> None:
         """A queue is about to open its journal."""
         self._state = RunState() if journal.checkpoint is None else self._newest_state()
+        self._opens += 1
 
     def before_queue_ends(self) -> None:
         """A queue is about to be killed by the driver."""
@@ -262,7 +263,9 @@ class World:
             state=self._state,
             restored=decode_restored(restored, routing=model.ROUTING),
             snapshot=self.run.queue_state(),
+            attempts=self._opens,
         )
+        self._opens = 0
         self._damaged = self._damaged or any(fault.kind == "bits flip" for fault in self.fired)
         self.note("queue", "goes on", restored.replay, len(restored.open), *restored.notes)
         self.judge(
@@ -276,7 +279,7 @@ class World:
     async def _operate(self, error: str) -> None:
         """What a person does who reads why the run ended."""
         await asyncio.sleep(OPERATOR_S)
-        if "/journal" not in error:
+        if "journal" not in error:
             return
         if "move the journal away" in error:
             if not self._damaged and (self.scenario.fsync != "never" or not self._power_lost):
@@ -300,7 +303,7 @@ class World:
         parts = sum(kind.loses_part for kind in kinds) > self.scenario.max_restarts
         if lost or parts or any(k.ends_run and not k.of_disk for k in kinds):
             return
-        if "/journal" in error and (broken_before or any(k.of_disk for k in kinds)):
+        if "journal" in error and (broken_before or any(k.of_disk for k in kinds)):
             return
         if "move the journal away" in error:
             return

@@ -25,7 +25,7 @@ from typing import Any, Self
 from message_queue.contract import Admission
 from message_queue.journal.buffer import Buffer
 from message_queue.journal.disk import Disk, OsDisk
-from message_queue.journal.errors import JournalError
+from message_queue.journal.errors import JournalBroken, JournalError
 from message_queue.journal.format import Entry, observation_entry, segment_entry
 from message_queue.journal.log import JournalConfig, JournalLog
 from message_queue.journal.open import GroupReader, Recovered, make_reader, open_log
@@ -213,10 +213,16 @@ class Journal:
         """A live group, its trajectories as far as they are recorded; reads in a thread of its own.
 
         Raises:
-            ContractError: rows that do not fit `routing`. OSError: the disk failed.
+            ContractError: rows that do not fit `routing`.
         """
         reader: GroupReader = await self._submit(self._job(lambda log: make_reader(log, group)))
-        return await asyncio.to_thread(reader.read, routing)
+        try:
+            return await asyncio.to_thread(reader.read, routing)
+        except OSError as error:
+            raise JournalBroken(
+                f"could not read group {group} from the journal ({error.strerror or error}); restart the run once the "
+                "disk works again"
+            ) from error
 
     async def stats(self) -> JournalStats:
         """How large it is, and what it did."""
