@@ -1,12 +1,14 @@
 """What the driver was told of by the queue, and what must therefore be there after a restart.
 
-A fact is noted when its call returned, hence after it was written; it is durable once the disk synced after that. After
-the death of processes every fact must be there, after a loss of power those that are durable.
+A fact is noted when its call returned, hence after it was written; it is durable once the disk synced after that, or
+when the settings promise it. After the death of processes every fact must be there, after a loss of power those that
+are durable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -73,15 +75,23 @@ class Expected:
 
 
 class Acknowledged:
-    """Facts in the order in which they were told."""
+    """Facts in the order in which they were told.
 
-    def __init__(self) -> None:
+    Args:
+        durable_after_s: at the latest; None: never but by a sync.
+    """
+
+    def __init__(self, *, durable_after_s: float | None = None, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._facts: list[Fact] = []
+        self._told_at: list[float] = []
         self._durable = 0
+        self._durable_after_s = durable_after_s
+        self._clock = clock
 
     def note(self, *facts: Fact) -> None:
         """The driver was told."""
         self._facts += facts
+        self._told_at += [self._clock()] * len(facts)
 
     def synced(self) -> None:
         """The disk synced."""
@@ -90,10 +100,13 @@ class Acknowledged:
     def restart(self, facts: Sequence[Fact]) -> None:
         """From now on these are the facts."""
         self._facts, self._durable = list(facts), 0
+        self._told_at = [self._clock()] * len(self._facts)
 
     def power_lost(self) -> None:
         """What is not durable may be lost."""
-        del self._facts[self._durable :]
+        if self._durable_after_s is not None:
+            self._durable = max(self._durable, bisect_right(self._told_at, self._clock() - self._durable_after_s))
+        del self._facts[self._durable :], self._told_at[self._durable :]
 
     def expected(self) -> Expected:
         """What must be there."""

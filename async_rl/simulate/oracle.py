@@ -37,6 +37,7 @@ INVARIANTS = {
 }
 
 
+DURABLE_AFTER_S = {"always": 0.0, "interval": 12.0, "never": None}  # a sync of a slow disk takes up to 8 s
 _FINISHED = 1 << 30  # tokens: nothing is generated any more
 
 
@@ -55,7 +56,7 @@ class Oracle:
     Args:
         expected_prompt: token ids of a prompt by its index.
         excused: whether a group may have been dropped for a failed rollout by now.
-        serving: names of the replicas in the fleet.
+        serving: names of the replicas in the fleet. clock: virtual seconds.
     """
 
     def __init__(
@@ -65,13 +66,14 @@ class Oracle:
         expected_prompt: Callable[[int], Int32Array],
         excused: Callable[[], bool],
         serving: Callable[[], Collection[str]],
+        clock: Callable[[], float],
     ) -> None:
         self._scenario = scenario
         self._expected_prompt = expected_prompt
         self._excused = excused
         self._serving = serving
         self._weights: dict[str, model.Weights] = {}
-        self.told = Acknowledged()
+        self.told = Acknowledged(durable_after_s=DURABLE_AFTER_S[scenario.fsync], clock=clock)
         self._digests: dict[int, str] = {0: INITIAL}
         self._updates: dict[int, int] = {0: 0}  # by version
         self._steps: dict[int, str] = {}  # train step -> digest

@@ -67,7 +67,11 @@ class World:
         self.tool = LookupTool(self)
         self.chat = Chat(model.SimulatedTokenizer(), end_of_turn="<end>", tools=[describe_tool(self.tool)])
         self.oracle = Oracle(
-            scenario, expected_prompt=self.prompt_ids, excused=self._drops_are_excused, serving=self._serving
+            scenario,
+            expected_prompt=self.prompt_ids,
+            excused=self._drops_are_excused,
+            serving=self._serving,
+            clock=loop.time,
         )
         self.run: Run | None = None
         self.told = self.oracle.told
