@@ -141,6 +141,11 @@ class Oracle:
         sessions = {f"g{g}-t{i}" for g in live for i in range(self._scenario.trajectories_per_group)}
         self._answers = {s: a for s, a in self._answers.items() if s in sessions}
         self._tool_calls = {s: n for s, n in self._tool_calls.items() if s in sessions}
+        if self._damaged or self._scenario.fsync == "never":  # what is gone may be called again
+            for group, held in found.open.items():
+                for i, trajectory in enumerate(held.trajectories):
+                    session, calls = f"g{group}-t{i}", int((trajectory.token_ids() == model.CALL).sum())
+                    self._tool_calls[session] = min(calls, self._tool_calls.get(session, 0))
         if new_driver:
             self._kept = {s: _FINISHED for s in sessions if int(s[1 : s.index("-")]) not in found.open}
             for group, held in found.open.items():

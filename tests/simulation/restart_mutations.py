@@ -1,5 +1,6 @@
 """Defects planted in the journal, in what writes it, and in what goes on from it."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -156,6 +157,16 @@ def a_journal_that_fails_and_costs_a_group(patch):
     patch.setattr(QueueRolloutLog, "flush", flush)
 
 
+def a_queue_that_is_lost_at_the_end_and_nobody_notices(patch):
+    whole = lives.Lives._close
+
+    async def close(self, queue):
+        with contextlib.suppress(Exception):
+            await whole(self, queue)
+
+    patch.setattr(lives.Lives, "_close", close)
+
+
 def a_lost_trainer_that_ends_the_run(patch):
     patch.setattr(RestartLimit, "allows_one_more", lambda self: False)
 
@@ -177,5 +188,6 @@ RESTART_MUTATIONS = (
     (a_lost_queue_that_only_the_rollouts_notice, ("failure",), "queue dies"),
     (replicas_that_are_left_on_hold, ("failure", "progress"), "queue dies"),
     (a_journal_that_fails_and_costs_a_group, ("failure",), "disk fails", "disk is full", "disk stays full"),
+    (a_queue_that_is_lost_at_the_end_and_nobody_notices, ("ledger",), "queue dies"),
     (a_lost_trainer_that_ends_the_run, ("failure",), "trainer dies"),
 )
