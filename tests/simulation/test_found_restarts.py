@@ -111,8 +111,8 @@ async def test_a_version_of_which_only_tokens_are_left_is_not_used_again():
     assert start.served == 4 and start.versions[4] == 0 and start.diverged
 
 
-def test_a_group_that_goes_on_has_not_ended(tmp_path):
-    lines = [{"group": group, "outcome": "dropped", "train_step": None} for group in range(3)]
+def test_a_group_that_goes_on_or_was_never_there_has_not_ended(tmp_path):
+    lines = [{"group": group, "outcome": "dropped", "train_step": None} for group in range(5)]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rewind(tmp_path, train_step=0, live={1})
+    rewind(tmp_path, train_step=0, next_group=3, live={1})
     assert [json.loads(line)["group"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()] == [0, 2]
