@@ -25,27 +25,25 @@ from agent_loop.chat import Chat
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
 from agent_loop.tools import describe_tool
-from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
 from async_rl.run import causes
 from async_rl.simulate import model
 from async_rl.simulate.disk import SimulatedDisk
 from async_rl.simulate.engine import Answered
+from async_rl.simulate.journal_watch import OPERATOR_S, JournalWatch, drops_are_excused, may_end, most_starts
 from async_rl.simulate.oracle import Oracle, Violation
 from async_rl.simulate.processes import adopt
-from async_rl.simulate.restarts import Reopened
 from async_rl.simulate.run import Run
-from async_rl.simulate.scenario import KINDS, Fault, Scenario
+from async_rl.simulate.scenario import Fault, Scenario
 from async_rl.simulate.trainer import LookupTool, session_of_task
 from async_rl.simulate.virtual_time import Deadlock, NumberedTask, VirtualTimeLoop
 from message_queue.contract import Batch
-from message_queue.restart import JournalPlace, Restored, decode_restored
+from message_queue.restart import JournalPlace, Restored
 from message_queue.tokens import Int32Array, WeightVersion
 from message_queue.trajectory import PromptGroup
 
 STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
 STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
 CLEAN_UP_TURNS = 2_000
-OPERATOR_S = 20.0  # until somebody starts a run again
 
 Event = tuple[float, str, str, tuple[object, ...]]
 
@@ -69,16 +67,16 @@ class World:
         self.oracle = Oracle(
             scenario,
             expected_prompt=self.prompt_ids,
-            excused=self._drops_are_excused,
+            excused=drops_are_excused(self.fired),
             serving=self._serving,
             clock=loop.time,
         )
         self.run: Run | None = None
         self.told = self.oracle.told
         self.disk = SimulatedDisk(self, draw=random.Random(f"disk {scenario.seed}"), clock=loop.time)
-        self._state = RunState()
-        self._power_lost = self._damaged = self._new_driver = False
-        self._refused = self._opens = 0
+        self._journal = JournalWatch(
+            scenario, oracle=self.oracle, disk=self.disk, directory=directory, fired=self.fired
+        )
         self._loop = loop
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
         self._passed: Counter[str] = Counter()
@@ -147,17 +145,17 @@ class World:
         state = self.run.queue_state()
         if method == "open":
             assert isinstance(result, Restored)
-            self._reopened(result)
+            self.note("queue", "goes on", result.replay, len(result.open), *result.notes)
+            self.judge(self._journal.reopened, result, state)
         self.judge(self.oracle.admitted, state.unfinished)
         self.judge(self.oracle.queue_called, method, args)
         self.judge(self.oracle.check_ledger, state)
         if method == "checkpointed":
-            self.judge(self.oracle.checkpointed, self._newest_state(), self.run.records())
+            self.judge(self.oracle.checkpointed, self._journal.newest_state(), self.run.records())
 
     def queue_starts(self, journal: JournalPlace) -> None:
         """A queue is about to open its journal."""
-        self._state = RunState() if journal.checkpoint is None else self._newest_state()
-        self._opens += 1
+        self._journal.queue_starts(journal)
 
     def before_queue_ends(self) -> None:
         """A queue is about to be killed by the driver."""
@@ -200,9 +198,7 @@ class World:
     def lose_power(self) -> None:
         """End everything, and forget what was not synced."""
         self._kill_driver("the machine died")
-        self.disk.lose_power()
-        self.told.power_lost()
-        self._power_lost = True
+        self._journal.lose_power()
 
     # ---- prompts
 
@@ -218,9 +214,7 @@ class World:
 
     async def live(self) -> None:
         """Run, and run again as often as something broke that was to break."""
-        kinds = [KINDS[fault.kind] for fault in self.scenario.faults]
-        starts = 1 + sum(k.starts for k in kinds if k.ends_run or k.loses_replica or k.loses_part)
-        starts += sum(f.kind == "stop is asked for" for f in self.scenario.faults)
+        starts = most_starts(self.scenario)
         for start in range(starts):
             if await self._live_once(start) or self.violation is not None:
                 return
@@ -231,9 +225,8 @@ class World:
         fired = len(self.fired)
         self.note("world", "start", start)
         self._progress = (self._loop.time(), self._turn)
-        broken_before = self.disk.is_broken
-        self.oracle.begin()
-        self._new_driver = True
+        disk_was_broken = self.disk.is_broken
+        self._journal.driver_starts()
         run = self.run = Run(self, number=start)
         work = asyncio.create_task(run.go(), name="driver")
         done, error = False, None
@@ -248,76 +241,28 @@ class World:
         self.note("world", "ended", done, error)
         self._remember(run)
         if error is not None and error != "killed":
-            self._require_excuse(error, self.fired[fired:], broken_before=broken_before)
-            await self._operate(error)
+            self._require_excuse(error, self.fired[fired:], disk_was_broken=disk_was_broken)
+            self.judge(self._journal.read_error, error)
+            await asyncio.sleep(OPERATOR_S)
         if error is None:
             self.judge(self.oracle.check_records_complete, run.ledger_lines())
         if done:
-            self.judge(self.oracle.finish, self._newest_state(), train_step=run.train_step)
+            self.judge(self.oracle.finish, self._journal.newest_state(), train_step=run.train_step)
         return done
 
     def _remember(self, run: Run) -> None:
         self.judge(self.oracle.admitted, run.queue_state().unfinished)
         self.judge(self.oracle.records, run.records())
 
-    def _reopened(self, restored: Restored[bytes]) -> None:
-        """A queue opened its journal."""
-        assert self.run is not None
-        found = Reopened(
-            state=self._state,
-            restored=decode_restored(restored, routing=model.ROUTING),
-            snapshot=self.run.queue_state(),
-            attempts=self._opens,
-        )
-        self._opens = 0
-        self._damaged = self._damaged or any(fault.kind == "bits flip" for fault in self.fired)
-        self.note("queue", "goes on", restored.replay, len(restored.open), *restored.notes)
-        self.judge(
-            self.oracle.reopened,
-            found,
-            damaged=self._damaged,
-            new_driver=self._new_driver,
-        )
-        self._power_lost = self._new_driver = False
-
-    async def _operate(self, error: str) -> None:
-        """What a person does who reads why the run ended."""
-        await asyncio.sleep(OPERATOR_S)
-        if "journal" not in error:
-            return
-        if "move the journal away" in error:
-            if not self._damaged and (self.scenario.fsync != "never" or not self._power_lost):
-                self.fail(Violation("exactly once", f"the journal is refused: {error}"))
-            self.disk.clear()
-            self.oracle.journal_is_gone()
-        self._refused += 1
-        if self._refused % 2 == 0:
-            self.disk.repair()
-
-    def _newest_state(self) -> RunState:
-        checkpoints = Checkpoints(self.directory / "checkpoints", config=CheckpointConfig())
-        latest = checkpoints.latest()
-        return RunState() if latest is None else read_run_state(latest)
-
-    def _require_excuse(self, error: str, fired: list[Fault], *, broken_before: bool) -> None:
+    def _require_excuse(self, error: str, fired: list[Fault], *, disk_was_broken: bool) -> None:
         """A run may only fail for what was broken on purpose, and says so."""
         assert self.run is not None
-        kinds = [KINDS[fault.kind] for fault in fired]
-        lost = len(self.run.fleet.lost) >= self.scenario.replicas and any(k.loses_replica for k in kinds)
-        parts = sum(kind.loses_part for kind in kinds) > self.scenario.max_restarts
-        if lost or parts or any(k.ends_run and not k.of_disk for k in kinds):
-            return
-        if "journal" in error and (broken_before or any(k.of_disk for k in kinds)):
-            return
-        if "move the journal away" in error:
-            return
-        self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+        lost = len(self.run.fleet.lost)
+        if not may_end(error, fired=fired, scenario=self.scenario, lost=lost, disk_was_broken=disk_was_broken):
+            self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
 
     def _serving(self) -> list[str]:
         return [] if self.run is None else list(self.run.serving)
-
-    def _drops_are_excused(self) -> bool:
-        return any(KINDS[fault.kind].drops_group for fault in self.fired)
 
     # ---- the loop
 
