@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -29,7 +29,7 @@ class JournalPlace:
 
     directory: seen by the queue's process. run: the same at every restart, and no other run's, at most 64 bytes.
     checkpoint: the queue's part of the one the run goes on from; None without one. train_step: of that checkpoint.
-    prompt_cursor: its first prompt that was never handed out.
+    prompt_cursor: its first prompt that was never handed out. waiting: those before it to be admitted again.
     trajectories: of a group. routing: what a row means.
     busy_s: how long to wait for another process to let go of it; one that was killed needs a moment to end.
     disk: in place of the directory. start_writer: see Journal.open.
@@ -41,6 +41,7 @@ class JournalPlace:
     checkpoint: QueueSnapshot | None = None
     train_step: int = 0
     prompt_cursor: int = 0
+    waiting: Sequence[int] = ()
     trajectories: int
     resume_routing: ResumeRouting = "append"
     routing: RoutingSpec | None = None
@@ -57,6 +58,7 @@ class JournalPlace:
             train_step=self.train_step,
             next_group=snapshot.next_group,
             prompt_cursor=self.prompt_cursor,
+            waiting=self.waiting,
             version=snapshot.version,
             update=snapshot.update,
             ledger=ended_counts(snapshot),
@@ -68,16 +70,18 @@ class Restored(Generic[P]):
     """What a run goes on from, beside its queue.
 
     began: there was no journal. open: groups that were in flight, as far as they are recorded. replay: batches that are
-    trained again. prompt_cursor: first prompt that was never handed out. version: newest that was published. diverged:
-    its weights are not those that are made again. version_updates: `param_version` -> optimizer updates. live: ids of
-    all groups in flight. next_group: of the next admission. notes: what a person should read. calls: group ->
-    trajectory -> what was begun outside for it, and may have happened or not.
+    trained again. prompt_cursor: first prompt that was never handed out. waiting: those before it to be admitted again.
+    version: newest that was published. diverged: its weights are not those that are made again. version_updates:
+    `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next admission. notes:
+    what a person should read. calls: group -> trajectory -> what was begun outside for it, and may have happened or
+    not.
     """
 
     began: bool
     open: tuple[P, ...]
     replay: int
     prompt_cursor: int
+    waiting: tuple[int, ...]
     version: int
     diverged: bool
     version_updates: Mapping[int, int]
@@ -157,6 +161,7 @@ def _restored(
         open=tuple(map(encode_group, partial)),
         replay=len(start.replay),
         prompt_cursor=recovered.prompt_cursor,
+        waiting=recovered.waiting,
         version=start.served,
         diverged=start.diverged,
         version_updates=start.versions,
@@ -178,6 +183,7 @@ def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -
         open=groups,
         replay=restored.replay,
         prompt_cursor=restored.prompt_cursor,
+        waiting=restored.waiting,
         version=restored.version,
         diverged=restored.diverged,
         version_updates=restored.version_updates,

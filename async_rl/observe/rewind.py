@@ -11,7 +11,7 @@ from typing import Any, cast
 ENDED_UNSEEN = "ended before it was recorded: the run was killed"
 
 
-def rewind(directory: Path, *, train_step: int, next_group: int = 0, live: Collection[int] = ()) -> None:
+def rewind(directory: Path, *, train_step: int, next_group: int | None = None, live: Collection[int] = ()) -> None:
     """Of `metrics.jsonl` and `validation.jsonl` keep steps up to `train_step`; of `ledger.jsonl` groups that ended.
 
     Groups that are `live` did not end: the journal lost that. Those from `next_group` on, where it is given, it lost
@@ -20,7 +20,7 @@ def rewind(directory: Path, *, train_step: int, next_group: int = 0, live: Colle
 
     def ended(line: dict[str, Any]) -> bool:
         group = cast(int, line.get("group", 0))
-        return _ended(line, train_step) and group not in live and (not next_group or group < next_group)
+        return _ended(line, train_step) and group not in live and (next_group is None or group < next_group)
 
     _keep(directory / "metrics.jsonl", lambda line: line["train_step"] <= train_step)
     _keep(directory / "validation.jsonl", lambda line: line["train_step"] <= train_step)

@@ -38,6 +38,7 @@ INVARIANTS = {
 
 
 DURABLE_AFTER_S = {"always": 0.0, "interval": 12.0, "never": None}  # a sync of a slow disk takes up to 8 s
+_LEFT_BEHIND = {"stopped before it was trained", "ended before it was recorded"}  # prompts are not done with these
 _FINISHED = 1 << 30  # tokens: nothing is generated any more
 
 
@@ -258,11 +259,12 @@ class Oracle:
             if outcome == "dropped":
                 self._check_reason(record)
                 self._dropped.add(group)
-                self._prompts.dropped.add(self._admissions[group].prompt)
+                if record["reason"].partition(":")[0] not in _LEFT_BEHIND:
+                    self._prompts.dropped.add(self._admissions[group].prompt)
 
     def _check_reason(self, record: Mapping[str, Any]) -> None:
         cause = record["reason"].partition(":")[0]
-        allowed = {"admission withdrawn", "stopped before it was trained", "ended before it was recorded"}
+        allowed = {"admission withdrawn", *_LEFT_BEHIND}
         if self._scenario.policy != "wait":
             allowed.add("expired")
         if self._excused():

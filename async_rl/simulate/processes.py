@@ -33,6 +33,10 @@ class Surroundings(Protocol):
         """Write a line of the trace."""
         ...
 
+    def lose_power(self) -> None:
+        """End everything."""
+        ...
+
     def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
         """A process answered a call; the answer is on its way."""
         ...
@@ -118,6 +122,7 @@ class Process:
             return reply
         delay = self._latency()
         fault = self._world.fault(f"message/{self.process_name}")
+        fault = self._world.fault(f"call/{self.process_name}.{method}") or fault
         again = None
         match fault and fault.kind:
             case "late message":
@@ -128,6 +133,8 @@ class Process:
                 again = fault.amount
             case "process dies" | "queue dies":
                 loop.call_later(delay / 2, self.die, "killed")
+            case "machine dies":
+                loop.call_later(delay / 2, self._world.lose_power)
             case "process hangs":
                 self.hung = True
             case _:

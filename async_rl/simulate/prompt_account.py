@@ -38,6 +38,8 @@ class PromptAccount:
         self._trained = {step: prompts for step, prompts in self._trained.items() if step <= state.train_step}
         live = [admission.prompt for admission in found.live.values()]
         self.dropped.difference_update(live)
+        if found.restored.began:  # what was dropped after the checkpoint never was
+            self.dropped.difference_update(state.unfinished_prompts)
         every = [*self._all_trained(), *live]
         twice = sorted({p for p in live if every.count(p) > 1})
         self._require("exactly once", not twice, "prompts {} are trained, or in a group, and in another group", twice)

@@ -54,7 +54,11 @@ class Kind:
     starts: int = 1
 
 
-R = "{replica}"
+R, CALL = "{replica}", "call/queue.{method}"
+CALLS = ("open", "admit", "append", "put_bytes", "take_bytes", "drop", "trained", "publish", "loaded", "snapshot")
+CALLS += ("drain_records", "sync", "checkpointed", "closing_records", "close_journal", "withdraw", "resume")
+CALL_FIRST = (0, 8)
+STORM = ("driver dies", "machine dies", "queue dies", "trainer dies")
 TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
 KINDS: dict[str, Kind] = {
     # an engine and one request
@@ -77,11 +81,14 @@ KINDS: dict[str, Kind] = {
     "weights of another version": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
     "weights refused": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
     # messages
-    "late message": Kind(points=("message/queue", f"message/{R}"), first=(0, 300), amount=(0.05, 8.0), weight=3),
-    "message twice": Kind(points=("message/queue",), first=(0, 300), amount=(0.0, 0.5), weight=5),
+    "late message": Kind(points=("message/queue", CALL, f"message/{R}"), first=(0, 300), amount=(0.05, 8.0), weight=3),
+    "message twice": Kind(points=("message/queue", CALL), first=(0, 300), amount=(0.0, 0.5), weight=5),
     # the queue, the trainer, the driver
     "queue dies": Kind(
-        points=("message/queue", "turn/queue", "disk/write", "disk/sync"), first=(0, 300), loses_part=True, weight=3
+        points=("message/queue", CALL, "turn/queue", "disk/write", "disk/sync"),
+        first=(0, 300),
+        loses_part=True,
+        weight=3,
     ),
     "trainer dies": Kind(points=("train", "export", "save"), first=(0, 6), loses_part=True, weight=2),
     "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), ends_run=True, weight=2),
@@ -92,7 +99,7 @@ KINDS: dict[str, Kind] = {
     "stop is asked for": Kind(points=("turn/driver",)),
     # the machine and the disk of the journal
     "machine dies": Kind(
-        points=("turn/driver", "turn/driver", "disk/write", "disk/sync"), first=(0, 300), ends_run=True, weight=3
+        points=("turn/driver", CALL, "disk/write", "disk/sync"), first=(0, 300), ends_run=True, weight=3
     ),
     "slow disk": Kind(points=("disk/write", "disk/sync"), first=(0, 300), amount=(0.1, 8.0)),
     "disk is full": Kind(points=("disk/write",), first=(0, 300), amount=(0.1, 20.0), ends_run=True, of_disk=True),
@@ -198,9 +205,10 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
 
 
 def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
-    """None for one seed in eight, else up to eight."""
-    names, weights = list(KINDS), [kind.weight for kind in KINDS.values()]
-    count = draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
+    """None for one seed in nine, else up to eight; for one in ten, one restart after the other."""
+    storm = draw.random() < 0.1
+    names = list(STORM) if storm else list(KINDS)
+    weights, count = [KINDS[name].weight for name in names], 5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
     return tuple(
         _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)
     )
@@ -208,7 +216,8 @@ def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
 
 def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -> Fault:
     kind = KINDS[name]
-    point = draw.choice(kind.points).format(replica=f"replica-{draw.randrange(replicas)}")
-    low, high = TURNS if point.startswith("turn/") else kind.first
+    point = draw.choice(kind.points)
+    low, high = TURNS if point.startswith("turn/") else CALL_FIRST if point == CALL else kind.first
+    point = point.format(replica=f"replica-{draw.randrange(replicas)}", method=draw.choice(CALLS))
     at = low + int((high - low) * draw.random() ** 2)  # early ones more often: runs differ in length
     return Fault(number, point, at, name, round(draw.uniform(*kind.amount), 3))

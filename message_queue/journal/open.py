@@ -52,9 +52,9 @@ class Recovered:
     that were taken. trained: of the groups among `ready` that were trained after the checkpoint, the optimizer updates
     of the weights that were trained; in the order of their batch. next_group: no smaller id is free, and what is
     smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
-    out before are in groups, or settled. version: newest that was published. version_updates: `param_version` ->
-    optimizer updates, of it and of all that may have sampled a token of these groups. ledger: its `open` are these
-    groups.
+    out before are in groups, settled, or in `waiting`, to be admitted again. version: newest that was published.
+    version_updates: `param_version` -> optimizer updates, of it and of all that may have sampled a token of these
+    groups. ledger: its `open` are these groups.
     """
 
     began: bool
@@ -63,6 +63,7 @@ class Recovered:
     trained: Mapping[int, int]
     next_group: int
     prompt_cursor: int
+    waiting: tuple[int, ...]
     version: int
     version_updates: Mapping[int, int]
     train_step: int
@@ -205,6 +206,7 @@ def _recovered(state: JournalState, *, began: bool, report: RecoveryReport) -> R
         trained={g.group: g.trained_update for g in ready if g.trained_update is not None},
         next_group=state.next_group,
         prompt_cursor=state.prompt_cursor,
+        waiting=tuple(sorted(state.waiting)),
         version=state.version,
         version_updates=dict(state.versions),
         train_step=state.train_step,

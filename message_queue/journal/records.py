@@ -106,7 +106,7 @@ class LiveHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
-    """All that was recorded before, but for the content of the live groups."""
+    """All that was recorded before, but for the content of the live groups. waiting: see JournalStart."""
 
     next_group: int
     next_turn: int
@@ -118,6 +118,7 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     versions: tuple[tuple[int, int], ...]
     ledger: LedgerCounts
     groups: tuple[LiveHead, ...]
+    waiting: tuple[int, ...] = ()
 
 
 Body: TypeAlias = (

@@ -10,7 +10,7 @@ to a checkpoint without that step, and then the group is to be trained again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from message_queue.journal.errors import JournalError, JournalStepError
@@ -36,13 +36,14 @@ class JournalStart:
     """Where the run stands by its checkpoint; all zeros for a run that begins.
 
     train_step: optimizer steps in the checkpoint. next_group: no smaller group id is handed out again. prompt_cursor:
-    first prompt that was never handed out. version, update: newest published. ledger: counts of what ended before; used
-    where there is no journal yet.
+    first prompt that was never handed out. waiting: prompts before it that are to be admitted again. version, update:
+    newest published. ledger: counts of what ended before. waiting and ledger are used where there is no journal yet.
     """
 
     train_step: int = 0
     next_group: int = 0
     prompt_cursor: int = 0
+    waiting: Sequence[int] = ()
     version: int = 0
     update: int = 0
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
@@ -60,6 +61,7 @@ class JournalState:
         self.next_group = start.next_group
         self.next_turn = 0
         self.prompt_cursor = start.prompt_cursor
+        self.waiting = set(start.waiting)
         self.train_step = self.settled_step = start.train_step
         self.served, self.update = start.version, start.update
         self.versions: dict[int, int] = {start.version: start.update}
@@ -75,6 +77,7 @@ class JournalState:
                 train_step=summary.train_step,
                 next_group=summary.next_group,
                 prompt_cursor=summary.prompt_cursor,
+                waiting=summary.waiting,
                 ledger=summary.ledger,
             )
         )
@@ -113,6 +116,7 @@ class JournalState:
             versions=tuple(self.versions.items()),
             ledger=self.ledger(),
             groups=tuple(group.head() for group in self.live.values()),
+            waiting=tuple(sorted(self.waiting)),
         )
 
     # ---- records
@@ -204,6 +208,7 @@ class JournalState:
         self.served = max(self.served, admitted.version)
         self.next_group = max(self.next_group, group + 1)
         self.prompt_cursor = max(self.prompt_cursor, admitted.prompt + 1)
+        self.waiting.discard(admitted.prompt)
         self._admitted += 1
 
     def _place(self, group: LiveGroup) -> None:

@@ -107,9 +107,11 @@ def weights_that_are_not_made_again_under_their_old_version(patch):
     patch.setattr(restart, "_restored", lambda *of: replace(whole(*of), diverged=False))
 
 
-def a_prompt_of_the_journal_that_is_handed_out_again(patch):
+def prompts_that_wait_for_their_turn_and_are_forgotten(patch):
     def prompts(self, order, restored):
-        return PromptSource(order, cursor=restored.prompt_cursor, unfinished=self.state.unfinished_prompts)
+        start = self.state
+        again = [p for p in start.unfinished_prompts if restored.began or p not in start.queue.prompts]
+        return PromptSource(order, cursor=restored.prompt_cursor, unfinished=again)
 
     patch.setattr(Resume, "prompts", prompts)
 
@@ -182,7 +184,7 @@ RESTART_MUTATIONS = (
     (batches_that_are_not_trained_again_as_they_were, ("exactly once", "versions")),
     (a_version_that_goes_back_at_a_restart, ("versions", "failure")),
     (weights_that_are_not_made_again_under_their_old_version, ("versions",), "bits flip"),
-    (a_prompt_of_the_journal_that_is_handed_out_again, ("exactly once",)),
+    (prompts_that_wait_for_their_turn_and_are_forgotten, ("exactly once",), "machine dies"),
     (a_record_that_was_cut_short_and_stays, ("failure", "exactly once"), "disk is full", "disk stays full"),
     (a_tool_that_runs_before_that_is_written_down, ("exactly once",)),
     (a_lost_queue_that_only_the_rollouts_notice, ("failure",), "queue dies"),
