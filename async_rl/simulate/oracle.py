@@ -145,7 +145,8 @@ class Oracle:
         if self._damaged or self._scenario.fsync == "never":  # what is gone may be called again
             for group, held in found.open.items():
                 for i, trajectory in enumerate(held.trajectories):
-                    session, calls = f"g{group}-t{i}", int((trajectory.token_ids() == model.CALL).sum())
+                    answered = (segment.token_ids for turn in trajectory.turns[:-1] for segment in turn.segments)
+                    session, calls = f"g{group}-t{i}", sum(int((ids == model.CALL).sum()) for ids in answered)
                     self._tool_calls[session] = min(calls, self._tool_calls.get(session, 0))
         if new_driver:
             self._kept = {s: _FINISHED for s in sessions if int(s[1 : s.index("-")]) not in found.open}
