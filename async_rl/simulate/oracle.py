@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from tensordict import TensorDict
 
 from async_rl.checkpoints import RunState
@@ -153,8 +152,9 @@ class Oracle:
         if self._damaged or self._scenario.fsync == "never":  # what is gone may be called again
             for group, held in found.open.items():
                 for i in range(most):
-                    tokens = held.trajectories[i].token_ids() if i < len(held.trajectories) else model.CALL + 1
-                    session, calls = f"g{group}-t{i}", int(np.sum(tokens == model.CALL))
+                    turns = held.trajectories[i].turns[:-1] if i < len(held.trajectories) else []
+                    answered = (segment.token_ids for turn in turns for segment in turn.segments)
+                    session, calls = f"g{group}-t{i}", sum(int((ids == model.CALL).sum()) for ids in answered)
                     self._tool_calls[session] = min(calls, self._tool_calls.get(session, 0))
         if new_driver:
             self._kept = {s: _FINISHED for s in sessions if int(s[1 : s.index("-")]) not in found.open}
