@@ -13,6 +13,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from async_rl.checkpoints import RunState
+from async_rl.rollout.rollouter import session_name
 from async_rl.simulate import model
 from async_rl.simulate.acknowledged import Acknowledged
 from async_rl.simulate.engine import Answered
@@ -20,6 +21,7 @@ from async_rl.simulate.prompt_account import PromptAccount
 from async_rl.simulate.recycles import Recycles, is_recycled
 from async_rl.simulate.restarts import Reopened, RestartJudge, facts_after
 from async_rl.simulate.scenario import Scenario
+from async_rl.simulate.sessions import Sessions
 from async_rl.simulate.trainer import INITIAL
 from async_rl.simulate.trajectory_checks import SequenceData, TrajectoryJudge
 from message_queue.contract import Admission, Batch, QueueSnapshot
@@ -40,7 +42,6 @@ INVARIANTS = {
 
 DURABLE_AFTER_S = {"always": 0.0, "interval": 12.0, "never": None}  # a sync of a slow disk takes up to 8 s
 _LEFT_BEHIND = {"stopped before it was trained", "ended before it was recorded"}  # prompts are not done with these
-_FINISHED = 1 << 30  # tokens: nothing is generated any more
 
 
 class Violation(AssertionError):
@@ -90,10 +91,7 @@ class Oracle:
         self._ended: dict[int, str] = {}
         self._admissions: dict[int, Admission] = {}
         self._taken: list[PromptGroup] = []
-        self._answers: dict[str, list[Answered]] = {}
-        self._tool_calls: dict[str, int] = {}
-        self._kept: dict[str, int] = {}  # session -> tokens that are not generated again
-        self._went_on: set[int] = set()  # groups that were interrupted
+        self._sessions = Sessions(most=2 * scenario.trajectories_per_group, require=_require)
         self._damaged = False
 
     # ---- over restarts
@@ -144,23 +142,8 @@ class Oracle:
         self._admissions = {g: a for g, a in self._admissions.items() if g < restored.next_group} | live
         self._dropped -= live.keys()
         self._ended = {}
-        self._went_on |= live.keys()
-        most = 2 * self._scenario.trajectories_per_group  # those that failed are made up for
-        sessions = {f"g{g}-t{i}" for g in live for i in range(most)}
-        self._answers = {s: a for s, a in self._answers.items() if s in sessions}
-        self._tool_calls = {s: n for s, n in self._tool_calls.items() if s in sessions}
-        if self._damaged or self._scenario.fsync == "never":  # what is gone may be called again
-            for group, held in found.open.items():
-                for i in range(most):
-                    turns = held.trajectories[i].turns[:-1] if i < len(held.trajectories) else []
-                    answered = (segment.token_ids for turn in turns for segment in turn.segments)
-                    session, calls = f"g{group}-t{i}", sum(int((ids == model.CALL).sum()) for ids in answered)
-                    self._tool_calls[session] = min(calls, self._tool_calls.get(session, 0))
-        if new_driver:
-            self._kept = {s: _FINISHED for s in sessions if int(s[1 : s.index("-")]) not in found.open}
-            for group, held in found.open.items():
-                for i, trajectory in enumerate(held.trajectories):
-                    self._kept[f"g{group}-t{i}"] = _FINISHED if trajectory.closed else len(trajectory)
+        forgotten = self._damaged or self._scenario.fsync == "never"
+        self._sessions.reopened(found, losses=forgotten, new_driver=new_driver)
 
     def checkpointed(self, state: RunState, records: Sequence[Mapping[str, Any]]) -> None:
         """A checkpoint was written; records: what became of groups so far."""
@@ -199,16 +182,15 @@ class Oracle:
 
     def answered(self, answer: Answered) -> None:
         """An engine answered."""
-        self._answers.setdefault(answer.session, []).append(answer)
+        self._sessions.answered(answer)
 
     def asked(self, session: str, *, tokens: int) -> None:
         """An engine is to go on after `tokens` tokens."""
-        kept = self._kept.get(session, 0)
-        _require("exactly once", tokens >= kept, "{} is generated again from {}; {} were held", session, tokens, kept)
+        self._sessions.asked(session, tokens=tokens)
 
     def tool_called(self, session: str) -> None:
         """A tool started."""
-        self._tool_calls[session] = self._tool_calls.get(session, 0) + 1
+        self._sessions.tool_called(session)
 
     def forced_digests(self) -> Sequence[str]:
         """Digests of all versions so far."""
@@ -314,15 +296,15 @@ class Oracle:
             for i, trajectory in enumerate(group.trajectories):
                 if trajectory.stop_reason is StopReason.ERROR:
                     continue
-                session = f"g{group.group}-t{i}"
+                session = session_name(group.group, i)
                 judge.check(
                     trajectory,
                     [d for d in data if d.trajectory == number],
                     prompt=self._expected_prompt(group.prompt),
                     session=session,
-                    answers=self._answers.get(session, []),
-                    tool_calls=self._tool_calls.get(session, 0),
-                    interrupted=group.group in self._went_on,
+                    answers=self._sessions.answers(session),
+                    tool_calls=self._sessions.tool_calls(session),
+                    interrupted=self._sessions.went_on(group.group),
                 )
                 number += 1
         _require("exactly once", all(d.trajectory < number for d in data), "{} trajectories, too many rows", number)
