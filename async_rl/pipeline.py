@@ -179,7 +179,7 @@ class Pipeline:
             await self._step(await self._queue.take(), waited=0.0, begun=time.monotonic(), busy=0.0)
         if not self._version and not restored.replay:
             return  # the replicas began with these weights
-        known = self._version_updates[self._version] == self._train_step and not restored.replay
+        known = self._version_updates[self._version] == self._train_step and not (restored.replay or restored.diverged)
         if not known:
             self._version += 1
             self._version_updates[self._version] = self._train_step

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,51 +17,26 @@ import ray
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoTokenizer
 
-from agent_loop.loop import AgentLoop
 from agent_loop.tools import PauseGate
 from async_rl.actors import Placement, start_ray
-from async_rl.checkpoints import Checkpoints
 from async_rl.config import RunConfig
 from async_rl.data.prompts import prompt_order
 from async_rl.data.task import Task, build_task
-from async_rl.handles import ReplicaHandle, TrainerHandle, TrainerLostError
+from async_rl.handles import ReplicaHandle, TrainerHandle
 from async_rl.interrupt import stop_on_interrupt
+from async_rl.lives import Lasting, Lives, supervised
 from async_rl.model_info import read_model_info
 from async_rl.observe.console import open_console
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
-from async_rl.pipeline import Pipeline, PipelineConfig
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Conductor, Conducts, Free
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.recorded import QueueRolloutLog
-from async_rl.rollout.rollouter import Rollouter, session_name
+from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule, read_schedule
-from async_rl.rollout.supervisor import RestartLimit, Supervisor
-from async_rl.rollout.validator import Validator
-from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import remove_directory
 from async_rl.workers import Workers
-from message_queue.client import QueueClient, QueueUnavailable
-from message_queue.restart import Restored
-from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import PromptGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lasting:
-    """What outlives a trainer or a queue."""
-
-    workers: Workers
-    publisher: Publisher
-    replicas: Supervisor
-    loop: AgentLoop
-    routing: RoutingSpec | None
-    recorder: Recorder
-    trace: Trace
-    weights_directory: Path
 
 
 class Program:
@@ -78,8 +53,6 @@ class Program:
             self._conductor = Conductor(schedule, session=session_name)
         self._directory = config.output_dir
         self._resume = Resume(config)
-        self._stopping = False
-        self._pipeline: Pipeline | None = None
 
     async def run(self) -> bool:
         """Run to the end; True if all train steps were done, False after a stop request (Ctrl-C).
@@ -110,49 +83,13 @@ class Program:
             )
             trainer, replicas, checkpoint = await workers.start(console)
             lasting = self._build_lasting(workers, replicas, checkpoint, recorder, trace, stack)
-            async with stop_on_interrupt(self._request_stop, note=recorder.note):
-                finished = await self._run_through_losses(lasting, trainer)
+            held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
+            lives = Lives(config, lasting, order=self._order, held_out=held_out, resume=self._resume)
+            async with stop_on_interrupt(lives.request_stop, note=recorder.note):
+                finished = await lives.run(trainer)
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
             return finished
-
-    async def _run_through_losses(self, lasting: _Lasting, trainer: TrainerHandle) -> bool:
-        """Run, and where the trainer or the queue is lost go on from the last checkpoint and the journal."""
-        limit = RestartLimit(self._config.supervision)
-        while True:
-            try:
-                return await self._run_once(lasting, trainer)
-            except Exception as error:
-                lost = _lost_part(error)
-                if lost is None or not limit.allows_one_more():
-                    raise
-                lasting.recorder.warn(f"{lost}; trainer and queue start anew from the last checkpoint and the journal")
-                self._resume = Resume(self._config, again=True)
-                trainer = await lasting.workers.replace_trainer(trainer)
-
-    async def _run_once(self, lasting: _Lasting, trainer: TrainerHandle) -> bool:
-        queue = await lasting.workers.start_queue(self._resume.journal(lasting.routing), routing=lasting.routing)
-        try:
-            restored = await queue.open(timeout_s=self._config.cluster.start_timeout_s)
-            self._resume.rewind(restored, lasting.recorder)
-            if self._resume.checkpoint is not None:
-                await trainer.restore(self._resume.checkpoint / "trainer")
-            self._pipeline = self._build_pipeline(lasting, queue, trainer, restored)
-            if self._stopping:
-                self._pipeline.request_stop()
-            try:
-                return await self._pipeline.run()
-            finally:
-                with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
-                    lasting.recorder.ledger(await queue.closing_records())
-                    await queue.close_journal()
-        finally:
-            queue.kill()
-
-    def _request_stop(self) -> None:
-        self._stopping = True
-        if self._pipeline is not None:
-            self._pipeline.request_stop()
 
     # ---- parts
 
@@ -179,16 +116,11 @@ class Program:
         recorder: Recorder,
         trace: Trace,
         stack: contextlib.AsyncExitStack,
-    ) -> _Lasting:
+    ) -> Lasting[TrainerHandle]:
         config = self._config
         tools = PauseGate()
-        fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
-        publisher = Publisher(
-            fleet,
-            on_update=config.rollout.on_update,
-            kv=config.rollout.kv,
-            tools=tools,
-            timeout_s=config.sync.timeout_s,
+        fleet, publisher, supervisor = supervised(
+            config, replicas, tools=tools, start=workers.replace_replica, recorder=recorder
         )
         loop = self._task.build_loop(
             engine=self._conductor.engine(ReplicaRouter(fleet)),
@@ -197,65 +129,15 @@ class Program:
             limits=config.rollout.limits,
             gate=tools,
         )
-        return _Lasting(
+        return Lasting(
             workers=workers,
             publisher=publisher,
-            replicas=Supervisor(
-                fleet,
-                publisher,
-                start=workers.replace_replica,
-                config=config.supervision,
-                note=recorder.warn,
-            ),
+            replicas=supervisor,
             loop=self._conductor.loop(loop),
             routing=read_model_info(checkpoint).routing if config.captures_routing else None,
             recorder=recorder,
             trace=trace,
             weights_directory=stack.enter_context(self._weights_directory()),
-        )
-
-    def _build_pipeline(
-        self, lasting: _Lasting, queue: QueueClient, trainer: TrainerHandle, restored: Restored[PromptGroup]
-    ) -> Pipeline:
-        config = self._config
-        loop, routing = lasting.loop, lasting.routing
-        validator = None
-        if config.validation.prompts:
-            held_out = self._task.validation_prompts(config.validation.prompts)
-            validator = Validator(
-                loop=loop, routing=routing, prompts=held_out, resume_routing=config.rollout.resume_routing
-            )
-        return Pipeline(
-            config=PipelineConfig(
-                total_train_steps=config.total_train_steps,
-                publish_every=config.sync.every,
-                validate_every=config.validation.every,
-                max_failed_groups=config.rollout.max_failed_groups,
-                advantage=config.advantage,
-                kept_kv=config.rollout.on_update == "keep" and config.rollout.kv == "keep",
-                weights_directory=lasting.weights_directory,
-                replica_timeout_s=config.sync.timeout_s,
-            ),
-            prompts=self._resume.prompts(self._order, restored),
-            queue=queue,
-            rollouter=Rollouter(
-                loop=loop,
-                routing=routing,
-                trajectories_per_group=config.rollout.trajectories_per_group,
-                resume_routing=config.rollout.resume_routing,
-                log=QueueRolloutLog(queue),
-                failure=config.rollout.failure,
-                note=lasting.recorder.warn,
-            ),
-            trainer=trainer,
-            publisher=lasting.publisher,
-            replicas=lasting.replicas,
-            validator=validator,
-            checkpoints=Checkpoints(self._directory / "checkpoints", config=config.checkpoint),
-            recorder=lasting.recorder,
-            trace=lasting.trace,
-            start=self._resume.state,
-            restored=restored,
             conductor=self._conductor,
         )
 
@@ -281,15 +163,3 @@ def _read_schedule(config: RunConfig) -> RunSchedule:
         every=config.sync.every,
     )
     return schedule
-
-
-def _lost_part(error: BaseException) -> str | None:
-    """What ended a run, where it was a trainer or a queue that died or fell silent; None where anything else did."""
-    if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(_lost_part, error.exceptions)), None)
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, TrainerLostError | QueueUnavailable):
-            return str(link)
-        link = link.__cause__
-    return None

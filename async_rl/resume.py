@@ -50,6 +50,7 @@ class Resume:
             checkpoint=None if self.checkpoint is None else self.state.queue,
             train_step=self.state.train_step,
             prompt_cursor=self.state.prompt_cursor,
+            waiting=self.state.unfinished_prompts,
             trajectories=config.rollout.trajectories_per_group,
             resume_routing=config.rollout.resume_routing,
             routing=routing,
@@ -57,11 +58,11 @@ class Resume:
 
     def rewind(self, restored: Restored[PromptGroup], recorder: Recorder) -> None:
         """Bring the records of the run to where it goes on, and say so."""
-        if self.checkpoint is None and restored.began:
-            return
         step = self.state.train_step
         elsewhere = restored.began and self._config.output_dir not in (self.checkpoint or Path()).parents
         recorder.go_on_after(step, next_group=0 if elsewhere else restored.next_group, live=restored.live)
+        if self.checkpoint is None and restored.began:
+            return
         tokens = sum(group.num_tokens for group in restored.open)
         recorder.note(
             f"goes on after train step {step}: {restored.replay} steps are trained again, "
@@ -71,10 +72,8 @@ class Resume:
             recorder.note(line)
 
     def prompts(self, order: PromptOrder, restored: Restored[PromptGroup]) -> PromptSource:
-        """Prompts whose groups are in the journal are not handed out again."""
-        start = self.state
-        again = [p for p in start.unfinished_prompts if restored.began or p not in start.queue.prompts]
-        return PromptSource(order, cursor=restored.prompt_cursor, unfinished=again)
+        """Prompts whose groups are in the journal, or ended in it, are not handed out again."""
+        return PromptSource(order, cursor=restored.prompt_cursor, unfinished=restored.waiting)
 
 
 def run_name(config: RunConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from message_queue.contract import Admission
 
@@ -12,15 +12,12 @@ class Admissions:
     """Hands out ids, which are unique and never reused.
 
     Args:
-        waiting: prompts to admit again, in that order.
         recycles: prompt -> times that it was to be admitted again, for prompts that are not done.
     """
 
-    def __init__(
-        self, *, next_group: int, waiting: Sequence[int] = (), recycles: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, *, next_group: int, recycles: Mapping[int, int] | None = None) -> None:
         self.next_group = next_group
-        self._waiting = deque(waiting)
+        self._waiting = deque[int]()
         self._recycles = dict(recycles or {})
         self._unheard: dict[int, Admission] = {}  # by prompt
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from message_queue.contract import QueueSnapshot
 from message_queue.journal import Journal, JournalBusy, JournalConfig, JournalStart, Recovered
 from message_queue.journal.disk import Disk
+from message_queue.journal.writer import StartsWriter, Writer
 from message_queue.log import JournaledLog
 from message_queue.policies import StalenessPolicy
 from message_queue.start import QueueStart, ended_counts, start_of_journal
@@ -28,10 +29,10 @@ class JournalPlace:
 
     directory: seen by the queue's process. run: the same at every restart, and no other run's, at most 64 bytes.
     checkpoint: the queue's part of the one the run goes on from; None without one. train_step: of that checkpoint.
-    prompt_cursor: its first prompt that was never handed out.
+    prompt_cursor: its first prompt that was never handed out. waiting: those before it to be admitted again.
     trajectories: of a group. routing: what a row means.
     busy_s: how long to wait for another process to let go of it; one that was killed needs a moment to end.
-    disk: in place of the directory.
+    disk: in place of the directory. start_writer: see Journal.open.
     """
 
     directory: Path
@@ -40,11 +41,13 @@ class JournalPlace:
     checkpoint: QueueSnapshot | None = None
     train_step: int = 0
     prompt_cursor: int = 0
+    waiting: Sequence[int] = ()
     trajectories: int
     resume_routing: ResumeRouting = "append"
     routing: RoutingSpec | None = None
     busy_s: float = 30.0
     disk: Disk | None = None
+    start_writer: StartsWriter = Writer
 
     def start(self) -> JournalStart:
         """Where a journal has to agree with the checkpoint. Groups that were in flight then count as dropped."""
@@ -55,6 +58,7 @@ class JournalPlace:
             train_step=self.train_step,
             next_group=snapshot.next_group,
             prompt_cursor=self.prompt_cursor,
+            waiting=self.waiting,
             version=snapshot.version,
             update=snapshot.update,
             recycles=snapshot.recycles,
@@ -67,17 +71,20 @@ class Restored(Generic[P]):
     """What a run goes on from, beside its queue.
 
     began: there was no journal. open: groups that were in flight, as far as they are recorded. replay: batches that are
-    trained again. prompt_cursor: first prompt that was never handed out. version: newest that was published.
-    version_updates: `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next
-    admission. notes: what a person should read. calls: group -> trajectory -> what was begun outside for it, and may
-    have happened or not.
+    trained again. prompt_cursor: first prompt that was never handed out. waiting: those before it to be admitted again.
+    version: newest that was published. diverged: its weights are not those that are made again. version_updates:
+    `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next admission. notes:
+    what a person should read. calls: group -> trajectory -> what was begun outside for it, and may have happened or
+    not.
     """
 
     began: bool
     open: tuple[P, ...]
     replay: int
     prompt_cursor: int
+    waiting: tuple[int, ...]
     version: int
+    diverged: bool
     version_updates: Mapping[int, int]
     live: frozenset[int]
     next_group: int
@@ -116,7 +123,12 @@ async def _open_patiently(place: JournalPlace) -> tuple[Journal, Recovered]:
     while True:
         try:
             return await Journal.open(
-                place.directory, run=place.run, config=place.config, start=place.start(), disk=place.disk
+                place.directory,
+                run=place.run,
+                config=place.config,
+                start=place.start(),
+                disk=place.disk,
+                start_writer=place.start_writer,
             )
         except JournalBusy:
             if clock() >= until:
@@ -134,7 +146,6 @@ def _encoded(start: QueueStart[PromptGroup]) -> QueueStart[EncodedGroup]:
         ready=tuple(EncodedGroup(encode_group(group)) for group in start.ready),
         replay=start.replay,
         given_up=start.given_up,
-        waiting=start.waiting,
         recycles=start.recycles,
         ledger=start.ledger,
     )
@@ -152,7 +163,9 @@ def _restored(
         open=tuple(map(encode_group, partial)),
         replay=len(start.replay),
         prompt_cursor=recovered.prompt_cursor,
-        version=recovered.version,
+        waiting=recovered.waiting,
+        version=start.served,
+        diverged=start.diverged,
         version_updates=start.versions,
         live=frozenset({*(a.group for a in start.open), *(g.group for g in start.ready)}),
         next_group=recovered.next_group,
@@ -172,7 +185,9 @@ def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -
         open=groups,
         replay=restored.replay,
         prompt_cursor=restored.prompt_cursor,
+        waiting=restored.waiting,
         version=restored.version,
+        diverged=restored.diverged,
         version_updates=restored.version_updates,
         live=restored.live,
         next_group=restored.next_group,

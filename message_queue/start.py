@@ -10,7 +10,7 @@ that were open go on under weights that are not older than those they were admit
 
 Where a batch is not whole any more (records were lost, or the batches have another size now), it and those after it
 are ready groups like all others. Weights that were published after `end` are counted as of `end` then: nobody can tell
-how far they are from those that will be trained.
+how far they are from those that will be trained, which get a version of their own.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class GivenUp:
 class QueueStart(Generic[G]):
     """next_group: id of the next admission. next_update: at which the next batch is taken.
 
-    versions: `param_version` -> optimizer updates. served: of them, by the replicas. open: groups that go on. ready: in
-    the order they were put. replay: batches to hand out first, groups of `ready`. given_up: end at once. waiting:
-    prompts to admit again first. recycles: prompt -> times that it was to be. ledger: counts of the groups that ended
-    before, and of no other.
+    versions: `param_version` -> optimizer updates. served: of them, by the replicas. diverged: its weights are not
+    those that are made again. open: groups that go on. ready: in the order they were put. replay: batches to hand out
+    first, groups of `ready`. given_up: end at once. recycles: prompt -> times that it was to be admitted again; those
+    that wait for it are asked for by whoever restores. ledger: counts of the groups that ended before, and of no other.
     """
 
     next_group: int = 0
     next_update: int = 0
     versions: Mapping[int, int] = field(default_factory=lambda: {0: 0})
     served: int = 0
+    diverged: bool = False
     open: tuple[Admission, ...] = ()
     ready: tuple[G, ...] = ()
     replay: tuple[tuple[int, ...], ...] = ()
     given_up: tuple[GivenUp, ...] = ()
-    waiting: tuple[int, ...] = ()
     recycles: Mapping[int, int] = field(default_factory=dict[int, int])
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
 
@@ -100,6 +100,8 @@ def start_of_journal(
     budget = policy.budget
     replay = _replayed(recovered, next_update=next_update, size=budget.batch_groups, step=budget.updates_per_batch)
     end = next_update + len(replay) * budget.updates_per_batch
+    sampled = {version: end for group in groups.values() for version in group.tokens_per_version()}
+    known = sampled | dict(recovered.version_updates)  # the record of a version may be lost, and tokens of it not
     for group in groups.values():
         group.admitted_update = min(group.admitted_update, end)
     replayed = {group for batch in replay for group in batch}
@@ -109,8 +111,9 @@ def start_of_journal(
     return QueueStart(
         next_group=recovered.next_group,
         next_update=next_update,
-        versions={version: min(update, end) for version, update in recovered.version_updates.items()},
-        served=recovered.version,
+        versions={version: min(update, end) for version, update in known.items()},
+        served=max(known),
+        diverged=max(known) > recovered.version or known[max(known)] > end,
         open=tuple(
             admission_of(groups[g.admission.group]) for g in recovered.open if g.admission.group not in hopeless
         ),
@@ -125,7 +128,6 @@ def start_of_journal(
             )
             for group in hopeless
         ),
-        waiting=tuple(recovered.waiting),
         recycles=recovered.recycles,
         ledger=replace(recovered.ledger, admitted=recovered.ledger.admitted - len(groups), open=0),
     )

@@ -31,7 +31,7 @@ class QueueState(Generic[G]):
         self.schedule = Schedule(
             policy, self.held, max_ready=max_ready, next_update=start.next_update, replay=start.replay
         )
-        self.admissions = Admissions(next_group=start.next_group, waiting=start.waiting, recycles=start.recycles)
+        self.admissions = Admissions(next_group=start.next_group, recycles=start.recycles)
         self.versions = PublishedVersions(start.versions, served=start.served)
         self.ledger = Ledger(before=start.ledger)
         self._log = log

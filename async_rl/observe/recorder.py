@@ -69,7 +69,7 @@ class Recorder:
             next_group: groups with smaller ids were admitted. live: of them, those in flight.
         """
         self._close_files()
-        rewind(self._directory, train_step=train_step)
+        rewind(self._directory, train_step=train_step, next_group=next_group, live=live)
         self._open()
         self.ledger(unseen_groups(self._directory, next_group=next_group, live=live))
 

@@ -11,14 +11,20 @@ from typing import Any, cast
 ENDED_UNSEEN = "ended before it was recorded: the run was killed"
 
 
-def rewind(directory: Path, *, train_step: int) -> None:
+def rewind(directory: Path, *, train_step: int, next_group: int | None = None, live: Collection[int] = ()) -> None:
     """Of `ledger.jsonl` keep groups that ended, of the others (metrics, validation, schedule) steps up to `train_step`.
 
-    A last line that was cut short goes too. Each file is replaced as a whole.
+    Groups that are `live` did not end: the journal lost that. Those from `next_group` on, where it is given, it lost
+    altogether, and others get their ids. A last line that was cut short goes too. Each file is replaced as a whole.
     """
+
+    def ended(line: dict[str, Any]) -> bool:
+        group = cast(int, line.get("group", 0))
+        return _ended(line, train_step) and group not in live and (next_group is None or group < next_group)
+
     for name in ("metrics.jsonl", "validation.jsonl", "schedule.jsonl"):
         _keep(directory / name, lambda line: line["train_step"] <= train_step)
-    _keep(directory / "ledger.jsonl", lambda line: _ended(line, train_step))
+    _keep(directory / "ledger.jsonl", ended)
 
 
 def unseen_groups(directory: Path, *, next_group: int, live: Collection[int]) -> list[dict[str, Any]]:

@@ -12,6 +12,10 @@ from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 
 
+class RolloutLogError(RuntimeError):
+    """Rollouts cannot be written down any more, which is no fault of theirs; the cause is chained."""
+
+
 class RolloutLog(Protocol):
     """Where rollouts are written down."""
 
@@ -23,7 +27,7 @@ class RolloutLog(Protocol):
         """Return once all that was appended before is written down.
 
         Raises:
-            Exception: whatever made writing fail; nothing is written any more.
+            RolloutLogError: writing failed; nothing is written any more.
         """
         ...
 
@@ -68,7 +72,7 @@ class QueueRolloutLog:
         while self._failure is None and self._num_written < wanted:
             await self._progress.wait()
         if self._failure is not None:
-            raise self._failure
+            raise RolloutLogError(f"rollouts cannot be written down any more: {self._failure}") from self._failure
 
     async def _send(self) -> None:
         try:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
-from async_rl.rollout.recorded import CountedTrajectory, NoRolloutLog, RecordedTrajectory, RolloutLog
+from async_rl.rollout.recorded import CountedTrajectory, NoRolloutLog, RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.tokens import TokenCount
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, RolloutStep
@@ -132,7 +132,8 @@ class Rollouter:
             held: trajectories of the group from before a restart, which go on; closed ones are left as they are.
 
         Raises:
-            EngineError: the engines cannot serve; that is a failed stage, not a failed rollout.
+            EngineError: the engines cannot serve; that is a failed stage, not a failed rollout. RolloutLogError: the
+                same, where rollouts cannot be written down.
         """
         trajectories = self._trajectories(admission.group, held)
         task = asyncio.current_task()
@@ -202,7 +203,7 @@ class Rollouter:
                         number = self._grow(admission.group, trajectories)
                         rollouts.create_task(self._member(prompt, admission, trajectories, number))
         except ExceptionGroup as errors:
-            fatal = errors.subgroup((EngineError, ContractError))
+            fatal = errors.subgroup((EngineError, ContractError, RolloutLogError))
             if fatal is not None:
                 raise fatal from None
             first = errors.exceptions[0]
@@ -234,7 +235,7 @@ class Rollouter:
             try:
                 await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)
                 return True
-            except (EngineError, ContractError):
+            except (EngineError, ContractError, RolloutLogError):
                 raise
             except Exception as error:
                 self._note(

@@ -13,10 +13,15 @@ from typing import Any
 from tensordict import TensorDict
 
 from async_rl.checkpoints import RunState
+from async_rl.rollout.rollouter import session_name
 from async_rl.simulate import model
+from async_rl.simulate.acknowledged import Acknowledged
 from async_rl.simulate.engine import Answered
+from async_rl.simulate.prompt_account import PromptAccount
 from async_rl.simulate.recycles import Recycles, is_recycled
+from async_rl.simulate.restarts import Reopened, RestartJudge, facts_after
 from async_rl.simulate.scenario import Scenario
+from async_rl.simulate.sessions import Sessions
 from async_rl.simulate.trainer import INITIAL
 from async_rl.simulate.trajectory_checks import SequenceData, TrajectoryJudge
 from message_queue.contract import Admission, Batch, QueueSnapshot
@@ -35,6 +40,10 @@ INVARIANTS = {
 }
 
 
+DURABLE_AFTER_S = {"always": 0.0, "interval": 12.0, "never": None}  # a sync of a slow disk takes up to 8 s
+_LEFT_BEHIND = {"stopped before it was trained", "ended before it was recorded"}  # prompts are not done with these
+
+
 class Violation(AssertionError):
     """An invariant does not hold."""
 
@@ -50,7 +59,7 @@ class Oracle:
     Args:
         expected_prompt: token ids of a prompt by its index.
         excused: whether a group may have been dropped for a failed rollout by now.
-        serving: names of the replicas in the fleet.
+        serving: names of the replicas in the fleet. clock: virtual seconds.
     """
 
     def __init__(
@@ -60,60 +69,86 @@ class Oracle:
         expected_prompt: Callable[[int], Int32Array],
         excused: Callable[[], bool],
         serving: Callable[[], Collection[str]],
+        clock: Callable[[], float],
     ) -> None:
         self._scenario = scenario
         self._expected_prompt = expected_prompt
         self._excused = excused
         self._serving = serving
         self._weights: dict[str, model.Weights] = {}
-        self._updates = {INITIAL: 0}
-        self._trained_prompts: dict[int, list[int]] = {}  # train step -> prompts
-        self._trained_tokens: dict[int, int] = {}  # train step -> tokens with gradient
-        self._dropped_prompts: set[int] = set()
-        self.begin(RunState())
+        self.told = Acknowledged(durable_after_s=DURABLE_AFTER_S[scenario.fsync], clock=clock)
+        self._digests: dict[int, str] = {0: INITIAL}
+        self._updates: dict[int, int] = {0: 0}  # by version
+        self._steps: dict[int, str] = {}  # train step -> digest
+        self._served = self._published = 0
+        self._loaded: dict[str, int] = {}
+        self._prompts = PromptAccount(batch_groups=scenario.batch_groups, require=_require)
+        self._recycles = Recycles(
+            recycling=scenario.policy == "recycle", max_recycles=scenario.max_recycles, require=_require
+        )
+        self._replayed: dict[int, tuple[int, ...]] = {}
+        self._dropped: set[int] = set()
+        self._ended: dict[int, str] = {}
+        self._admissions: dict[int, Admission] = {}
+        self._taken: list[PromptGroup] = []
+        self._sessions = Sessions(most=2 * scenario.trajectories_per_group, require=_require)
+        self._damaged = False
 
     # ---- over restarts
 
-    def begin(self, state: RunState) -> None:
-        """A run starts from a checkpoint: what came after it never happened."""
-        self._state = state
-        self._digests: dict[int, str] = {0: INITIAL} if state.train_step == 0 else {}
-        self._served = self._published = state.param_version
-        self._loaded: dict[str, int] = {}
-        self._admissions: dict[int, Admission] = {a.group: a for a in state.queue.unfinished}
-        self._expected_prompts = sorted(state.unfinished_prompts)
-        self._next_prompt = state.prompt_cursor
-        self._recycles = Recycles(state.queue.recycles, max_recycles=self._scenario.max_recycles, require=_require)
-        self._ended: dict[int, str] = {}
-        self._taken: list[PromptGroup] = []
-        self._acknowledged = state.queue.ledger.trained
-        self._answers: dict[str, list[Answered]] = {}
-        self._tool_calls: dict[str, int] = {}
-        self._trained_prompts = {s: p for s, p in self._trained_prompts.items() if s <= state.train_step}
-        self.account(state)
+    def begin(self) -> None:
+        """A driver starts, with new replicas."""
+        self._loaded = {}
+
+    def journal_is_gone(self) -> None:
+        """Somebody moved the journal away: what came after the checkpoint never happened."""
+        self.told.restart([])
+
+    def synced(self) -> None:
+        """The disk of the journal synced."""
+        self.told.synced()
+
+    def reopened(self, found: Reopened, *, damaged: bool, new_driver: bool) -> None:
+        """The queue opened its journal.
+
+        Args:
+            damaged: the disk gave back what was not written, some time. new_driver: no older one may be heard any more.
+        """
+        state = found.state
+        expected = self.told.expected()
+        self._damaged = damaged
+        judge = RestartJudge(found, dropped=self._dropped, updates=self._updates, require=_require)
+        try:
+            judge.check_nothing_is_lost(expected)
+        except Violation:
+            if not damaged or not found.losses_are_told:
+                raise
+        judge.check_consistent()
+        again = expected.replay(state.train_step)[: found.restored.replay]
+        self._replayed = dict(enumerate(again, state.train_step + 1))
+        losses = damaged and found.losses_are_told
+        self._recycles.reopened(found, losses=losses)
+        self._prompts.reopened(found, losses=losses, recycled=self._recycles.prompts)
+        self._go_on_with(found, new_driver=new_driver)
+        self.told.restart(list(facts_after(found, expected)))
+        if self._scenario.fsync != "never":
+            self.told.synced()
+
+    def _go_on_with(self, found: Reopened, *, new_driver: bool) -> None:
+        live, restored = found.live, found.restored
+        self._served = self._published = restored.version
+        self._digests = {v: d for v, d in self._digests.items() if v <= restored.version}
+        self._updates = {v: min(u, found.end) for v, u in self._updates.items() if v <= restored.version}
+        self._admissions = {g: a for g, a in self._admissions.items() if g < restored.next_group} | live
+        self._dropped -= live.keys()
+        self._ended = {}
+        forgotten = self._damaged or self._scenario.fsync == "never"
+        self._sessions.reopened(found, losses=forgotten, new_driver=new_driver)
 
     def checkpointed(self, state: RunState, records: Sequence[Mapping[str, Any]]) -> None:
         """A checkpoint was written; records: what became of groups so far."""
         dropped = [r["group"] for r in records if r["outcome"] == "dropped" and not is_recycled(r)]
-        self.account(state, dropped={self._admissions[g].prompt for g in dropped if g in self._admissions})
-
-    def account(self, state: RunState, *, dropped: Collection[int] = ()) -> None:
-        """Every prompt up to the cursor was trained once, dropped, or is to be admitted again."""
-        trained = [p for step, prompts in self._trained_prompts.items() if step <= state.train_step for p in prompts]
-        left = [*trained, *state.unfinished_prompts]
-        twice = sorted({p for p in left if left.count(p) > 1})
-        _require("exactly once", not twice, "prompts {} are trained twice, or trained and still to do", twice)
-        beyond = sorted(p for p in left if p >= state.prompt_cursor)
-        _require("exactly once", not beyond, "prompts {} will be admitted again: the cursor is {}", beyond, state)
-        lost = sorted(set(range(state.prompt_cursor)) - set(left) - self._dropped_prompts - set(dropped))
-        _require("exactly once", not lost, "prompts {} are neither trained, dropped, nor to be admitted again", lost)
-        expected = state.train_step * self._scenario.batch_groups
-        _require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
-        counted = state.queue.ledger.trained
-        _require("ledger", counted == expected, "the checkpoint counts {} trained groups, not {}", counted, expected)
-        tokens = sum(count for step, count in self._trained_tokens.items() if step <= state.train_step)
-        counted = state.queue.ledger.trained_tokens
-        _require("ledger", counted == tokens, "the checkpoint counts {} trained tokens, not {}", counted, tokens)
+        self._prompts.check(state, dropped={self._admissions[g].prompt for g in dropped if g in self._admissions})
 
     # ---- what the parts told each other
 
@@ -125,24 +160,37 @@ class Oracle:
 
     def exported(self, weights: WeightVersion, *, updates: int) -> None:
         """The trainer made a version."""
+        known = self._digests.get(weights.version, weights.digest)
+        _require("versions", weights.digest == known, "{} is made of other weights than {}", weights, known)
         self._digests[weights.version] = weights.digest
-        self._updates[weights.digest] = updates
+        self._updates[weights.version] = updates
+
+    def trained_to(self, train_step: int, digest: str) -> None:
+        """The trainer made a step."""
+        if train_step in self._replayed:
+            known = self._steps.get(train_step, digest)
+            _require("exactly once", digest == known, "step {} again gives {}, not {}", train_step, digest, known)
+        self._steps[train_step] = digest
 
     def loaded_by(self, replica: str, weights: WeightVersion) -> None:
         """A replica took a version."""
         before = self._loaded.get(replica, -1)
-        _require("versions", weights.version > before, "{} loaded {} after {}", replica, weights.version, before)
+        _require("versions", weights.version >= before, "{} loaded {} after {}", replica, weights.version, before)
         known = self._digests.get(weights.version)
         _require("versions", weights.digest == known, "{} loaded {}; exported was {}", replica, weights, known)
         self._loaded[replica] = weights.version
 
     def answered(self, answer: Answered) -> None:
         """An engine answered."""
-        self._answers.setdefault(answer.session, []).append(answer)
+        self._sessions.answered(answer)
+
+    def asked(self, session: str, *, tokens: int) -> None:
+        """An engine is to go on after `tokens` tokens."""
+        self._sessions.asked(session, tokens=tokens)
 
     def tool_called(self, session: str) -> None:
         """A tool started."""
-        self._tool_calls[session] = self._tool_calls.get(session, 0) + 1
+        self._sessions.tool_called(session)
 
     def forced_digests(self) -> Sequence[str]:
         """Digests of all versions so far."""
@@ -171,8 +219,6 @@ class Oracle:
             late = [name for name in self._serving() if self._loaded.get(name, -1) < version]
             _require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
             self._served = version
-        elif method == "trained":
-            self._acknowledged += len(args[0])
 
     def _admitted(self, admission: Admission) -> None:
         if admission.group in self._admissions:
@@ -182,30 +228,27 @@ class Oracle:
         self._admissions[admission.group] = admission
         version = admission.admitted_version
         _require("versions", version == self._served, "admitted on {}; replicas serve {}", admission, self._served)
-        if self._recycles.admitted(admission):
-            return
-        prompt = self._expected_prompts.pop(0) if self._expected_prompts else self._next_prompt
-        self._next_prompt += prompt == self._next_prompt
-        _require("exactly once", admission.prompt == prompt, "{}; the next prompt is {}", admission, prompt)
+        if not self._recycles.admitted(admission):
+            self._prompts.admitted(admission)
 
     def check_ledger(self, snapshot: QueueSnapshot) -> None:
         """The queue's counts agree with each other and with what was seen."""
         counts = snapshot.ledger
         _require("ledger", counts.error == 0, "ledger/error is {}: {}", counts.error, counts)
         _require("ledger", counts.token_error == 0, "ledger/token_error is {}: {}", counts.token_error, counts)
-        _require("ledger", counts.admitted == snapshot.next_group, "{}; ids up to {}", counts, snapshot.next_group)
+        known = counts.admitted == snapshot.next_group or self._damaged
+        _require("ledger", known, "{}; ids up to {}", counts, snapshot.next_group)
         held = snapshot.ready + snapshot.open + snapshot.taken
         _require("ledger", counts.open == held, "{}; held are {}", counts, held)
 
     def records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """What the queue says became of groups."""
+        self._ended = {}
         for record in records:
             group, outcome = record.get("group"), record["outcome"]
-            if group is None:
+            if group is None or outcome == "open":
                 continue
             _require("ledger", group not in self._ended, "group {} ended twice: {}", group, record)
-            if outcome == "open":
-                continue
             self._ended[group] = outcome
             withdrawn = outcome == "dropped" and record["reason"].startswith("admission withdrawn")
             if withdrawn and group not in self._admissions:  # it came and went unseen
@@ -213,19 +256,18 @@ class Oracle:
             _require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "dropped":
                 self._check_reason(record)
-            if outcome == "dropped" and not is_recycled(record):
-                self._dropped_prompts.add(self._admissions[group].prompt)
+                self._dropped.add(group)
+                if record["reason"].partition(":")[0] not in _LEFT_BEHIND and not is_recycled(record):
+                    self._prompts.dropped.add(self._admissions[group].prompt)
 
     def _check_reason(self, record: Mapping[str, Any]) -> None:
         cause = record["reason"].partition(":")[0]
-        allowed = {"admission withdrawn", "stopped before it was trained"}
+        allowed = {"admission withdrawn", *_LEFT_BEHIND}
         if self._scenario.policy != "wait":
             allowed |= {"expired", *(["recycled"] if self._scenario.policy == "recycle" else [])}
         if self._excused():
             allowed.add("rollout failed")
         _require("failure", cause in allowed, "group {} was dropped: {}", record["group"], record["reason"])
-        if cause == "expired" and self._scenario.policy == "recycle":
-            self._recycles.gave_up(self._admissions[record["group"]].prompt)
 
     # ---- what is trained
 
@@ -236,33 +278,33 @@ class Oracle:
     def check_batch(self, batch: TensorDict, *, train_step: int) -> list[int]:
         """The trainer is to take the gradient of `batch` with weights that hold `train_step` updates; its groups."""
         groups = self._taken
-        prompts = [g.prompt for g in groups]
         _require("exactly once", len(groups) == self._scenario.batch_groups, "a batch of {} groups", len(groups))
-        before = [p for step in self._trained_prompts.values() for p in step]
-        twice = sorted({p for p in prompts if prompts.count(p) + before.count(p) > 1})
-        _require("exactly once", not twice, "prompts {} are trained again at step {}", twice, train_step + 1)
-        self._trained_prompts[train_step + 1] = prompts
+        known = self._replayed.get(train_step + 1, tuple(g.group for g in groups))
+        batch_groups = tuple(g.group for g in groups)
+        _require("exactly once", batch_groups == known, "step {} takes {}, not {}", train_step + 1, batch_groups, known)
         judge = TrajectoryJudge(
             self._scenario,
             weights={v: self.weights(d) for v, d in self._digests.items()},
-            lags={v: train_step - self._updates[d] for v, d in self._digests.items()},
+            lags={v: train_step - self._updates[v] for v in self._digests},
             require=_require,
         )
         data, number = SequenceData.of(batch), 0
-        self._trained_tokens[train_step + 1] = sum(sum(d.mask) for d in data)
+        prompts, tokens = [g.prompt for g in groups], sum(sum(d.mask) for d in data)
+        self._prompts.trained(prompts, train_step=train_step + 1, tokens=tokens)
         for group in groups:
             self._check_group(group)
             for i, trajectory in enumerate(group.trajectories):
                 if trajectory.stop_reason is StopReason.ERROR:
                     continue
-                session = f"g{group.group}-t{i}"
+                session = session_name(group.group, i)
                 judge.check(
                     trajectory,
                     [d for d in data if d.trajectory == number],
                     prompt=self._expected_prompt(group.prompt),
                     session=session,
-                    answers=self._answers.get(session, []),
-                    tool_calls=self._tool_calls.get(session, 0),
+                    answers=self._sessions.answers(session),
+                    tool_calls=self._sessions.tool_calls(session),
+                    interrupted=self._sessions.went_on(group.group),
                 )
                 number += 1
         _require("exactly once", all(d.trajectory < number for d in data), "{} trajectories, too many rows", number)
@@ -291,12 +333,13 @@ class Oracle:
         steps = self._scenario.steps
         done = (state.train_step, train_step)
         _require("exactly once", done == (steps, steps), "{} steps in checkpoint and trainer, not {}", done, steps)
-        self.account(state)
+        self._prompts.check(state)
 
     def check_records_complete(self, records: Sequence[Mapping[str, Any]]) -> None:
         """`ledger.jsonl` of a run that came to its end names every group once."""
         named = sorted(r["group"] for r in records if "group" in r)
-        _require("ledger", named == sorted(self._admissions), "named {}, not {}", named, sorted(self._admissions))
+        every = sorted(self._admissions)
+        _require("ledger", named == every or self._damaged, "named {}, not {}", named, every)
         total = records[-1]
         _require("ledger", total["error"] == 0, "the closing total is {}", total)
 

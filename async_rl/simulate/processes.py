@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Any, Protocol
 
@@ -30,6 +31,10 @@ class Surroundings(Protocol):
 
     def note(self, who: str, what: str, *details: object) -> None:
         """Write a line of the trace."""
+        ...
+
+    def lose_power(self) -> None:
+        """End everything."""
         ...
 
     def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
@@ -67,7 +72,8 @@ class Process:
         self.tasks: dict[NumberedTask, None] = {}
         self.dead: str | None = None
         self.hung = False
-        self.cut_off = False  # from a driver that is dead
+        self.on_death: Callable[[], None] = lambda: None
+        self._cut_off = False
         self._host = host
         self._world = world
         self._latency_s = latency_s
@@ -89,8 +95,15 @@ class Process:
             return
         self.dead = cause
         self._world.note(self.process_name, "dies", cause)
+        self.on_death()
         for task in list(self.tasks):
             task.cancel()
+
+    def cut_off(self) -> None:
+        """The driver is dead, and takes this process with it."""
+        if not self._cut_off:
+            self._cut_off = True
+            self.on_death()
 
     def run_inside(self, call: Any, *args: Any) -> Any:
         """Result of a plain function that runs in the process."""
@@ -104,11 +117,12 @@ class Process:
         """The answer to come."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
-        if self.cut_off:
+        if self._cut_off:
             reply.set_exception(RayActorError())
             return reply
         delay = self._latency()
         fault = self._world.fault(f"message/{self.process_name}")
+        fault = self._world.fault(f"call/{self.process_name}.{method}") or fault
         again = None
         match fault and fault.kind:
             case "late message":
@@ -119,6 +133,8 @@ class Process:
                 again = fault.amount
             case "process dies" | "queue dies":
                 loop.call_later(delay / 2, self.die, "killed")
+            case "machine dies":
+                loop.call_later(delay / 2, self._world.lose_power)
             case "process hangs":
                 self.hung = True
             case _:
@@ -131,7 +147,7 @@ class Process:
         return reply
 
     def _deliver(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]) -> None:
-        if self.hung or self.cut_off:
+        if self.hung or self._cut_off:
             return
         if self.dead is not None:
             self._answer(reply, error=RayActorError())
@@ -152,7 +168,7 @@ class Process:
             error = RayActorError()
         except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
             error = RayTaskError(method, "", cause).as_instanceof_cause()
-        if self.dead is None and not self.hung and not self.cut_off:
+        if self.dead is None and not self.hung and not self._cut_off:
             self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
             if error is None:
                 self._world.called(self.process_name, method, args, result)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from async_rl.simulate.restarts import Reopened
 from message_queue.contract import Admission
 
 
@@ -15,33 +16,56 @@ def is_recycled(record: Mapping[str, Any]) -> bool:
 
 
 class Recycles:
-    """Judges the admissions of one start.
+    """Judges the admissions of a run over all its restarts; after one, the driver asks for what waits.
 
     Args:
-        before: prompt -> times that it was to be admitted again, by the checkpoint.
+        recycling: whether the run has the policy.
         require: called with (invariant, whether it holds, text, values).
     """
 
-    def __init__(self, before: Mapping[int, int], *, max_recycles: int, require: Callable[..., None]) -> None:
-        self._times = dict(before)
+    def __init__(self, *, recycling: bool, max_recycles: int, require: Callable[..., None]) -> None:
+        self._recycling = recycling
         self._max = max_recycles
         self._require = require
+        self._before: dict[int, int] = {}  # prompt -> times, by groups that nobody knows any more
+        self._prompts: dict[int, int] = {}  # of groups that were recycled
         self._known: set[int] = set()
         self._waiting: deque[int] = deque()
         self._new: deque[int] = deque()  # found at this look: admissions of the same look may be older
 
+    @property
+    def prompts(self) -> Collection[int]:
+        """Prompts that were to be admitted again, some time."""
+        return {*self._before, *self._prompts.values()}
+
+    def reopened(self, found: Reopened, *, losses: bool) -> None:
+        """The run goes on from a checkpoint and a journal; `losses`: what it knows may be less than what was."""
+        self._waiting.clear()
+        if found.restored.began or losses:
+            self._before = dict(found.state.queue.recycles if found.restored.began else found.snapshot.recycles)
+            self._prompts = {}
+        ended = set(range(found.restored.next_group)).difference(found.live)
+        self._prompts = {group: prompt for group, prompt in self._prompts.items() if group in ended}
+        self._known &= ended
+
     def ended(self, records: Sequence[Mapping[str, Any]], *, prompt_of: Callable[[int], int]) -> None:
         """Groups ended, in this order."""
         for record in records:
-            if record["group"] in self._known or record["outcome"] != "dropped":
+            if record.get("group") is None or record["group"] in self._known or record["outcome"] != "dropped":
                 continue
             self._known.add(record["group"])
-            if is_recycled(record):
-                prompt = prompt_of(record["group"])
-                self._times[prompt] = self._times.get(prompt, 0) + 1
-                bounded = self._times[prompt] <= self._max
-                self._require("exactly once", bounded, "prompt {} is recycled {} times", prompt, self._times[prompt])
-                self._new.append(prompt)
+            expired = record["reason"].startswith("expired") and self._recycling
+            if not (is_recycled(record) or expired):
+                continue
+            prompt = prompt_of(record["group"])
+            if expired:
+                times = self._times(prompt)
+                self._require("exactly once", times == self._max, "prompt {} given up after {} times", prompt, times)
+                continue
+            self._prompts[record["group"]] = prompt
+            self._new.append(prompt)
+            times = self._times(prompt)
+            self._require("exactly once", times <= self._max, "prompt {} is recycled {} times", prompt, times)
 
     def admitted(self, admission: Admission) -> bool:
         """Whether a group is of a prompt that is admitted again."""
@@ -59,7 +83,5 @@ class Recycles:
         self._waiting += self._new
         self._new.clear()
 
-    def gave_up(self, prompt: int) -> None:
-        """A prompt was dropped for its age."""
-        times = self._times.get(prompt, 0)
-        self._require("exactly once", times == self._max, "prompt {} is given up after {} recycles", prompt, times)
+    def _times(self, prompt: int) -> int:
+        return self._before.get(prompt, 0) + list(self._prompts.values()).count(prompt)

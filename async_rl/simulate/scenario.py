@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from async_rl.engines.replica import KeptKV
 from async_rl.rollout.rollouter import OnFailed
@@ -14,6 +14,8 @@ from message_queue.staleness import Policy
 from message_queue.trajectory import ResumeRouting
 
 UNAVAILABLE = "unavailable rows"
+Fsync = Literal["always", "interval", "never"]
+FOR_EVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,9 @@ class Kind:
 
     points: where it may happen; "turn/x" is any turn of the event loop, hence any await of x. first: the range of `at`
     elsewhere. weight: how often, relative to the others. ends_run: the run may stop, and is started again.
-    loses_replica: the replica may leave the fleet. drops_group: a group may be dropped.
+    loses_part: the trainer or the queue is lost, which the run survives as often as `supervision` allows.
+    loses_replica: the replica may leave the fleet. drops_group: a group may be dropped. of_disk: the run may stop with
+    an error that names the journal. starts: that it may take until the run goes on.
     """
 
     points: tuple[str, ...]
@@ -44,11 +48,18 @@ class Kind:
     first: tuple[int, int] = (0, 40)
     amount: tuple[float, float] = (0.0, 0.0)
     ends_run: bool = False
+    loses_part: bool = False
     loses_replica: bool = False
     drops_group: bool = False
+    of_disk: bool = False
+    starts: int = 1
 
 
-R = "{replica}"
+R, CALL = "{replica}", "call/queue.{method}"
+CALLS = ("open", "admit", "append", "put_bytes", "take_bytes", "drop", "trained", "publish", "loaded", "snapshot")
+CALLS += (*["drain_records"] * 6, "sync", "checkpointed", "closing_records", "close_journal", "withdraw", "resume")
+CALL_FIRST = (0, 8)
+STORM = ("driver dies", "machine dies", "queue dies", "trainer dies")
 TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
 KINDS: dict[str, Kind] = {
     # an engine and one request
@@ -71,14 +82,42 @@ KINDS: dict[str, Kind] = {
     "weights of another version": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
     "weights refused": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
     # messages
-    "late message": Kind(points=("message/queue", f"message/{R}"), first=(0, 300), amount=(0.05, 8.0), weight=3),
-    "message twice": Kind(points=("message/queue",), first=(0, 300), amount=(0.0, 0.5), weight=5),
+    "late message": Kind(points=("message/queue", CALL, f"message/{R}"), first=(0, 300), amount=(0.05, 8.0), weight=3),
+    "message twice": Kind(points=("message/queue", CALL), first=(0, 300), amount=(0.0, 0.5), weight=5),
     # the queue, the trainer, the driver
-    "queue dies": Kind(points=("message/queue", "turn/queue"), first=(0, 300), ends_run=True),
+    "queue dies": Kind(
+        points=("message/queue", CALL, "turn/queue", "disk/write", "disk/sync"),
+        first=(0, 300),
+        loses_part=True,
+        weight=3,
+    ),
+    "trainer dies": Kind(points=("train", "export", "save"), first=(0, 6), loses_part=True, weight=2),
     "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), ends_run=True, weight=2),
+    "replica does not start": Kind(points=("start",), first=(0, 1), weight=0.5),
+    "slow start": Kind(points=("start",), first=(0, 1), amount=(1.0, 60.0), weight=0.5),
     "slow trainer": Kind(points=("train", "export", "save"), first=(0, 6), amount=(0.5, 30.0)),
     "driver dies": Kind(points=("turn/driver",), ends_run=True, weight=3),
     "stop is asked for": Kind(points=("turn/driver",)),
+    # the machine and the disk of the journal
+    "machine dies": Kind(
+        points=("turn/driver", CALL, "disk/write", "disk/sync"), first=(0, 300), ends_run=True, weight=3
+    ),
+    "slow disk": Kind(points=("disk/write", "disk/sync"), first=(0, 300), amount=(0.1, 8.0)),
+    "disk is full": Kind(points=("disk/write",), first=(0, 300), amount=(0.1, 20.0), ends_run=True, of_disk=True),
+    "disk stays full": Kind(
+        points=("disk/write",), first=(0, 300), amount=(FOR_EVER_S, FOR_EVER_S), ends_run=True, of_disk=True, starts=4
+    ),
+    "disk is read-only": Kind(
+        points=("disk/lock", "disk/write"),
+        first=(0, 300),
+        amount=(FOR_EVER_S, FOR_EVER_S),
+        ends_run=True,
+        of_disk=True,
+        starts=4,
+        weight=0.5,
+    ),
+    "disk fails": Kind(points=("disk/write", "disk/sync", "disk/read"), first=(0, 300), ends_run=True, of_disk=True),
+    "bits flip": Kind(points=("disk/lock",), first=(1, 4), ends_run=True, drops_group=True, starts=2),
     # tools and rewards
     "tool says no": Kind(points=("tool",), first=(0, 20)),
     "tool is broken": Kind(points=("tool",), first=(0, 20), drops_group=True),
@@ -94,6 +133,7 @@ class Scenario:
     """Settings of the run as in the run config, and how long things take, in virtual seconds.
 
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
+    fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision.
     """
 
     seed: int
@@ -114,6 +154,10 @@ class Scenario:
     max_tokens: int
     checkpoint_every: int
     validation: bool
+    fsync: Fsync
+    file_bytes: int
+    buffer_bytes: int
+    max_restarts: int
     replicas: int
     edge: bool
     latency_s: float
@@ -151,6 +195,10 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         max_tokens=draw.choice((16, 32, 48)),
         checkpoint_every=draw.choice((0, 1, 1, 2)),
         validation=draw.random() < 0.2,
+        fsync=draw.choice(("always", "interval", "interval", "interval", "never")),
+        file_bytes=draw.choice((1 << 10, 1 << 13, 1 << 20)),
+        buffer_bytes=draw.choice((1, 1 << 12, 1 << 20)),
+        max_restarts=draw.choice((0, 1, 3, 3)),
         replicas=replicas,
         edge=draw.random() < 0.5,
         latency_s=draw.choice((0.0005, 0.005, 0.05)),
@@ -163,9 +211,10 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
 
 
 def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
-    """None for one seed in eight, else up to eight."""
-    names, weights = list(KINDS), [kind.weight for kind in KINDS.values()]
-    count = draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
+    """None for one seed in nine, else up to eight; for one in ten, one restart after the other."""
+    storm = draw.random() < 0.1
+    names = list(STORM) if storm else list(KINDS)
+    weights, count = [KINDS[name].weight for name in names], 5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
     return tuple(
         _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)
     )
@@ -173,7 +222,8 @@ def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
 
 def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -> Fault:
     kind = KINDS[name]
-    point = draw.choice(kind.points).format(replica=f"replica-{draw.randrange(replicas)}")
-    low, high = TURNS if point.startswith("turn/") else kind.first
+    point = draw.choice(kind.points)
+    low, high = TURNS if point.startswith("turn/") else CALL_FIRST if point == CALL else kind.first
+    point = point.format(replica=f"replica-{draw.randrange(replicas)}", method=draw.choice(CALLS))
     at = low + int((high - low) * draw.random() ** 2)  # early ones more often: runs differ in length
     return Fault(number, point, at, name, round(draw.uniform(*kind.amount), 3))

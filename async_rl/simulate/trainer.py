@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion
 from agent_loop.tools import ToolError
-from async_rl.handles import TrainerError
+from async_rl.handles import TrainerError, TrainerLostError
 from async_rl.simulate.scenario import Fault, Scenario
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
@@ -33,12 +33,13 @@ class TrainerWorld(Protocol):
     def fault(self, point: str) -> Fault | None: ...
     def note(self, who: str, what: str, *details: object) -> None: ...
     def check_batch(self, batch: TensorDict, *, train_step: int) -> None: ...
+    def trained(self, train_step: int, digest: str) -> None: ...
     def exported(self, weights: WeightVersion, *, updates: int) -> None: ...
     def tool_called(self) -> None: ...
 
 
 class SimulatedTrainer:
-    """See `async_rl.pipeline.Trainer`. digest: of the weights now. train_step: updates they hold."""
+    """See `async_rl.lives.RestorableTrainer`. digest: of the weights now. train_step: updates they hold."""
 
     def __init__(self, world: TrainerWorld) -> None:
         self.digest = INITIAL
@@ -53,6 +54,7 @@ class SimulatedTrainer:
             content.update(batch[name].numpy().tobytes())
         self.digest = content.hexdigest()
         self.train_step += 1
+        self._world.trained(self.train_step, self.digest)
         self._world.note("trainer", "train", self.train_step, self.digest)
         return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
 
@@ -78,8 +80,13 @@ class SimulatedTrainer:
         if fault is not None and fault.kind == "slow trainer":
             seconds += fault.amount
         await asyncio.sleep(seconds)
-        if fault is not None and fault.kind == "trainer fails":
-            raise TrainerError(f"trainer rank 0: process died during {what}")
+        match fault and fault.kind:
+            case "trainer fails":
+                raise TrainerError(f"trainer rank 0: {what} failed: out of memory")
+            case "trainer dies":
+                raise TrainerLostError(f"trainer rank 0: process died during {what}")
+            case _:
+                pass
 
 
 class LookupTool:

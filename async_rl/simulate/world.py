@@ -1,8 +1,8 @@
 """The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
 
-driver     Pipeline, Rollouter, agent loops, Publisher, fleet, router, Recorder, Checkpoints   (real)
+driver     Lives, Resume, Pipeline, Rollouter, agent loops, Publisher, Supervisor, Recorder, Checkpoints   (real)
 messages   QueueClient, ReplicaHandle (real) -> Process (simulated: late, twice, never)
-queue      QueueService, TrajectoryQueue                                                       (real)
+queue      QueueService, TrajectoryQueue, Journal (real) -> SimulatedDisk
 replica    ReplicaHost, RequestInbox, RequestGate (real) -> SimulatedReplica
 trainer    SimulatedTrainer; tools and reward are simulated too
 watched by Oracle
@@ -25,17 +25,21 @@ from agent_loop.chat import Chat
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
 from agent_loop.tools import describe_tool
-from async_rl.checkpoints import RunState, read_run_state
 from async_rl.run import causes
 from async_rl.simulate import model
+from async_rl.simulate.disk import SimulatedDisk
 from async_rl.simulate.engine import Answered
+from async_rl.simulate.journal_watch import OPERATOR_S, JournalWatch, drops_are_excused, may_end, most_starts
 from async_rl.simulate.oracle import Oracle, Violation
 from async_rl.simulate.processes import adopt
-from async_rl.simulate.run import Run, checkpoints_of
-from async_rl.simulate.scenario import KINDS, Fault, Scenario
+from async_rl.simulate.run import Run
+from async_rl.simulate.scenario import Fault, Scenario
 from async_rl.simulate.trainer import LookupTool, session_of_task
 from async_rl.simulate.virtual_time import Deadlock, NumberedTask, VirtualTimeLoop
+from message_queue.contract import Batch
+from message_queue.restart import JournalPlace, Restored
 from message_queue.tokens import Int32Array, WeightVersion
+from message_queue.trajectory import PromptGroup
 
 STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
 STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
@@ -61,9 +65,18 @@ class World:
         self.tool = LookupTool(self)
         self.chat = Chat(model.SimulatedTokenizer(), end_of_turn="<end>", tools=[describe_tool(self.tool)])
         self.oracle = Oracle(
-            scenario, expected_prompt=self.prompt_ids, excused=self._drops_are_excused, serving=self._serving
+            scenario,
+            expected_prompt=self.prompt_ids,
+            excused=drops_are_excused(self.fired),
+            serving=self._serving,
+            clock=loop.time,
         )
         self.run: Run | None = None
+        self.told = self.oracle.told
+        self.disk = SimulatedDisk(self, draw=random.Random(f"disk {scenario.seed}"), clock=loop.time)
+        self._journal = JournalWatch(
+            scenario, oracle=self.oracle, disk=self.disk, directory=directory, fired=self.fired
+        )
         self._loop = loop
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
         self._passed: Counter[str] = Counter()
@@ -105,14 +118,18 @@ class World:
         self.judge(self.oracle.loaded_by, replica, weights)
 
     def exported(self, weights: WeightVersion, *, updates: int) -> None:
-        self.oracle.exported(weights, updates=updates)
+        self.judge(self.oracle.exported, weights, updates=updates)
+
+    def trained(self, train_step: int, digest: str) -> None:
+        self.judge(self.oracle.trained_to, train_step, digest)
 
     def tool_called(self) -> None:
         self.note(session_of_task.get(), "tool")
         self.oracle.tool_called(session_of_task.get())
 
     def forced(self, request: GenerateRequest) -> None:
-        """Rows that an engine is made to use are rows that some version gave."""
+        """An engine is asked to go on. Rows that it is made to use are rows that some version gave."""
+        self.judge(self.oracle.asked, request.session, tokens=len(request.token_ids))
         if request.forced_experts is None:
             return
         contexts = model.contexts(request.token_ids.tolist())
@@ -123,17 +140,37 @@ class World:
 
     def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
         """A process answered a call."""
-        if process == "queue" and self.run is not None:
-            state = self.run.queue_state()
-            self.judge(self.oracle.ended, self.run.untold_records())
-            self.judge(self.oracle.admitted, state.unfinished)
-            self.judge(self.oracle.queue_called, method, args)
-            self.judge(self.oracle.check_ledger, state)
+        if process != "queue" or self.run is None:
+            return
+        state = self.run.queue_state()
+        if method == "open":
+            assert isinstance(result, Restored)
+            self.note("queue", "goes on", result.replay, len(result.open), *result.notes)
+            self.judge(self._journal.reopened, result, state)
+        self.judge(self.oracle.ended, self.run.untold_records())
+        self.judge(self.oracle.admitted, state.unfinished)
+        self.judge(self.oracle.queue_called, method, args)
+        self.judge(self.oracle.check_ledger, state)
+        if method == "checkpointed":
+            self.judge(self.oracle.checkpointed, self._journal.newest_state(), self.run.records())
 
-    def checkpointed(self, state: RunState) -> None:
-        """A checkpoint was written."""
+    def queue_starts(self, journal: JournalPlace) -> None:
+        """A queue is about to open its journal."""
+        self._journal.queue_starts(journal)
+
+    def before_queue_ends(self) -> None:
+        """A queue is about to be killed by the driver."""
         assert self.run is not None
-        self.judge(self.oracle.checkpointed, state, self.run.records())
+        self._remember(self.run)
+
+    def taken(self, batch: Batch[PromptGroup]) -> None:
+        """The driver got a batch."""
+        self.note("driver", "takes", *(g.group for g in batch.groups))
+        self.oracle.taken(batch)
+
+    def synced(self) -> None:
+        """The disk synced."""
+        self.oracle.synced()
 
     def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
         """The trainer is about to train."""
@@ -154,10 +191,15 @@ class World:
             self.note("oracle", str(violation))
         self._kill_driver("a violation")
 
-    def kill(self, replica: str) -> None:
-        """End the process of a replica."""
-        if self.run is not None:
-            self.run.processes[replica].die("killed")
+    def kill(self, name: str) -> None:
+        """End a process, if it was started."""
+        if self.run is not None and name in self.run.processes:
+            self.run.processes[name].die("killed")
+
+    def lose_power(self) -> None:
+        """End everything, and forget what was not synced."""
+        self._kill_driver("the machine died")
+        self._journal.lose_power()
 
     # ---- prompts
 
@@ -172,21 +214,21 @@ class World:
     # ---- from start to end
 
     async def live(self) -> None:
-        """Run, and run again from the newest checkpoint as often as something broke that was to break."""
-        restarts = sum(KINDS[f.kind].ends_run or KINDS[f.kind].loses_replica for f in self.scenario.faults)
-        stops = sum(f.kind == "stop is asked for" for f in self.scenario.faults)
-        for start in range(restarts + stops + 1):
+        """Run, and run again as often as something broke that was to break."""
+        starts = most_starts(self.scenario)
+        for start in range(starts):
             if await self._live_once(start) or self.violation is not None:
                 return
-        self.fail(Violation("progress", f"not done after {restarts + stops + 1} starts"))
+        self.fail(Violation("progress", f"not done after {starts} starts"))
 
     async def _live_once(self, start: int) -> bool:
         """One start of the run; True at its end or where an invariant is broken."""
         fired = len(self.fired)
         self.note("world", "start", start)
         self._progress = (self._loop.time(), self._turn)
-        run = self.run = Run(self, number=start, state=self._newest_state())
-        self.judge(self.oracle.begin, run.state)
+        disk_was_broken = self.disk.is_broken
+        self._journal.driver_starts()
+        run = self.run = Run(self, number=start)
         work = asyncio.create_task(run.go(), name="driver")
         done, error = False, None
         try:
@@ -198,38 +240,31 @@ class World:
         finally:
             await self._clean_up()
         self.note("world", "ended", done, error)
-        self.judge(self.oracle.ended, run.untold_records())
-        self.judge(self.oracle.admitted, run.queue_state().unfinished)
-        self.judge(self.oracle.records, run.records())
+        self._remember(run)
         if error is not None and error != "killed":
-            self._require_excuse(error, self.fired[fired:])
+            self._require_excuse(error, self.fired[fired:], disk_was_broken=disk_was_broken)
+            self.judge(self._journal.read_error, error)
+            await asyncio.sleep(OPERATOR_S)
         if error is None:
             self.judge(self.oracle.check_records_complete, run.ledger_lines())
         if done:
-            self.judge(self.oracle.finish, self._newest_state(), train_step=run.trainer.train_step)
+            self.judge(self.oracle.finish, self._journal.newest_state(), train_step=run.train_step)
         return done
 
-    def _newest_state(self) -> RunState:
-        checkpoints = checkpoints_of(self)
-        checkpoints.recover()
-        latest = checkpoints.latest()
-        return RunState() if latest is None else read_run_state(latest)
+    def _remember(self, run: Run) -> None:
+        self.judge(self.oracle.ended, run.records())
+        self.judge(self.oracle.admitted, run.queue_state().unfinished)
+        self.judge(self.oracle.records, run.records())
 
-    def _require_excuse(self, error: str, fired: list[Fault]) -> None:
-        """A run may only fail for what was broken on purpose."""
+    def _require_excuse(self, error: str, fired: list[Fault], *, disk_was_broken: bool) -> None:
+        """A run may only fail for what was broken on purpose, and says so."""
         assert self.run is not None
-        lost = len(self.run.fleet.lost) == self.scenario.replicas
-        if lost or any(KINDS[fault.kind].ends_run for fault in fired):
-            return
-        self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+        lost = len(self.run.fleet.lost)
+        if not may_end(error, fired=fired, scenario=self.scenario, lost=lost, disk_was_broken=disk_was_broken):
+            self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
 
     def _serving(self) -> list[str]:
-        assert self.run is not None
-        every = [f"replica-{i}" for i in range(self.scenario.replicas)]
-        return [name for name in every if name not in self.run.fleet.lost]
-
-    def _drops_are_excused(self) -> bool:
-        return any(KINDS[fault.kind].drops_group for fault in self.fired)
+        return [] if self.run is None else list(self.run.serving)
 
     # ---- the loop
 
@@ -243,10 +278,12 @@ class World:
         match fault.kind:
             case "driver dies":
                 self._kill_driver("the driver died")
+            case "machine dies":
+                self.lose_power()
             case "stop is asked for":
-                run.pipeline.request_stop()
+                run.lives.request_stop()
             case _:
-                run.processes[fault.point.removeprefix("turn/")].die("killed")
+                self.kill(fault.point.removeprefix("turn/"))
 
     def _happened(self, fault: Fault) -> None:
         self.fired.append(fault)
@@ -275,8 +312,7 @@ class World:
         self._cleaning = self._turn
         self.note("world", "kill", cause)
         if self.run is not None:
-            for process in self.run.processes.values():
-                process.cut_off = True
+            self.run.cut_off()
         for task in list(self._tasks):
             if task.get_name() != "world":
                 task.cancel()
@@ -285,8 +321,7 @@ class World:
         """End whatever a run left behind."""
         assert self.run is not None
         self._cleaning = self._turn
-        for process in self.run.processes.values():
-            process.cut_off = True
+        self.run.cut_off()
         while left := [task for task in self._tasks if task.get_name() != "world"]:
             for task in left:
                 task.cancel()

@@ -25,7 +25,7 @@ from typing import Any, Self
 from message_queue.contract import Admission
 from message_queue.journal.buffer import Buffer
 from message_queue.journal.disk import Disk, OsDisk
-from message_queue.journal.errors import JournalError
+from message_queue.journal.errors import JournalBroken, JournalError
 from message_queue.journal.format import Entry, observation_entry, segment_entry
 from message_queue.journal.log import JournalConfig, JournalLog
 from message_queue.journal.open import GroupReader, Recovered, make_reader, open_log
@@ -41,7 +41,7 @@ from message_queue.journal.records import (
     Trained,
 )
 from message_queue.journal.state import JournalStart
-from message_queue.journal.writer import Answer, Job, JournalStats, Writer
+from message_queue.journal.writer import Answer, Job, JournalStats, StartsWriter, Writer
 from message_queue.packed import Packed
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting
@@ -57,14 +57,21 @@ class Journal:
         JournalClosed: the journal was closed.
     """
 
-    def __init__(self, log: JournalLog, *, config: JournalConfig) -> None:
+    def __init__(self, log: JournalLog, *, config: JournalConfig, start_writer: StartsWriter = Writer) -> None:
         self._loop = asyncio.get_running_loop()
         self._buffer = Buffer(config.buffer_bytes)
-        self._writer = Writer(log, config=config, deliver=self._deliver)
+        self._writer = start_writer(log, config=config, deliver=self._deliver)
 
     @classmethod
     async def open(
-        cls, directory: Path, *, run: str, config: JournalConfig, start: JournalStart, disk: Disk | None = None
+        cls,
+        directory: Path,
+        *,
+        run: str,
+        config: JournalConfig,
+        start: JournalStart,
+        disk: Disk | None = None,
+        start_writer: StartsWriter = Writer,
     ) -> tuple[Journal, Recovered]:
         """Open the journal of a run, or begin it.
 
@@ -72,6 +79,7 @@ class Journal:
             directory: made where it does not exist. Given `disk`, it is not used.
             run: name of the run, at most 64 bytes; the same at every restart, and no other run's.
             start: where the checkpoint stands that the run goes on from. What was trained after it is ready again.
+            start_writer: makes what touches the files from then on.
 
         Raises:
             JournalBusy: another process has it open. JournalRunError, JournalFormatError: it is not this run's, or not
@@ -80,7 +88,7 @@ class Journal:
         log, recovered = await asyncio.to_thread(
             open_log, disk or OsDisk(directory), run=run, config=config, start=start
         )
-        return cls(log, config=config), recovered
+        return cls(log, config=config, start_writer=start_writer), recovered
 
     async def __aenter__(self) -> Self:
         return self
@@ -213,10 +221,16 @@ class Journal:
         """A live group, its trajectories as far as they are recorded; reads in a thread of its own.
 
         Raises:
-            ContractError: rows that do not fit `routing`. OSError: the disk failed.
+            ContractError: rows that do not fit `routing`.
         """
         reader: GroupReader = await self._submit(self._job(lambda log: make_reader(log, group)))
-        return await asyncio.to_thread(reader.read, routing)
+        try:
+            return await asyncio.to_thread(reader.read, routing)
+        except OSError as error:
+            raise JournalBroken(
+                f"could not read group {group} from the journal ({error.strerror or error}); restart the run once the "
+                "disk works again"
+            ) from error
 
     async def stats(self) -> JournalStats:
         """How large it is, and what it did."""

@@ -52,9 +52,9 @@ class Recovered:
     that were taken. trained: of the groups among `ready` that were trained after the checkpoint, the optimizer updates
     of the weights that were trained; in the order of their batch. next_group: no smaller id is free, and what is
     smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
-    out before are in groups, or settled. version: newest that was published. version_updates: `param_version` ->
-    optimizer updates, of it and of all that may have sampled a token of these groups. waiting: prompts to admit again,
-    in order. recycles: prompt -> times that it was to be. ledger: its `open` are these groups.
+    out before are in groups, settled, or in `waiting`, to be admitted again, in that order. recycles: prompt -> times
+    that it was to be. version: newest that was published. version_updates: `param_version` -> optimizer updates, of it
+    and of all that may have sampled a token of these groups. ledger: its `open` are these groups.
     """
 
     began: bool
@@ -66,7 +66,7 @@ class Recovered:
     version: int
     version_updates: Mapping[int, int]
     train_step: int
-    waiting: Sequence[int]
+    waiting: tuple[int, ...]
     recycles: Mapping[int, int]
     ledger: LedgerCounts
     report: RecoveryReport
@@ -173,7 +173,7 @@ def _recover(
     _on_disk(disk, "read", replay.read)
     if replay.empty:
         replay.state = JournalState(start)
-    report = _on_disk(disk, "cut the end of", replay.finish)
+    report = replay.finish()
     state = replay.state
     settled = state.restart(start)
     if durable:  # what a killed process wrote may not be on the disk yet, and the new file builds on it
@@ -188,6 +188,7 @@ def _recover(
         next_seq=replay.next_seq,
     )
     log = JournalLog(files, state=state, config=config)
+    _on_disk(disk, "cut the end of", replay.cut)
     log.release(settled)
     report = replace(
         report,

@@ -131,6 +131,7 @@ class Replay:
         self._expected: dict[int, int] = {}
         self._orphans: set[int] = set()
         self._unread: list[tuple[LogFile, _Bad]] = []
+        self._behind: list[tuple[LogFile, _Bad]] = []
         self._damage: list[Damage] = []
         self._records = 0
 
@@ -152,9 +153,9 @@ class Replay:
             self._read_file(file)
 
     def finish(self) -> RecoveryReport:
-        """Give the groups their content; cut what is behind the last record."""
+        """Give the groups their content. What is behind the last record is there until `cut`."""
         first = {file.number: bad for file, bad in reversed(self._unread)}
-        cut = [self._cut(self.files[number], bad) for number, bad in first.items()]
+        self._behind = [(self.files[number], bad) for number, bad in first.items()]
         lost = [
             LostContent(group=group, kept=kept, known=known)
             for group in self.state.live
@@ -166,11 +167,21 @@ class Replay:
             files=len(self.files),
             records=self._records,
             num_bytes=sum(file.size for file in self.files.values()),
-            cut=tuple(cut),
+            cut=tuple(self._unfinished(file, bad) for file, bad in self._behind),
             damage=tuple(self._damage),
             lost_content=tuple(lost),
             lost_groups=tuple(orphans),
         )
+
+    def cut(self) -> None:
+        """Cut what is behind the last record; a file that is set aside anyway stays as it is.
+
+        Do it once the journal is open: until then the next attempt has to report it too.
+        """
+        for file, bad in self._behind:
+            if not file.damaged:
+                file.handle.truncate(bad.offset)
+                file.size = bad.offset
 
     # ---- inside
 
@@ -261,13 +272,9 @@ class Replay:
             self.files[piece.span.file].hold(group, number, piece.span.size)
         return self._expected.get(group, 0)
 
-    def _cut(self, file: LogFile, bad: _Bad) -> Damage:
-        """Cut a file before bytes after which there is no record; one that is set aside anyway stays as it is."""
-        size = file.size - bad.offset
-        if not file.damaged:
-            file.handle.truncate(bad.offset)
-            file.size = bad.offset
-        return Damage(path=self._disk.path(file.name), offset=bad.offset, size=size, what=_describe(bad.header))
+    def _unfinished(self, file: LogFile, bad: _Bad) -> Damage:
+        path = self._disk.path(file.name)
+        return Damage(path=path, offset=bad.offset, size=file.size - bad.offset, what=_describe(bad.header))
 
 
 def _records(data: memoryview, *, start: int, seed: int) -> Iterator[tuple[int, RecordHeader, Entry] | _Bad]:

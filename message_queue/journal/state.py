@@ -10,7 +10,7 @@ to a checkpoint without that step, and then the group is to be trained again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from message_queue.journal.errors import JournalError, JournalStepError
@@ -36,13 +36,15 @@ class JournalStart:
     """Where the run stands by its checkpoint; all zeros for a run that begins.
 
     train_step: optimizer steps in the checkpoint. next_group: no smaller group id is handed out again. prompt_cursor:
-    first prompt that was never handed out. version, update: newest published. recycles: prompt -> times that it was to
-    be admitted again, and ledger: counts of what ended before; used where there is no journal yet.
+    first prompt that was never handed out. waiting: prompts before it that are to be admitted again, in order.
+    recycles: prompt -> times that it was, or is, to be. version, update: newest published. ledger: counts of what ended
+    before. waiting, recycles and ledger are used where there is no journal yet.
     """
 
     train_step: int = 0
     next_group: int = 0
     prompt_cursor: int = 0
+    waiting: Sequence[int] = ()
     version: int = 0
     update: int = 0
     recycles: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -69,7 +71,7 @@ class JournalState:
         self._admitted, self._trained, self._dropped = start.ledger.admitted, start.ledger.trained, start.ledger.dropped
         self._trained_tokens, self._dropped_tokens = start.ledger.trained_tokens, start.ledger.dropped_tokens
         self._masked_tokens = start.ledger.masked_tokens
-        self.waiting: list[int] = []
+        self.waiting = list(start.waiting)
         self.recycles = dict(start.recycles)
 
     @classmethod
@@ -80,13 +82,14 @@ class JournalState:
                 train_step=summary.train_step,
                 next_group=summary.next_group,
                 prompt_cursor=summary.prompt_cursor,
+                waiting=summary.waiting,
+                recycles=dict(summary.recycles),
                 ledger=summary.ledger,
             )
         )
         state.settled_step, state.next_turn = summary.settled_step, summary.next_turn
         state.versions, state.served, state.update = dict(summary.versions), summary.served, summary.update
         state.live = {head.group: LiveGroup.of(head) for head in summary.groups}
-        state.waiting, state.recycles = list(summary.waiting), dict(summary.recycles)
         return state
 
     @property

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from message_queue.journal.errors import JournalBroken, JournalClosed, JournalError
 from message_queue.journal.format import Entry
@@ -77,8 +77,7 @@ class Writer:
         self._closed: JournalError | None = None
         self._cleaning = True
         self._dirty_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def submit(self, job: Job) -> None:
         """Do it as soon as all before it is done.
@@ -116,9 +115,21 @@ class Writer:
             if self._closed is None:
                 self._closed = JournalClosed("the journal is closed")
             self._wake.notify()
-        self._thread.join()
+        self._wait_ended()
         if isinstance(self._closed, JournalBroken):
             raise self._closed
+
+    # ---- the thread; where there is none, these are what takes its place
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def _wait_ended(self) -> None:
+        self._thread.join()
+
+    def _now(self) -> float:
+        return time.monotonic()
 
     # ---- in the thread
 
@@ -134,20 +145,23 @@ class Writer:
             self._log.files.close()
 
     def _next(self) -> list[Job] | None:
-        """Jobs to do now, none where there is cleaning or a sync to do; None after the last."""
+        """Wait for jobs to do; None after the last."""
         with self._wake:
-            while not self._jobs:
-                if self._closed is not None:
-                    return None
-                wait_s = self._seconds_to_sync()
-                if self._cleaning or (wait_s is not None and wait_s <= 0):
-                    return []
-                self._wake.wait(wait_s)
-            jobs = [self._jobs.popleft()]
-            size = jobs[0].num_bytes
-            while self._jobs and (size := size + self._jobs[0].num_bytes) <= MAX_WRITE_BYTES:
-                jobs.append(self._jobs.popleft())
+            while (jobs := self._due()) is None and self._closed is None:
+                self._wake.wait(self._seconds_to_sync())
             return jobs
+
+    def _due(self) -> list[Job] | None:
+        """Jobs to do now, none where there is cleaning or a sync to do; None where there is nothing to do."""
+        if not self._jobs:
+            wait_s = self._seconds_to_sync()
+            due = self._cleaning or (wait_s is not None and wait_s <= 0)
+            return [] if due and self._closed is None else None
+        jobs = [self._jobs.popleft()]
+        size = jobs[0].num_bytes
+        while self._jobs and (size := size + self._jobs[0].num_bytes) <= MAX_WRITE_BYTES:
+            jobs.append(self._jobs.popleft())
+        return jobs
 
     def _do(self, jobs: Sequence[Job]) -> None:
         answers: list[Answer] = []
@@ -183,7 +197,7 @@ class Writer:
             (durable if waits else at_once).append(answer)
         self._give(at_once)
         if self._dirty_since is None and self._log.files.dirty:
-            self._dirty_since = time.monotonic()
+            self._dirty_since = self._now()
         wait_s = self._seconds_to_sync()
         if durable or (wait_s is not None and wait_s <= 0):
             error = self._sync()
@@ -202,7 +216,7 @@ class Writer:
         """None where no sync is due at any time."""
         if self._dirty_since is None or self._config.fsync != "interval" or self._log.files.broken is not None:
             return None
-        return self._dirty_since + self._config.interval_s - time.monotonic()
+        return self._dirty_since + self._config.interval_s - self._now()
 
     def _clean(self, *, written: int) -> None:
         if not self._cleaning:
@@ -226,3 +240,11 @@ class Writer:
             jobs = [*self._under_way, *self._jobs]
             self._jobs.clear()
         self._give([Answer(job, error=broken) for job in jobs])
+
+
+class StartsWriter(Protocol):
+    """`Writer`, or what does the same work elsewhere than in a thread."""
+
+    def __call__(
+        self, log: JournalLog, /, *, config: JournalConfig, deliver: Callable[[Sequence[Answer]], None]
+    ) -> Writer: ...

@@ -10,7 +10,7 @@ from async_rl.observe.recorder import Recorder
 from async_rl.pipeline import Pipeline
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.validator import Validator
-from async_rl.simulate import engine, run
+from async_rl.simulate import engine
 from async_rl.weights.publisher import Publisher
 from message_queue.holdings import Holdings
 from message_queue.ledger import Ledger
@@ -21,6 +21,7 @@ from message_queue.staleness import StalenessBudget
 from message_queue.tickets import EndedTickets
 from message_queue.trajectory import Trajectory
 from message_queue.versions import PublishedVersions
+from tests.simulation.restart_mutations import RESTART_MUTATIONS
 from tests.simulation.staleness_mutations import STALENESS_MUTATIONS
 
 
@@ -232,7 +233,7 @@ def a_failed_validation_rollout_that_ends_the_run(patch):
 def a_checkpoint_that_repeats_the_prompt_being_admitted(patch):
     async def save(self):
         snapshot = await self._queue.snapshot()
-        await self._checkpoints.save(_state(self, snapshot, self._prompts.cursor), trainer=self._trainer)
+        await _save(self, _state(self, snapshot, self._prompts.cursor))
 
     patch.setattr(Pipeline, "_save", save)
 
@@ -241,26 +242,27 @@ def a_checkpoint_that_skips_the_prompt_being_admitted(patch):
     async def save(self):
         snapshot = await self._queue.snapshot()
         unfinished = [p for p in snapshot.prompts if p < self._prompts.cursor]
-        state = replace(_state(self, snapshot, self._prompts.cursor), unfinished_prompts=unfinished)
-        await self._checkpoints.save(state, trainer=self._trainer)
+        await _save(self, replace(_state(self, snapshot, self._prompts.cursor), unfinished_prompts=unfinished))
 
     patch.setattr(Pipeline, "_save", save)
 
 
+async def _save(pipeline, state):
+    await pipeline._queue.sync()
+    await pipeline._checkpoints.save(state, trainer=pipeline._trainer)
+    await pipeline._queue.checkpointed(pipeline._train_step)
+
+
 def _state(pipeline, snapshot, cursor):
-    version = pipeline._version + (pipeline._version_updates[pipeline._version] < pipeline._train_step)
+    version = pipeline._version
     return RunState(
         train_step=pipeline._train_step,
         param_version=version,
-        version_updates={**pipeline._version_updates, version: pipeline._train_step},
+        version_updates=pipeline._version_updates,
         prompt_cursor=cursor,
         unfinished_prompts=sorted({*snapshot.prompts, *pipeline._prompts.unfinished}),
-        queue=replace(snapshot, version=version, update=pipeline._train_step, closed=False),
+        queue=replace(snapshot, version=version, update=pipeline._version_updates[version], closed=False),
     )
-
-
-def weights_of_a_checkpoint_under_an_old_version(patch):
-    patch.setattr(run, "with_next_version", lambda state: state)
 
 
 MUTATIONS = {
@@ -287,7 +289,7 @@ MUTATIONS = {
         (tools_that_stay_paused, ("progress",)),
         (a_timeout_that_is_expiring_is_moved, ("failure",), "process hangs"),
         (a_failed_validation_rollout_that_ends_the_run, ("failure",), "reward fails", "tool is broken", "gives up"),
-        (weights_of_a_checkpoint_under_an_old_version, ("staleness",)),
+        *RESTART_MUTATIONS,
         *STALENESS_MUTATIONS,
     )
 }

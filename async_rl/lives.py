@@ -1,0 +1,233 @@
+"""A run through the loss of its trainer or its queue: what outlives them goes on with new ones.
+
+open the journal -> rewind the records -> restore the trainer -> run the pipeline ----> done, or stopped
+     ^                                                                |
+     +---- from the last checkpoint and the journal <---- trainer or queue is lost
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from agent_loop.loop import AgentLoop, Prompt
+from agent_loop.tools import PauseGate
+from async_rl.checkpoints import Checkpoints
+from async_rl.config import RunConfig
+from async_rl.data.prompts import PromptOrder
+from async_rl.handles import TrainerLostError
+from async_rl.observe.recorder import Recorder
+from async_rl.observe.trace import Trace
+from async_rl.parts import GroupQueue, PipelineConfig, Trainer
+from async_rl.pipeline import Pipeline
+from async_rl.resume import Resume
+from async_rl.rollout.conductor import Conducts
+from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
+from async_rl.rollout.recorded import QueueRolloutLog, RecordsRollouts
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.supervisor import RestartLimit, StartsReplica, Supervisor
+from async_rl.rollout.validator import Validator
+from async_rl.weights.publisher import Publisher
+from message_queue.client import QueueUnavailable
+from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.restart import JournalPlace, Restored
+from message_queue.tokens import RoutingSpec
+from message_queue.trajectory import PromptGroup
+
+
+class RestorableTrainer(Trainer, Protocol):
+    """A trainer that can go on from a checkpoint."""
+
+    async def restore(self, directory: Path) -> None: ...
+
+
+class RunQueue(GroupQueue, RecordsRollouts, Protocol):
+    """A queue with its journal, and its process; see `message_queue.service.QueueService` for each call."""
+
+    async def open(self, *, timeout_s: float) -> Restored[PromptGroup]: ...
+    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]: ...
+    async def close_journal(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+T = TypeVar("T", bound=RestorableTrainer)
+
+
+class StartsParts(Protocol[T]):
+    """Starts what may be lost; see `async_rl.workers.Workers`."""
+
+    async def start_queue(self, journal: JournalPlace, *, routing: RoutingSpec | None) -> RunQueue: ...
+    async def replace_trainer(self, lost: T) -> T: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lasting(Generic[T]):
+    """What outlives a trainer or a queue. conductor: decides when things happen; `loop` goes through it."""
+
+    workers: StartsParts[T]
+    publisher: Publisher
+    replicas: Supervisor
+    loop: AgentLoop
+    routing: RoutingSpec | None
+    recorder: Recorder
+    trace: Trace
+    weights_directory: Path
+    conductor: Conducts
+
+
+def supervised(
+    config: RunConfig,
+    replicas: Sequence[FleetReplica],
+    *,
+    tools: PauseGate,
+    start: StartsReplica,
+    recorder: Recorder,
+) -> tuple[ReplicaFleet, Publisher, Supervisor]:
+    """The replicas as the router, the publisher and the pipeline see them."""
+    fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
+    publisher = Publisher(
+        fleet,
+        on_update=config.rollout.on_update,
+        kv=config.rollout.kv,
+        tools=tools,
+        timeout_s=config.sync.timeout_s,
+    )
+    supervisor = Supervisor(fleet, publisher, start=start, config=config.supervision, note=recorder.warn)
+    return fleet, publisher, supervisor
+
+
+class Lives(Generic[T]):
+    """Runs the pipeline until its end.
+
+    Args:
+        order: of the prompts. held_out: prompts of the validation. resume: what the first life goes on from.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        lasting: Lasting[T],
+        *,
+        order: PromptOrder,
+        held_out: Sequence[Prompt],
+        resume: Resume,
+    ) -> None:
+        self._config = config
+        self._lasting = lasting
+        self._order = order
+        self._held_out = held_out
+        self._resume = resume
+        self._stopping = False
+        self._pipeline: Pipeline | None = None
+
+    def request_stop(self) -> None:
+        """See Pipeline."""
+        self._stopping = True
+        if self._pipeline is not None:
+            self._pipeline.request_stop()
+
+    async def run(self, trainer: T) -> bool:
+        """Run, and where the trainer or the queue is lost go on from the last checkpoint and the journal.
+
+        Returns:
+            Whether all train steps were done; False after a stop request.
+
+        Raises:
+            Exception: whatever else made a stage fail, and a loss beyond `supervision.max_restarts`.
+        """
+        limit = RestartLimit(self._config.supervision)
+        while True:
+            try:
+                return await self._run_once(trainer)
+            except Exception as error:
+                lost = _lost_part(error)
+                if lost is None or not limit.allows_one_more():
+                    raise
+                self._lasting.recorder.warn(
+                    f"{lost}; trainer and queue start anew from the last checkpoint and the journal"
+                )
+                self._resume = Resume(self._config, again=True)
+                await self._lasting.publisher.go_on()  # the life before may have left the replicas on hold
+                trainer = await self._lasting.workers.replace_trainer(trainer)
+
+    # ---- one life
+
+    async def _run_once(self, trainer: T) -> bool:
+        lasting = self._lasting
+        queue = await lasting.workers.start_queue(self._resume.journal(lasting.routing), routing=lasting.routing)
+        try:
+            restored = await queue.open(timeout_s=self._config.cluster.start_timeout_s)
+            self._resume.rewind(restored, lasting.recorder)
+            if self._resume.checkpoint is not None:
+                await trainer.restore(self._resume.checkpoint / "trainer")
+            self._pipeline = self._build_pipeline(queue, trainer, restored)
+            if self._stopping:
+                self._pipeline.request_stop()
+            try:
+                finished = await self._pipeline.run()
+            except BaseException:
+                with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
+                    await self._close(queue)
+                raise
+            await self._close(queue)
+            return finished
+        finally:
+            queue.kill()
+
+    async def _close(self, queue: RunQueue) -> None:
+        self._lasting.recorder.ledger(await queue.closing_records())
+        await queue.close_journal()
+
+    def _build_pipeline(self, queue: RunQueue, trainer: T, restored: Restored[PromptGroup]) -> Pipeline:
+        config, lasting = self._config, self._lasting
+        loop, routing = lasting.loop, lasting.routing
+        validator = None
+        if self._held_out:
+            validator = Validator(
+                loop=loop, routing=routing, prompts=self._held_out, resume_routing=config.rollout.resume_routing
+            )
+        return Pipeline(
+            config=PipelineConfig(
+                total_train_steps=config.total_train_steps,
+                publish_every=config.sync.every,
+                validate_every=config.validation.every,
+                max_failed_groups=config.rollout.max_failed_groups,
+                advantage=config.advantage,
+                kept_kv=config.rollout.on_update == "keep" and config.rollout.kv == "keep",
+                weights_directory=lasting.weights_directory,
+                replica_timeout_s=config.sync.timeout_s,
+            ),
+            prompts=self._resume.prompts(self._order, restored),
+            queue=queue,
+            rollouter=Rollouter(
+                loop=loop,
+                routing=routing,
+                trajectories_per_group=config.rollout.trajectories_per_group,
+                resume_routing=config.rollout.resume_routing,
+                log=QueueRolloutLog(queue),
+                failure=config.rollout.failure,
+                note=lasting.recorder.warn,
+            ),
+            trainer=trainer,
+            publisher=lasting.publisher,
+            replicas=lasting.replicas,
+            validator=validator,
+            checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
+            recorder=lasting.recorder,
+            trace=lasting.trace,
+            start=self._resume.state,
+            restored=restored,
+            conductor=lasting.conductor,
+        )
+
+
+def _lost_part(error: BaseException) -> str | None:
+    """What ended a run, where it was a trainer or a queue that died or fell silent; None where anything else did."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_lost_part, error.exceptions)), None)
+    if isinstance(error, TrainerLostError | QueueUnavailable):
+        return str(error)
+    return None if error.__cause__ is None else _lost_part(error.__cause__)

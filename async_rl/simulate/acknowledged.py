@@ -1,0 +1,132 @@
+"""What the driver was told of by the queue, and what must therefore be there after a restart.
+
+A fact is noted when its call returned, hence after it was written; it is durable once the disk synced after that, or
+when the settings promise it. After the death of processes every fact must be there, after a loss of power those that
+are durable.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from message_queue.contract import Admission
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A trajectory holds `length` tokens, or is `closed` with them."""
+
+    group: int
+    trajectory: int
+    length: int
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Groups took part in a train step."""
+
+    groups: tuple[int, ...]
+    train_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    version: int
+
+
+Fact: TypeAlias = Admission | Held | Ready | Dropped | Trained | Published
+
+
+@dataclass(slots=True)
+class Expected:
+    """What facts add up to. held: (group, trajectory) -> the last that is known of it. trained: by train step."""
+
+    admitted: dict[int, Admission] = field(default_factory=dict[int, Admission])
+    held: dict[tuple[int, int], Held] = field(default_factory=dict[tuple[int, int], Held])
+    ready: set[int] = field(default_factory=set[int])
+    dropped: set[int] = field(default_factory=set[int])
+    trained: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    version: int = 0
+
+    def of_group(self, group: int) -> dict[int, Held]:
+        """What is known of its trajectories, by number."""
+        return {fact.trajectory: fact for (of, _), fact in self.held.items() if of == group}
+
+    def step_of(self) -> Mapping[int, int]:
+        """Group -> the train step that it was in."""
+        return {group: step for step, groups in self.trained.items() for group in groups}
+
+    def replay(self, train_step: int) -> list[tuple[int, ...]]:
+        """Batches that are trained again after a checkpoint of `train_step`."""
+        batches: list[tuple[int, ...]] = []
+        while (batch := self.trained.get(train_step + 1 + len(batches))) is not None:
+            batches.append(batch)
+        return batches
+
+
+class Acknowledged:
+    """Facts in the order in which they were told.
+
+    Args:
+        durable_after_s: at the latest; None: never but by a sync.
+    """
+
+    def __init__(self, *, durable_after_s: float | None = None, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._facts: list[Fact] = []
+        self._told_at: list[float] = []
+        self._durable = 0
+        self._durable_after_s = durable_after_s
+        self._clock = clock
+
+    def note(self, *facts: Fact) -> None:
+        """The driver was told."""
+        self._facts += facts
+        self._told_at += [self._clock()] * len(facts)
+
+    def synced(self) -> None:
+        """The disk synced."""
+        self._durable = len(self._facts)
+
+    def restart(self, facts: Sequence[Fact]) -> None:
+        """From now on these are the facts."""
+        self._facts, self._durable = list(facts), 0
+        self._told_at = [self._clock()] * len(self._facts)
+
+    def power_lost(self) -> None:
+        """What is not durable may be lost."""
+        if self._durable_after_s is not None:
+            self._durable = max(self._durable, bisect_right(self._told_at, self._clock() - self._durable_after_s))
+        del self._facts[self._durable :], self._told_at[self._durable :]
+
+    def expected(self) -> Expected:
+        """What must be there."""
+        made = Expected()
+        for fact in self._facts:
+            match fact:
+                case Admission():
+                    made.admitted[fact.group] = fact
+                case Held():
+                    made.held[fact.group, fact.trajectory] = fact
+                case Ready():
+                    made.ready.add(fact.group)
+                case Dropped():
+                    made.dropped.add(fact.group)
+                case Trained():
+                    made.trained[fact.train_step] = fact.groups
+                case Published():
+                    made.version = max(made.version, fact.version)
+        return made
