@@ -10,8 +10,8 @@ from async_rl.simulate.acknowledged import Acknowledged, Dropped, Held, Publishe
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import Admission, Batch, PutResult
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.tokens import TokenOutput
 from message_queue.trajectory import PromptGroup
-from message_queue.wire import decode_segment
 
 
 class WatchedQueue(QueueClient):
@@ -78,7 +78,8 @@ def _held(record: RolloutRecord) -> Held:
     what, length = record.what, record.at
     match what:
         case Sampled():
-            length += len(decode_segment(what.segment, routing=model.ROUTING))
+            assert isinstance(what.segment, TokenOutput), "the driver appends what engines gave"
+            length += len(what.segment)
         case CallBegun():
             pass
         case TrajectoryClosed():
