@@ -44,7 +44,7 @@ class PromptAccount:
         twice = sorted({p for p in live if every.count(p) > 1})
         self._require("exactly once", not twice, "prompts {} are trained, or in a group, and in another group", twice)
         missing = set(range(cursor)).difference(every) - self.dropped
-        lost = missing.difference(state.unfinished_prompts)
+        lost = missing.difference(found.restored.waiting if losses else state.unfinished_prompts)
         if losses:
             self.dropped |= lost
         else:
