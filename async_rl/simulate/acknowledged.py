@@ -91,6 +91,7 @@ class Acknowledged:
         self._durable = 0
         self._durable_after_s = durable_after_s
         self._clock = clock
+        self._alive = True
 
     def note(self, *facts: Fact) -> None:
         """The driver was told."""
@@ -98,18 +99,24 @@ class Acknowledged:
         self._told_at += [self._clock()] * len(facts)
 
     def synced(self) -> None:
-        """The disk synced."""
-        self._durable = len(self._facts)
+        """The disk synced. While a journal is opened, that is one of its files only."""
+        if self._alive:
+            self._durable = len(self._facts)
 
     def restart(self, facts: Sequence[Fact]) -> None:
         """From now on these are the facts."""
-        self._facts, self._durable = list(facts), 0
+        self._facts, self._durable, self._alive = list(facts), 0, True
         self._told_at = [self._clock()] * len(self._facts)
+
+    def queue_died(self) -> None:
+        """Nobody syncs any more until the journal is open again."""
+        if self._durable_after_s is not None and self._alive:
+            self._durable = max(self._durable, bisect_right(self._told_at, self._clock() - self._durable_after_s))
+        self._alive = False
 
     def power_lost(self) -> None:
         """What is not durable may be lost."""
-        if self._durable_after_s is not None:
-            self._durable = max(self._durable, bisect_right(self._told_at, self._clock() - self._durable_after_s))
+        self.queue_died()
         del self._facts[self._durable :], self._told_at[self._durable :]
 
     def expected(self) -> Expected:

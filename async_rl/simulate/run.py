@@ -240,7 +240,12 @@ class Run:
         )
         process = self._process("queue", self._service)
         linger_s = draw.random() * LINGER_S
-        process.on_death = lambda: mount.die(linger_s=linger_s)
+
+        def dies() -> None:
+            mount.die(linger_s=linger_s)
+            world.told.queue_died()
+
+        process.on_death = dies
 
         def kill() -> None:
             world.before_queue_ends()

@@ -56,11 +56,9 @@ class Kind:
 
 
 R, CALL = "{replica}", "call/queue.{method}"
-CALLS = (
-    *("open", "admit", "append", "put_bytes", "take_bytes", "drop", "trained", "publish", "loaded", "snapshot"),
-    *(["drain_records"] * 6),
-    *("sync", "checkpointed", "closing_records", "close_journal", "withdraw", "resume"),
-)
+ONCE = ("open", "admit", "append", "put_bytes", "take_bytes", "drop", "trained", "publish", "loaded", "snapshot")
+LATE = ("sync", "checkpointed", "closing_records", "close_journal", "withdraw", "resume")
+CALLS = (*ONCE, *["drain_records"] * 6, *LATE)
 CALL_FIRST = (0, 8)
 STORM = ("driver dies", "machine dies", "queue dies", "trainer dies")
 TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
