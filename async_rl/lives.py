@@ -7,6 +7,7 @@ open the journal -> rewind the records -> restore the trainer -> run the pipelin
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,7 +145,9 @@ class Lives(Generic[T]):
                 return await self._run_once(trainer)
             except Exception as error:
                 lost = _lost_part(error)
-                if lost is None or not limit.allows_one_more():
+                task = asyncio.current_task()
+                ended = task is not None and task.cancelling() > 0  # the loss hid a cancellation
+                if lost is None or ended or not limit.allows_one_more():
                     raise
                 self._lasting.recorder.warn(
                     f"{lost}; trainer and queue start anew from the last checkpoint and the journal"
