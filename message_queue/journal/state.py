@@ -134,7 +134,7 @@ class JournalState:
         """Follow a record that is no content. Returns the groups that are live no more."""
         match body:
             case Admitted():
-                self._admit(group, body)
+                return self._admit(group, body)
             case Ready():
                 for ready in self._known([group]):
                     ready.state = GroupState.READY
@@ -213,7 +213,13 @@ class JournalState:
     def _known(self, groups: Iterable[int]) -> list[LiveGroup]:
         return [self.live[group] for group in groups if group in self.live]
 
-    def _admit(self, group: int, admitted: Admitted) -> None:
+    def _admit(self, group: int, admitted: Admitted) -> list[LiveGroup]:
+        """A group starts. One of the same prompt was dropped before: where it is live, the record of that is lost."""
+        ended = [live for live in self.live.values() if live.admission.prompt == admitted.prompt]
+        for live in ended:
+            del self.live[live.group]
+            self._count_dropped(LOST, tokens=0)
+            self._give_up(admitted.prompt, again=True)
         self.live[group] = LiveGroup(group, admitted)
         self.served = max(self.served, admitted.version)
         self.next_group = max(self.next_group, group + 1)
@@ -221,6 +227,7 @@ class JournalState:
         self._admitted += 1
         if admitted.prompt in self.waiting:
             self.waiting.remove(admitted.prompt)
+        return ended
 
     def _give_up(self, prompt: int, *, again: bool) -> None:
         """The group of a prompt was dropped; `again`: the prompt is to be admitted again."""

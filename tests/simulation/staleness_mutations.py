@@ -5,8 +5,10 @@ from dataclasses import replace
 from async_rl.batch import prepare
 from async_rl.pipeline import Pipeline
 from async_rl.rollout.rollouter import Rollouter
+from message_queue import restart
 from message_queue.admissions import Admissions
 from message_queue.contract import QueueSnapshot
+from message_queue.journal.state import JournalState
 from message_queue.ledger import Ledger
 from message_queue.policies import RecyclePolicy
 
@@ -41,6 +43,25 @@ def a_checkpoint_that_forgets_prompts_that_wait_to_be_admitted_again(patch):
     patch.setattr(QueueSnapshot, "prompts", property(lambda self: tuple(a.prompt for a in self.unfinished)))
 
 
+def a_journal_that_forgets_prompts_that_wait_to_be_admitted_again(patch):
+    whole = JournalState._give_up
+
+    def give_up(self, prompt, *, again):
+        whole(self, prompt, again=again)
+        self.waiting = [p for p in self.waiting if p != prompt]
+
+    patch.setattr(JournalState, "_give_up", give_up)
+
+
+def a_restart_that_forgets_how_often_a_prompt_was_recycled(patch):
+    patch.setattr(restart, "_encoded", lambda start, whole=restart._encoded: whole(replace(start, recycles={})))
+
+
+def a_restart_that_forgets_rollouts_that_make_up_for_others(patch):
+    whole = Rollouter._trajectories
+    patch.setattr(Rollouter, "_trajectories", lambda self, group, held: whole(self, group, held[: self._n]))
+
+
 def old_tokens_that_take_gradient(patch):
     whole = Pipeline._train_on
 
@@ -71,6 +92,9 @@ STALENESS_MUTATIONS = (
     (a_recycled_prompt_that_new_ones_overtake, ("exactly once",)),
     (a_prompt_that_is_recycled_for_ever, ("exactly once",)),
     (a_checkpoint_that_forgets_prompts_that_wait_to_be_admitted_again, ("exactly once",)),
+    (a_journal_that_forgets_prompts_that_wait_to_be_admitted_again, ("exactly once",)),
+    (a_restart_that_forgets_how_often_a_prompt_was_recycled, ("exactly once",)),
+    (a_restart_that_forgets_rollouts_that_make_up_for_others, ("failure", "exactly once"), *FAILS),
     (old_tokens_that_take_gradient, ("staleness",)),
     (masked_tokens_that_nobody_counts, ("ledger",)),
     (a_rollout_that_failed_and_is_trained, ("provenance", "exactly once"), *FAILS),

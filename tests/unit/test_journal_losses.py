@@ -7,6 +7,7 @@ import numpy as np
 from message_queue.journal.errors import JournalFull
 from message_queue.journal.format import FILE_BYTES, RECORD_BYTES, Entry, observation_entry
 from message_queue.journal.records import Admitted, Dropped
+from message_queue.journal.state import JournalStart, JournalState
 from message_queue.ledger import LedgerCounts
 from tests.unit.journal_disk import FakeDisk
 from tests.unit.journal_model import opened
@@ -40,7 +41,7 @@ def test_the_last_record_of_a_group_is_missed_where_others_follow():
     disk = FakeDisk()
     log, _ = opened(disk)
     for group in range(2):
-        log.append([Entry(Admitted(0, 0, 0, 1, "append"), group=group)])
+        log.append([Entry(Admitted(group, 0, 0, 1, "append"), group=group)])
         observed(log, group, 0, 5)
     disk = disk.after_kill()
     data = disk.files[min(disk.files)].data
@@ -55,7 +56,7 @@ def test_a_second_summary_is_kept_when_all_else_is_cleaned():
     log, _ = opened(disk)
     log.append([Entry(Admitted(0, 0, 0, 1, "append"), group=0)])
     for group in range(1, 100):
-        log.append([Entry(Admitted(0, 0, 0, 1, "append"), group=group)])
+        log.append([Entry(Admitted(group, 0, 0, 1, "append"), group=group)])
         observed(log, group, 0, 50)
         log.append([Entry(Dropped("done"), group=group)])
         log.clean(1000)
@@ -109,7 +110,7 @@ def test_the_records_of_a_write_that_fit_stay_when_the_disk_is_full():
     disk = FakeDisk()
     log, _ = opened(disk)
     for group in range(2):
-        log.append([Entry(Admitted(0, 0, 0, 1, "append"), group=group)])
+        log.append([Entry(Admitted(group, 0, 0, 1, "append"), group=group)])
     disk.capacity = len(disk.files[min(disk.files)].data) + 250
     tokens = np.zeros(20, np.int32)
     first, second = log.append([observation_entry(group, 0, tokens, at=0) for group in range(2)])
@@ -123,7 +124,7 @@ def test_cleaning_keeps_files_within_their_bound():
     disk = FakeDisk()
     log, _ = opened(disk)
     for group in range(100):
-        log.append([Entry(Admitted(0, 0, 0, 1, "append"), group=group)])
+        log.append([Entry(Admitted(group, 0, 0, 1, "append"), group=group)])
         observed(log, group, 0, 20)
         if group % 3:
             log.append([Entry(Dropped("done"), group=group)])
@@ -131,3 +132,12 @@ def test_cleaning_keeps_files_within_their_bound():
         pass
     assert log.cleaned_bytes > 3000
     assert all(file.size - file.head_bytes < 1024 + 200 for file in log.files.all.values())
+
+
+def test_a_group_whose_prompt_was_admitted_again_has_ended_though_the_record_of_that_is_lost():
+    state = JournalState(JournalStart())
+    assert state.apply(Admitted(7, 0, 0, 1, "append"), group=0) == []
+    ended = state.apply(Admitted(7, 0, 0, 1, "append"), group=1)
+    assert [live.group for live in ended] == [0] and list(state.live) == [1]
+    assert (state.waiting, state.recycles) == ([], {7: 1})
+    assert (state.ledger().error, state.ledger().reasons) == (0, {"lost": 1})

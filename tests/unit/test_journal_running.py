@@ -123,7 +123,7 @@ async def test_records_that_arrive_together_share_a_sync(tmp_path):
 
 async def test_concurrent_rollouts_are_recorded_whole_while_it_cleans(tmp_path):
     async def roll(group):
-        await journal.admitted(admission(group, prompt=0), trajectories=4)
+        await journal.admitted(admission(group), trajectories=4)
         async with asyncio.TaskGroup() as tasks:
             for i in range(4):
                 tasks.create_task(trajectory_of(group, i))
