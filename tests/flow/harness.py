@@ -319,7 +319,7 @@ class Harness:
         """Open the journal and go on from it, as a Program does."""
         self.restored = await self.queue.open(timeout_s=5.0)
         self.recorder.go_on_after(self.start.train_step, next_group=self.restored.next_group, live=self.restored.live)
-        self.build(PromptSource(self.order, cursor=self.restored.prompt_cursor))
+        self.build(PromptSource(self.order, cursor=self.restored.prompt_cursor, unfinished=self.restored.waiting))
 
     async def run(self, *, timeout_s: float = 20.0) -> bool:
         try:

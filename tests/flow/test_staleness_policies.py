@@ -171,7 +171,7 @@ async def test_a_run_that_is_killed_goes_on_under_its_policy(tmp_path, policy, k
 
 def await_prompts(harness):
     """Prompts that wait to be admitted again at the end."""
-    return harness.service._queue.snapshot().waiting
+    return *harness.service._queue.snapshot().waiting, *harness.pipeline._prompts.unfinished
 
 
 def test_a_harness_in_virtual_time_is_the_same_twice(tmp_path):

@@ -14,7 +14,8 @@ from async_rl.rollout.recorded import QueueRolloutLog, RolloutLogError
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.client import QueueUnavailable
 from message_queue.journal import JournalBroken, JournalFull
-from message_queue.staleness import StalenessConfig, build_policy
+from message_queue.policies import build_policy
+from message_queue.staleness import StalenessConfig
 from message_queue.start import start_of_journal
 from tests.fakes import SPEC
 from tests.unit.groups import group_for
