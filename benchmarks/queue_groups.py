@@ -92,8 +92,8 @@ class StateLog(NoLog):
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
         return self._apply(Taken(tuple(groups), update))
 
-    def trained(self, groups: Sequence[int], *, train_step: int) -> Awaitable[None]:
-        return self._apply(Trained(tuple(groups), train_step))
+    def trained(self, groups: Sequence[int], *, train_step: int, masked: Sequence[int]) -> Awaitable[None]:
+        return self._apply(Trained(tuple(groups), train_step, masked=tuple(masked)))
 
     def published(self, version: int, *, update: int) -> Awaitable[None]:
         return self._apply(Published(version, update))

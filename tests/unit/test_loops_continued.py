@@ -11,7 +11,7 @@ from async_rl.rollout.recorded import RecordedTrajectory
 from message_queue.progress import CallBegun, Sampled, TrajectoryClosed
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
-from message_queue.wire import decode_segment, encode_trajectory
+from message_queue.wire import encode_trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
 from tests.fakes import SPEC, FakeReward, FakeTool, Interruption, true_rows
 from tests.unit.test_loops import ANSWER, CALL, LIMITS, PROMPT, TOKENIZER, ids, make_engine, make_loop, turn
@@ -52,7 +52,7 @@ def rebuilt(records):
         assert at == len(trajectory)
         match what:
             case Sampled():
-                trajectory.extend(decode_segment(what.segment, routing=SPEC))
+                trajectory.extend(what.segment)
             case CallBegun():
                 pass
             case TrajectoryClosed():

@@ -260,9 +260,10 @@ async def test_a_prompt_that_waits_to_be_admitted_again_survives_kills_and_count
     service, client, restored = await opened(disk.after_kill(), s=0, b=1, policy="recycle")
     left = service._place.disk
     again = await client.snapshot()
-    assert (again.waiting, again.recycles, restored.prompt_cursor) == ((0,), {0: 1}, 1)
+    assert (restored.waiting, again.recycles, restored.prompt_cursor) == ((0,), {0: 1}, 1)
+    assert again.waiting == (), "who restores asks for it"
     assert (again.ledger.admitted, again.ledger.reasons, again.ledger.error) == (1, {"recycled": 1}, 0)
-    assert (await client.admit(1)).prompt == 0
+    assert (await client.admit(0)).prompt == 0
     await service.close_journal()
     _, client, restored = await opened(left.after_kill(), s=0, b=1, policy="recycle")
     assert [(group.prompt, group.group) for group in restored.open] == [(0, 1)]
