@@ -57,12 +57,12 @@ class OptimizerConfig:
     def lr_at(self, update: int) -> float:
         """Learning rate of update `update`, counted from 0; the first one of a warm-up is lr / warmup_steps."""
         if update < self.warmup_steps:
-            return self.lr * (update + 1) / self.warmup_steps
+            return self.lr * ((update + 1) / self.warmup_steps)  # a product after a quotient rounds to lr at most
         if self.decay == "constant":
             return self.lr
         done = min(1.0, (update - self.warmup_steps) / self.decay_steps)
         left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.min_lr + (self.lr - self.min_lr) * left
+        return min(self.lr, self.min_lr + (self.lr - self.min_lr) * left)
 
 
 class Optimizer:

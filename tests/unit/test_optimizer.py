@@ -1,7 +1,7 @@
 """Learning-rate schedule and checks of the trainer's settings."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from async_rl.train.model import ParallelConfig, TrainerConfig
@@ -24,6 +24,7 @@ def test_cosine_is_halfway_in_the_middle():
 
 
 @given(st.integers(0, 200), st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 100))
+@example(11, "constant", 12, 1)  # 0.003 * 12 / 12 is more than 0.003
 def test_the_rate_stays_between_its_bounds(update, decay, warmup, steps):
     config = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=warmup, decay=decay, decay_steps=steps)
     rate = config.lr_at(update)
