@@ -32,6 +32,7 @@ ones, no row before it is -1, and K/V of every position before it came from the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
@@ -40,11 +41,37 @@ from tensordict import TensorDict
 
 from async_rl.batch.advantage import Advantages
 from message_queue.tokens import Int32Array
-from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, BoolArray, PromptGroup, TrainingSequence
+from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, BoolArray, PromptGroup, TrainingSequence, Trajectory
 
 
 class BatchError(ValueError):
     """Trajectories that cannot be one batch; names what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ages:
+    """By what the age of a token is judged; see `collate`."""
+
+    current_update: int
+    version_updates: Mapping[int, int]
+    _: KW_ONLY
+    min_update: int
+    kept_kv: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """A sequence of the batch. trajectory: its number. mask, lag and pure as the batch has them.
+
+    is_left: False where a sequence with sampled tokens is too old as a whole.
+    """
+
+    sequence: TrainingSequence
+    trajectory: int
+    mask: BoolArray
+    lag: Int32Array
+    pure: BoolArray
+    is_left: bool
 
 
 def collate(
@@ -74,43 +101,47 @@ def collate(
         raise BatchError("the batch has no trajectories")
     if len(trajectories) != len(advantages.values):
         raise BatchError(f"{len(trajectories)} trajectories, but {len(advantages.values)} advantages")
-    parts: list[TrainingSequence] = []
-    of: list[int] = []  # the trajectory of each part
-    pure: list[BoolArray] = []
-    lags: list[Int32Array] = []
-    masks: list[BoolArray] = []
-    for number, (group, trajectory) in enumerate(trajectories):
-        old_kv = kept_kv and group.admitted_update != current_update
-        for part in trajectory.sequences():
-            lag, row_lag = (_lags(v, current_update, version_updates) for v in (part.param_versions, part.row_versions))
-            fresh = _fresh(part, lag, row_lag, recomputed=trajectory.resume_routing == "force" and not kept_kv)
-            young = lag <= current_update - min_update
-            masks.append(part.loss_mask & young)
-            lags.append(np.where(masks[-1], lag, np.int32(-1)))
-            pure.append(masks[-1] & (False if old_kv else _pure_lag0(lag, fresh)))
-            parts.append(part)
-            of.append(number)
-    experts = _routed_experts(parts)
-    left = np.array([mask.any() or not part.loss_mask.any() for mask, part in zip(masks, parts, strict=True)])
+    ages = _Ages(current_update, version_updates, min_update=min_update, kept_kv=kept_kv)
+    parts = [
+        _part(sequence, number, group, trajectory, ages)
+        for number, (group, trajectory) in enumerate(trajectories)
+        for sequence in trajectory.sequences()
+    ]
+    of = [part.trajectory for part in parts]
     columns = {
-        "token_ids": _stack([p.token_ids for p in parts], np.dtype(np.int64), 0),
-        "loss_mask": _stack(masks, np.dtype(np.bool_), False),
+        "token_ids": _stack([p.sequence.token_ids for p in parts], np.dtype(np.int64), 0),
+        "loss_mask": _stack([p.mask for p in parts], np.dtype(np.bool_), False),
         "behaviour_logprobs": _stack(
-            [np.where(mask, p.behaviour_logprobs, np.float32(0)) for mask, p in zip(masks, parts, strict=True)],
-            np.dtype(np.float32),
-            0.0,
+            [np.where(p.mask, p.sequence.behaviour_logprobs, np.float32(0)) for p in parts], np.dtype(np.float32), 0.0
         ),
         "advantages": torch.from_numpy(advantages.values[of]),
-        "informative": torch.from_numpy(advantages.informative[of] & left),
-        "lag": _stack(lags, np.dtype(np.int32), -1),
-        "pure_lag0": _stack(pure, np.dtype(np.bool_), False),
-        "lengths": torch.tensor([len(p) for p in parts], dtype=torch.int64),
+        "informative": torch.from_numpy(advantages.informative[of] & np.array([p.is_left for p in parts])),
+        "lag": _stack([p.lag for p in parts], np.dtype(np.int32), -1),
+        "pure_lag0": _stack([p.pure for p in parts], np.dtype(np.bool_), False),
+        "lengths": torch.tensor([len(p.sequence) for p in parts], dtype=torch.int64),
         "trajectory": torch.tensor(of, dtype=torch.int64),
         "group": torch.tensor([trajectories[number][0].group for number in of], dtype=torch.int64),
     }
+    experts = _routed_experts([part.sequence for part in parts])
     if experts is not None:
         columns["routed_experts"] = _stack(experts, np.dtype(np.int16), NOT_ROUTED)
     return TensorDict(columns, batch_size=[len(parts)])
+
+
+def _part(sequence: TrainingSequence, number: int, group: PromptGroup, trajectory: Trajectory, ages: _Ages) -> _Part:
+    now, updates = ages.current_update, ages.version_updates
+    lag, row_lag = (_lags(versions, now, updates) for versions in (sequence.param_versions, sequence.row_versions))
+    fresh = _fresh(sequence, lag, row_lag, recomputed=trajectory.resume_routing == "force" and not ages.kept_kv)
+    mask = sequence.loss_mask & (lag <= now - ages.min_update)
+    old_kv = ages.kept_kv and group.admitted_update != now
+    return _Part(
+        sequence=sequence,
+        trajectory=number,
+        mask=mask,
+        lag=np.where(mask, lag, np.int32(-1)),
+        pure=mask & (False if old_kv else _pure_lag0(lag, fresh)),
+        is_left=bool(mask.any() or not sequence.loss_mask.any()),
+    )
 
 
 def collate_supervised(examples: Sequence[tuple[Int32Array, BoolArray]]) -> TensorDict:
