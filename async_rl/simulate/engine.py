@@ -104,6 +104,7 @@ class SimulatedReplica:
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
+        self._gate.suspect(f"version {update.weights.version} was not loaded whole")
         fault, takes_s = self._world.fault(f"load/{self.name}"), self._world.scenario.load_s
         kind = fault.kind if fault is not None else ""
         if fault is not None and kind == "late weights":
@@ -115,7 +116,6 @@ class SimulatedReplica:
             case "weights that did not arrive":
                 return self._weights
             case "weights refused":
-                self._gate.suspect("a load failed")
                 raise EngineError(f"{self.name}: the update is incomplete")
             case "weights of another version":
                 return WeightVersion(update.weights.version, "0bad")

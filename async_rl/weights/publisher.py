@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Any, Literal, TypeVar, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools import PauseGate
@@ -25,6 +25,7 @@ from async_rl.engines.replica import KeptKV
 from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from async_rl.weights.transport import WeightUpdate
 
+T = TypeVar("T")
 OnUpdate = Literal["resume", "keep", "drain"]
 
 
@@ -84,13 +85,15 @@ class Publisher:
     async def publish(self, update: WeightUpdate) -> PublishReport:
         """Return when every replica that is left serves `update`.
 
+        A caller that is cancelled waits all the same: a load that is cut off leaves a replica without good weights.
+
         Raises:
             EngineError: a replica refused the version, or loaded something else.
             ReplicaLostError: no replica is left.
         """
         async with self._turn:
             self._newest = update
-            return await self._publish(update)
+            return await _to_its_end(self._publish(update))
 
     async def bring_up(self, replica: FleetReplica, *, slot: int) -> None:
         """Load the newest version on a replica that was just started, and let it join the fleet.
@@ -184,3 +187,15 @@ class Publisher:
             raise EngineError(f"{replica.name} loaded {loaded}, but {update.weights} was published")
         await replica.resume()
         return _Load(pause_seconds=time.monotonic() - begun, aborted=aborted, frozen=frozen)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Result of `work`. Where the caller is cancelled, `work` ends first and the cancellation goes on then."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # what ends the caller is more than what became of its publish
+        raise

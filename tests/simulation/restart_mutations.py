@@ -11,6 +11,7 @@ from async_rl.handles import TrainerLostError
 from async_rl.resume import Resume
 from async_rl.rollout.recorded import QueueRolloutLog, RecordedTrajectory
 from async_rl.rollout.supervisor import RestartLimit
+from async_rl.weights import publisher
 from async_rl.weights.publisher import Publisher
 from message_queue import log, restart, start
 from message_queue.client import QueueUnavailable
@@ -173,7 +174,15 @@ def a_lost_trainer_that_ends_the_run(patch):
     patch.setattr(RestartLimit, "allows_one_more", lambda self: False)
 
 
+def a_publish_that_is_cut_off_with_its_stage(patch):
+    async def to_its_end(work):
+        return await work
+
+    patch.setattr(publisher, "_to_its_end", to_its_end)
+
+
 RESTART_MUTATIONS = (
+    (a_publish_that_is_cut_off_with_its_stage, ("failure",), "queue dies"),
     (a_queue_that_answers_before_it_writes, ("exactly once",)),
     (a_sync_that_does_nothing, ("exactly once",), "machine dies"),
     (a_checkpoint_that_is_ahead_of_the_disk, ("exactly once",), "machine dies"),

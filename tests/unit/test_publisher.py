@@ -145,3 +145,39 @@ async def test_no_tool_starts_while_replicas_are_paused_and_all_may_again_afterw
         await publisher.publish(UPDATE)
     assert not any(is_open for _, is_open in passed_at)
     await asyncio.wait_for(tools.passed(), 1)
+
+
+@pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
+@pytest.mark.parametrize("at", ["pause", "load", "resume"])
+async def test_a_publish_whose_caller_is_cancelled_ends_first_so_that_no_replica_is_left_half_loaded(on_update, at):
+    reached, may_go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(ScriptedReplica):
+        async def _call(self, what):
+            await super()._call(what)
+            if what == at and not reached.is_set():
+                reached.set()
+                await may_go_on.wait()
+
+    replica, tools = Slow(), PauseGate()
+    publisher = make_publisher([replica], on_update=on_update, tools=tools)
+    publish = asyncio.create_task(publisher.publish(UPDATE))
+    await reached.wait()
+    publish.cancel()
+    going_on = asyncio.create_task(publisher.go_on())
+    await asyncio.sleep(0.01)
+    assert not publish.done() and not going_on.done()
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await publish
+    await going_on
+    assert replica.calls[-3:] == ["load", "resume", "resume"]
+    await asyncio.wait_for(tools.passed(), 1)
+
+
+async def test_a_publish_that_is_cancelled_waits_no_longer_than_a_publish_may():
+    publish = asyncio.create_task(make_publisher([ScriptedReplica(hangs_at="load")], timeout_s=0.05).publish(UPDATE))
+    await asyncio.sleep(0.01)
+    publish.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(publish, 1)
