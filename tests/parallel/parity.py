@@ -23,6 +23,7 @@ from async_rl.train.losses import LossConfig
 from async_rl.train.planning import Planner
 from tests import tiny_models
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
+from tests.parallel.processes import rank_processes
 from tests.parallel.support import NO_UPDATE, gradients, make_batch
 
 TOLERANCE = 2e-6
@@ -185,7 +186,7 @@ class _Ranks:
     """Processes that run `cells` one after the other until one fails."""
 
     def __init__(self, ranks: int, cells: list[Cell], folder: Path) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = rank_processes()
         self._cells = cells
         layouts = list(dict.fromkeys(c.layout for c in cells))
         self._stores = {layout: open_store("127.0.0.1") for layout in layouts}

@@ -1,7 +1,6 @@
 """Runs trainer cases on several ranks, each a process of its own; a process runs all cases one after the other."""
 
 import contextlib
-import multiprocessing
 import os
 import sys
 import traceback
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.train.distributed import open_store
 from async_rl.train.optimizer import OptimizerConfig
+from tests.parallel.processes import rank_processes
 from tests.parallel.support import gradients, make_batch, make_supervised_batch, start_trainer
 
 LIMIT_S = 300.0
@@ -115,7 +115,7 @@ def run_on_ranks(checkpoint: Path | None, cases: dict[str, dict], folder: Path, 
 
     A case is settings of the trainer, and where they differ `checkpoint` and `batch` (arguments of make_batch).
     """
-    context = multiprocessing.get_context("spawn")
+    context = rank_processes()
     stores = [open_store("127.0.0.1") for _ in cases]
     addresses = [f"{store.host}:{store.port}" for store in stores]
     processes = [

@@ -1,6 +1,5 @@
 """Carries a checkpoint through a chain of layouts: each restores what the one before saved, and saves it again."""
 
-import multiprocessing
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ import torch
 from async_rl.folders import partial_folder
 from async_rl.train.distributed import open_store
 from async_rl.train.model import ParallelConfig
+from tests.parallel.processes import rank_processes
 from tests.parallel.ranks import ADAM, LIMIT_S
 from tests.parallel.support import make_batch, make_supervised_batch, start_trainer
 from tests.unit.killed_saves import kill_before_touch
@@ -106,7 +106,7 @@ def run_chains(chains):
 
     At last rank 1 is killed while the ranks save over folder / killed of the first chain, a copy of folder / begin.
     """
-    context = multiprocessing.get_context("spawn")
+    context = rank_processes()
     stores = [[open_store("127.0.0.1") for _ in chain.links] for chain in chains]
     addresses = [[f"{store.host}:{store.port}" for store in of_chain] for of_chain in stores]
     last = open_store("127.0.0.1")
