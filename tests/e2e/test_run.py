@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.runs import finish, lines, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(300)
+SHORT = ("staleness.max_staleness=1",)
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +19,18 @@ def warm_starts(tmp_path_factory):
     return tmp_path_factory.mktemp("warm_start")
 
 
-def test_a_short_run_keeps_every_promise_of_its_metrics(tmp_path, warm_starts):
-    process = start(tmp_path, warm_starts, "total_train_steps=4", "staleness.max_staleness=1")
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory, warm_starts):
+    """Directory of a run of 4 steps that ended by itself."""
+    directory = tmp_path_factory.mktemp("short_run")
+    process = start(directory, warm_starts, *SHORT, "total_train_steps=4")
     output = finish(process)
     assert process.returncode == 0, output
-    steps = lines(tmp_path, "metrics.jsonl")
+    return directory
+
+
+def test_a_short_run_keeps_every_promise_of_its_metrics(short_run):
+    steps = lines(short_run, "metrics.jsonl")
     assert [s["train_step"] for s in steps] == [1, 2, 3, 4]
     assert [s["param_version"] for s in steps] == [1, 2, 3, 4]
     for s in steps:
@@ -32,23 +40,19 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(tmp_path, warm_starts):
         assert s["mismatch/k3_lag0"] is None or s["mismatch/k3_lag0"] <= 1e-6
     assert steps[0]["mismatch/k3_lag0"] is not None, "the first batch is sampled by the weights it trains"
     assert steps[0]["routing/overlap"] > 0.9999
-    assert [v["train_step"] for v in lines(tmp_path, "validation.jsonl")] == [0, 4]
-    total = lines(tmp_path, "ledger.jsonl")[-1]
+    assert [v["train_step"] for v in lines(short_run, "validation.jsonl")] == [0, 4]
+    total = lines(short_run, "ledger.jsonl")[-1]
     assert total["error"] == 0 and total["trained"] == 16
     for name in ("config.yaml", "trace.json", "report.html", "tensorboard", "checkpoints/step-000004/run.json"):
-        assert (tmp_path / name).exists(), name
+        assert (short_run / name).exists(), name
 
 
-def test_a_run_keeps_to_the_schedule_of_another_one(tmp_path, warm_starts):
-    options = ("staleness.max_staleness=2", "validation.prompts=0")
-    process = start(tmp_path / "first", warm_starts, *options, "total_train_steps=5")
+def test_a_run_keeps_to_the_schedule_of_another_one(tmp_path, warm_starts, short_run):
+    options = (*SHORT, "validation.prompts=0", f"schedule={short_run}")
+    process = start(tmp_path / "second", warm_starts, *options, "total_train_steps=4", "loss=ppo_clip")
     output = finish(process)
     assert process.returncode == 0, output
-    schedule = f"schedule={tmp_path / 'first'}"
-    process = start(tmp_path / "second", warm_starts, *options, "total_train_steps=5", "loss=ppo_clip", schedule)
-    output = finish(process)
-    assert process.returncode == 0, output
-    plans = [lines(tmp_path / "first", "schedule.jsonl"), lines(tmp_path / "second", "metrics.jsonl")]
+    plans = [lines(short_run, "schedule.jsonl"), lines(tmp_path / "second", "metrics.jsonl")]
     groups = sorted((g for line in plans[0] for g in line["groups"]), key=lambda g: g["group"])
     trained = [g for g in lines(tmp_path / "second", "ledger.jsonl") if g["outcome"] == "trained"]
     assert [g["admitted_version"] for g in sorted(trained, key=lambda g: g["group"])] == [
@@ -59,7 +63,7 @@ def test_a_run_keeps_to_the_schedule_of_another_one(tmp_path, warm_starts):
         assert step["staleness/max"] == line["train_step"] - 1 - oldest
         assert step["ledger/error"] == 0
 
-    process = start(tmp_path / "third", warm_starts, *options, "rollout.groups_per_batch=2", schedule)
+    process = start(tmp_path / "third", warm_starts, *options, "rollout.groups_per_batch=2")
     output = finish(process)
     assert process.returncode == 2, output
     assert "rollout.groups_per_batch is 2, and the schedule is of a run with 4; set that" in output
