@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from async_rl.batch.micro_batch import Coordinates, router_index
+from async_rl.batch.micro_batch import Coordinates, HeldTokens, held_tokens, padded_lengths, router_index
 from async_rl.batch.packing import Plan, plan_micro_batches
 from async_rl.batch.routed_experts import RoutingError, check_routed_experts, rows_at
 from async_rl.train.losses import LossConfig, token_weights
@@ -40,7 +40,9 @@ class UpdateShare:
     """What one rank trains of an optimizer update.
 
     sequences: those of its micro-batches, one after the other, up to the end of the longest; keys as in
-        `async_rl.batch.collate`, without routed_experts. micro_batches: each a list of indices into them.
+        `async_rl.batch.collate`, without routed_experts. What is of tokens is there for those that the rank holds
+        (`async_rl.batch.micro_batch.HeldTokens`), lengths are of the whole.
+    micro_batches: each a list of indices into them.
     rows: of each micro-batch int16 [r, layers, K], the rows its routers replay, in their order; None to replay none.
     token_weights: float32 [H], what each token of a sequence weighs in the loss.
     places: int64 [H], numbers of the sequences in the update, which has `shape` (S, T) over all ranks.
@@ -56,11 +58,14 @@ class UpdateShare:
     num_tokens: int
     num_loss_tokens: int
 
-    def in_update(self, flat: Tensor) -> Tensor:
-        """int64 [n]: where tokens lie in the flattened [S * T] update, from where they lie in `sequences`."""
-        length = self.sequences["token_ids"].shape[1]
-        sequence = torch.div(flat, length, rounding_mode="floor")
-        return self.places[sequence] * self.shape[1] + flat % length
+    def in_update(self, flat: Tensor, positions: Tensor) -> Tensor:
+        """int64 [n]: where tokens lie in the flattened [S * T] update.
+
+        Args:
+            flat: int64 [n], where they lie in the flattened `sequences`. positions: int64 [n], in their sequences.
+        """
+        width = self.sequences["token_ids"].shape[1]
+        return self.places[torch.div(flat, width, rounding_mode="floor")] * self.shape[1] + positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,8 +89,8 @@ class Planner:
         self._config = config
         self._loss = loss
         self._routing = routing
-        # Ranks that replay no rows are sent the same, whichever tokens of the sequences they hold.
-        self._places = [place if place.layers else replace(place, at=Coordinates()) for place in places]
+        # Ranks that replay no rows are sent the same, whichever part of their rows the routers see.
+        self._places = [place if place.layers else replace(place, at=_without_tensor(place.at)) for place in places]
 
     def policy(self, batch: TensorDict) -> list[BatchShare]:
         """An RL batch, in trainer.updates_per_batch updates of whole prompt groups.
@@ -156,7 +161,7 @@ class Planner:
             held = torch.tensor([i for indices in micro_batches for i in indices], dtype=torch.int64)
             in_batch = [numbers[indices].tolist() for indices in micro_batches]
             shares[place] = UpdateShare(
-                sequences=_sequences(batch, numbers[held]),
+                sequences=self._sequences(batch, in_batch, place.at),
                 micro_batches=_consecutive(micro_batches),
                 rows=[self._rows(batch, indices, place) for indices in in_batch] if replayed and place.layers else None,
                 token_weights=weights[held],
@@ -176,6 +181,26 @@ class Planner:
             padded=not config.packing,
             # Megatron's interleaved schedule takes micro-batches in groups of as many as there are stages.
             multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
+        )
+
+    def _sequences(self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], at: Coordinates) -> TensorDict:
+        """The sequences of all micro-batches as tensors that own no more than what the context rank at `at` holds."""
+        numbers = torch.tensor([i for indices in micro_batches for i in indices], dtype=torch.int64)
+        if at.context == 1:
+            length = max(batch["lengths"][numbers].tolist(), default=1)
+            columns = {
+                name: (column if column.dim() == 1 else column[:, :length])[numbers] for name, column in _columns(batch)
+            }
+            return TensorDict(columns, batch_size=[len(numbers)])
+        lengths: list[int] = batch["lengths"].tolist()
+        padded = [padded_lengths(lengths, indices, at=at, packing=self._config.packing) for indices in micro_batches]
+        held = held_tokens(batch["lengths"][numbers], torch.cat([*padded, numbers[:0]]), at=at)
+        return TensorDict(
+            {
+                name: column[numbers] if column.dim() == 1 else _held(column, numbers, held)
+                for name, column in _columns(batch)
+            },
+            batch_size=[len(numbers)],
         )
 
     def _rows(self, batch: TensorDict, indices: Sequence[int], place: RankPlace) -> Tensor:
@@ -210,15 +235,19 @@ def replayed_rows(
     return rows_at(batch["routed_experts"], index, given=routing.layers, layers=layers)
 
 
-def _sequences(batch: TensorDict, numbers: Tensor) -> TensorDict:
-    """The sequences `numbers`, up to the end of the longest, as tensors that own no more than this."""
-    length = max(batch["lengths"][numbers].tolist(), default=1)
-    columns = {
-        name: (column if column.dim() == 1 else column[:, :length])[numbers]
-        for name, column in batch.items()
-        if name != "routed_experts"
-    }
-    return TensorDict(columns, batch_size=[len(numbers)])
+def _columns(batch: TensorDict) -> list[tuple[str, Tensor]]:
+    """What every rank has a part of; routing rows are cut apart."""
+    return [(name, column) for name, column in batch.items() if name != "routed_experts"]
+
+
+def _held(column: Tensor, numbers: Tensor, held: HeldTokens) -> Tensor:
+    """[n, W] of the sequences `numbers` the tokens that are held; 0 after the last."""
+    positions = held.positions(width=max([1, *held.counts.tolist()]))
+    return column[numbers.unsqueeze(1), positions.clamp(min=0)].masked_fill(positions < 0, 0)
+
+
+def _without_tensor(at: Coordinates) -> Coordinates:
+    return replace(at, tensor=1, tensor_rank=0)
 
 
 def _consecutive(micro_batches: Sequence[Sequence[int]]) -> list[list[int]]:
