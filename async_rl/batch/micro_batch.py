@@ -45,6 +45,8 @@ class PackedRows:
     buckets, slot_row, row_slot: attention without context parallelism works on padded slots: slot_row [slots] is the
         row of each slot (any row for a padding slot), row_slot [t] the slot of each row.
     gathered_positions, gathered_segments: int64 [t * context], of the rows of all context ranks, rank after rank.
+    boundaries: int32 [sequences + 1], the first row of each sequence in the rows of all context ranks as they lie end
+        to end before they are cut, and the end of the last. longest: rows of the longest.
     """
 
     index: Tensor
@@ -57,6 +59,8 @@ class PackedRows:
     row_slot: Tensor
     gathered_positions: Tensor
     gathered_segments: Tensor
+    boundaries: Tensor
+    longest: int
 
     def __len__(self) -> int:
         return len(self.index)
@@ -65,8 +69,8 @@ class PackedRows:
         """The same on `device`."""
         if device.type == "cpu":
             return self
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "buckets"}
-        return PackedRows(buckets=self.buckets, **moved)
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return PackedRows(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in held.items()})
 
 
 def pack_rows(
@@ -110,6 +114,8 @@ def pack_rows(
         row_slot=row_slot,
         gathered_positions=gathered_positions,
         gathered_segments=gathered_segments,
+        boundaries=torch.cat((starts, starts[-1:] + padded[-1:])).to(torch.int32),
+        longest=int(padded.max()),
     )
 
 
