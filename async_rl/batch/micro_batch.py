@@ -69,8 +69,8 @@ class PackedRows:
         """The same on `device`."""
         if device.type == "cpu":
             return self
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return PackedRows(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in held.items()})
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name not in ("buckets", "longest")}
+        return PackedRows(buckets=self.buckets, longest=self.longest, **moved)
 
 
 def pack_rows(

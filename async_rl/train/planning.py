@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -237,7 +238,7 @@ def replayed_rows(
 
 def _columns(batch: TensorDict) -> list[tuple[str, Tensor]]:
     """What every rank has a part of; routing rows are cut apart."""
-    return [(name, column) for name, column in batch.items() if name != "routed_experts"]
+    return [(name, cast(Tensor, column)) for name, column in batch.items() if name != "routed_experts"]
 
 
 def _held(column: Tensor, numbers: Tensor, held: HeldTokens) -> Tensor:
