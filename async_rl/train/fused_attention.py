@@ -60,7 +60,8 @@ def packed_sequences(rows: PackedRows) -> PackedSeqParams:
     """The sequences over all context ranks, in megatron's terms.
 
     Padding counts as tokens: it is on the right, where causality keeps real tokens from seeing it, and kernels that
-    cannot skip rows between sequences stay possible.
+    cannot skip rows between sequences stay possible. Transformer Engine sees by the boundaries with and without
+    padding being one object that there is nothing to skip.
     """
     return PackedSeqParams(
         qkv_format="thd",

@@ -1,6 +1,5 @@
 """Megatron's Transformer Engine spec, over modules that are laid out like those, gives what the local spec gives."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -29,15 +28,6 @@ MODELS = {
 ADAM = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=1.0)
 
 
-def start(checkpoint, *, fused, replay="R3"):
-    from tests.parallel.fused_layers import fused_layers
-
-    with fused_layers() if fused else contextlib.nullcontext():
-        return start_trainer(
-            checkpoint, optimizer=ADAM, loss=LossConfig(entropy_coefficient=0.01), router_replay=replay
-        )
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request, tmp_path_factory):
     """A checkpoint, its batch, and trainers of the local spec and of the fused one, which begin alike."""
@@ -45,7 +35,9 @@ def pair(request, tmp_path_factory):
     checkpoint = tiny_models.save_checkpoint(config, tmp_path_factory.mktemp("specs"), seed=1, vectors=True)
     layers = 0 if request.param == "qwen3" else config.num_hidden_layers - 1
     batch = make_batch((23, 9, 31, 14), routed=layers > 0, layers=layers)
-    trainers = [start(checkpoint, fused=f, replay="R3" if layers else "none") for f in (False, True)]
+    settings = {"optimizer": ADAM, "loss": LossConfig(entropy_coefficient=0.01)}
+    settings["router_replay"] = "R3" if layers else "none"
+    trainers = [start_trainer(checkpoint, fused=fused, **settings) for fused in (False, True)]
     yield checkpoint, batch, *trainers
     for trainer in reversed(trainers):  # the first owns the process groups
         trainer.close()
