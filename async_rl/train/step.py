@@ -76,7 +76,7 @@ class MicroBatchBuilder:
     """Cuts micro-batches out of one batch for one rank.
 
     Args:
-        batch: keys as in `async_rl.batch.collate`; of a context rank, the tokens that it holds (UpdateShare.sequences).
+        batch: keys as in `async_rl.batch.collate`; a context rank has the tokens that it holds (UpdateShare.sequences).
         token_weights: float32 [S], weight of each token of a sequence in the loss; None for no loss.
         replay: which routing the micro-batch carries. layers: MoE layers of this rank (global, from 0).
     """
