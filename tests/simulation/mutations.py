@@ -249,7 +249,7 @@ def a_checkpoint_that_skips_the_prompt_being_admitted(patch):
 
 async def _save(pipeline, state):
     await pipeline._queue.sync()
-    await pipeline._checkpoints.save(state, trainer=pipeline._trainer)
+    await pipeline._checkpoints.save(state, trainer=pipeline._trainer, records=pipeline._recorder)
     await pipeline._queue.checkpointed(pipeline._train_step)
 
 
