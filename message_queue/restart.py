@@ -109,7 +109,7 @@ async def open_journal(
         next_update = 0 if place.checkpoint is None else place.checkpoint.next_update
         start = start_of_journal(recovered, groups, next_update=next_update, policy=policy)
         for ended in start.given_up:
-            await journal.dropped(ended.admission.group, reason=ended.reason)
+            await journal.dropped(ended.admission.group, reason=ended.reason, again=ended.again)
     except BaseException:
         await journal.close()
         raise
@@ -156,14 +156,18 @@ def _restored(
 ) -> Restored[bytes]:
     partial = [groups[admission.group] for admission in start.open]
     notes: list[str] = [] if recovered.began else list(recovered.report.lines())
-    if start.given_up:
-        notes.append(f"{len(start.given_up)} groups are given up: {start.given_up[0].reason}")
+    notes += _given_up(start)
+    if left := len(recovered.trained) - sum(map(len, start.replay)):
+        notes.append(
+            f"{left} groups that were trained after the checkpoint are not trained again in the batches they were in: "
+            "their batches are not whole, or the bound, the policy or the size of a batch is another one now"
+        )
     return Restored(
         began=recovered.began,
         open=tuple(map(encode_group, partial)),
         replay=len(start.replay),
         prompt_cursor=recovered.prompt_cursor,
-        waiting=recovered.waiting,
+        waiting=(*recovered.waiting, *(ended.admission.prompt for ended in start.given_up if ended.again)),
         version=start.served,
         diverged=start.diverged,
         version_updates=start.versions,
@@ -172,6 +176,16 @@ def _restored(
         notes=tuple(notes),
         calls={g.admission.group: dict(g.calls) for g in recovered.open if g.calls},
     )
+
+
+def _given_up(start: QueueStart[PromptGroup]) -> list[str]:
+    """A sentence for groups that are given up, one for those whose prompt is admitted again."""
+    told: list[str] = []
+    for again, what in ((False, "are given up"), (True, "are given up, and their prompts admitted again")):
+        reasons = [ended.reason for ended in start.given_up if ended.again == again]
+        if reasons:
+            told.append(f"{len(reasons)} groups {what}: {reasons[0]}")
+    return told
 
 
 def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -> Restored[PromptGroup]:

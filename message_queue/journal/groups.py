@@ -74,7 +74,8 @@ class LiveGroup:
 
     turn: its place among the ready, or among those taken with it. trained_tokens: sampled tokens, once it was trained;
     masked_tokens: of them, those without gradient.
-    trained_update: the last update that it was trained at, also if a restart went back before that.
+    trained_update: the last update that it was trained at, also if a restart went back before that, as
+    are masked_tokens.
     """
 
     __slots__ = (
@@ -133,11 +134,11 @@ class LiveGroup:
 
     def restart(self, turn: int) -> None:
         """It was taken or ready: ready again, or open where content was lost."""
-        self.taken_update, self.train_step, self.trained_tokens, self.masked_tokens = None, None, 0, 0
+        self.taken_update, self.train_step, self.trained_tokens = None, None, 0
         if self.complete:
             self.state, self.turn = GroupState.READY, turn
         else:
-            self.state, self.trained_update = GroupState.OPEN, None
+            self.state, self.trained_update, self.masked_tokens = GroupState.OPEN, None, 0
 
     def head(self) -> LiveHead:
         """The group in a Summary."""

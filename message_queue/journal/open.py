@@ -50,7 +50,8 @@ class Recovered:
 
     began: there was no journal yet. open: by id. ready: in the order to take them, those of `trained` first, then those
     that were taken. trained: of the groups among `ready` that were trained after the checkpoint, the optimizer updates
-    of the weights that were trained; in the order of their batch. next_group: no smaller id is free, and what is
+    of the weights that were trained; in the order of their batch. masked_tokens: of these, sampled tokens that took no
+    gradient; none where not named. next_group: no smaller id is free, and what is
     smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
     out before are in groups, settled, or in `waiting`, to be admitted again, in that order. recycles: prompt -> times
     that it was to be. version: newest that was published. version_updates: `param_version` -> optimizer updates, of it
@@ -61,6 +62,7 @@ class Recovered:
     open: tuple[RecoveredGroup, ...]
     ready: tuple[RecoveredGroup, ...]
     trained: Mapping[int, int]
+    masked_tokens: Mapping[int, int]
     next_group: int
     prompt_cursor: int
     version: int
@@ -205,6 +207,7 @@ def _recovered(state: JournalState, *, began: bool, report: RecoveryReport) -> R
         open=tuple(_group(g) for g in state.live.values() if g.state is GroupState.OPEN),
         ready=tuple(map(_group, ready)),
         trained={g.group: g.trained_update for g in ready if g.trained_update is not None},
+        masked_tokens={g.group: g.masked_tokens for g in ready if g.masked_tokens},
         next_group=state.next_group,
         prompt_cursor=state.prompt_cursor,
         version=state.version,

@@ -151,8 +151,7 @@ class JournalState:
                     self._give_up(dropped.admission.prompt, again=body.again)
                     return [self.live.pop(group)]
             case Published():
-                self.versions[body.version] = self.update = body.update
-                self._forget_versions()
+                self._publish(body)
             case Checkpointed():
                 return self._settle(body.train_step)
             case _:
@@ -269,6 +268,12 @@ class JournalState:
         self.settled_step = max(self.settled_step, train_step)
         self._forget_versions()
         return done
+
+    def _publish(self, published: Published) -> None:
+        """Older versions hold no more updates: one that did was made by steps that a restart did not make again."""
+        self.versions = {version: min(update, published.update) for version, update in self.versions.items()}
+        self.versions[published.version] = self.update = published.update
+        self._forget_versions()
 
     def _forget_versions(self) -> None:
         """Keep those that can sample a token of a live or coming group; none is older than its group."""
