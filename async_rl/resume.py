@@ -65,7 +65,7 @@ class Resume:
         recorder.go_on_after(
             step,
             next_group=0 if elsewhere else restored.next_group,
-            live=restored.live,
+            live=restored.live | restored.given_up,
             trained=self.state.queue.ledger.trained if own else None,
         )
         if self.checkpoint is None and restored.began:

@@ -73,9 +73,9 @@ class Restored(Generic[P]):
     began: there was no journal. open: groups that were in flight, as far as they are recorded. replay: batches that are
     trained again. prompt_cursor: first prompt that was never handed out. waiting: those before it to be admitted again.
     version: newest that was published. diverged: its weights are not those that are made again. version_updates:
-    `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next admission. notes:
-    what a person should read. calls: group -> trajectory -> what was begun outside for it, and may have happened or
-    not.
+    `param_version` -> optimizer updates. live: ids of all groups in flight. given_up: of those that ended as it was
+    opened, and whose records are to come. next_group: of the next admission. notes: what a person should read. calls:
+    group -> trajectory -> what was begun outside for it, and may have happened or not.
     """
 
     began: bool
@@ -87,6 +87,7 @@ class Restored(Generic[P]):
     diverged: bool
     version_updates: Mapping[int, int]
     live: frozenset[int]
+    given_up: frozenset[int]
     next_group: int
     notes: tuple[str, ...]
     calls: Mapping[int, Mapping[int, str]]
@@ -171,6 +172,7 @@ def _restored(
         version=start.served,
         diverged=start.diverged,
         version_updates=start.versions,
+        given_up=frozenset(ended.admission.group for ended in start.given_up),
         live=frozenset({*(a.group for a in start.open), *(g.group for g in start.ready)}),
         next_group=recovered.next_group,
         notes=tuple(notes),
@@ -204,6 +206,7 @@ def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -
         diverged=restored.diverged,
         version_updates=restored.version_updates,
         live=restored.live,
+        given_up=restored.given_up,
         next_group=restored.next_group,
         notes=restored.notes,
         calls=restored.calls,

@@ -70,7 +70,7 @@ class Recorder:
         """Take back what was recorded after `train_step`, and add groups whose end a kill kept from the record.
 
         Args:
-            next_group: groups with smaller ids were admitted. live: of them, those in flight.
+            next_group: groups with smaller ids were admitted. live: of them, those whose end is yet to be recorded.
             trained: groups trained up to `train_step`, all of which are to be recorded, as are the steps: what is
                 missing is told. None where the records need not have them, as those of another run.
         """

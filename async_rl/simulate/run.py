@@ -41,7 +41,6 @@ from message_queue.contract import QueueSnapshot
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
 from message_queue.service import QueueService
-from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutingSpec, WeightVersion
 from message_queue.trajectory import Trajectory
 
@@ -78,8 +77,8 @@ def _template() -> RunConfig:
     return load_config(["trainer.router_replay=R3", "name=simulated", "resume=auto"])
 
 
-def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
-    """The run config of a scenario."""
+def run_config(scenario: Scenario, *, directory: Path, start: int = 0) -> RunConfig:
+    """The run config of a scenario, for the driver's start of that number."""
     whole = _template()
     limits = replace(
         whole.rollout.limits,
@@ -107,9 +106,7 @@ def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
         seed=scenario.seed,
         total_train_steps=scenario.steps,
         advantage=AdvantageConfig(name="reinforce_plus_plus") if alone else AdvantageConfig(),
-        staleness=StalenessConfig(
-            max_staleness=scenario.max_staleness, policy=scenario.policy, max_recycles=scenario.max_recycles
-        ),
+        staleness=scenario.staleness_of(start),
         rollout=rollout,
         sync=SyncConfig(every=scenario.publish_every, timeout_s=CALL_S),
         queue=QueueConfig(
@@ -141,7 +138,7 @@ class Run:
         self._all: list[Process] = []
         self._world = world
         self._number = number
-        self._config = config = run_config(scenario, directory=world.directory)
+        self._config = config = run_config(scenario, directory=world.directory, start=number)
         resume = Resume(config)
         self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
         self._service: QueueService | None = None

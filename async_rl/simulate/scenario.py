@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from async_rl.engines.replica import KeptKV
 from async_rl.rollout.rollouter import OnFailed
 from async_rl.simulate.bad_answers import BAD_ANSWERS
 from async_rl.weights.publisher import OnUpdate
-from message_queue.staleness import Policy
+from message_queue.staleness import Policy, StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
 UNAVAILABLE = "unavailable rows"
@@ -59,6 +59,7 @@ R, CALL = "{replica}", "call/queue.{method}"
 ONCE = ("open", "admit", "append", "put_bytes", "take_bytes", "drop", "trained", "publish", "loaded", "snapshot")
 LATE = ("sync", "checkpointed", "closing_records", "close_journal", "withdraw", "resume")
 CALLS = (*ONCE, *["drain_records"] * 6, *LATE)
+AFTER_PUBLISH = ("snapshot", "drain_records", "loaded")
 CALL_FIRST = (0, 8)
 STORM = ("driver dies", "machine dies", "queue dies", "trainer dies")
 TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
@@ -133,6 +134,7 @@ KINDS: dict[str, Kind] = {
 class Scenario:
     """Settings of the run as in the run config, and how long things take, in virtual seconds.
 
+    later_staleness: of the driver's starts after the first, in turn; none: the same for all.
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
     fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision.
     """
@@ -143,6 +145,7 @@ class Scenario:
     trajectories_per_group: int
     max_staleness: int
     policy: Policy
+    later_staleness: tuple[StalenessConfig, ...]
     max_recycles: int
     on_failed: OnFailed
     publish_every: int
@@ -168,6 +171,14 @@ class Scenario:
     tool_s: float
     faults: tuple[Fault, ...]
 
+    def staleness_of(self, start: int) -> StalenessConfig:
+        """Of the driver's start of that number."""
+        at_first = StalenessConfig(max_staleness=self.max_staleness, policy=self.policy, max_recycles=self.max_recycles)
+        later = self.later_staleness
+        if not start or not later:
+            return at_first
+        return replace(later[(start - 1) % len(later)], max_recycles=self.max_recycles)
+
 
 def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     """The scenario of a seed; without faults only its schedule is random."""
@@ -177,6 +188,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     publish_every = draw.choice((1, 1, 1, 2, 3))
     on_update: OnUpdate = draw.choice(get_args(OnUpdate))
     policies = random.Random(f"policies {seed}")
+    later = _draw_later_staleness(seed, least=publish_every - 1)
     return Scenario(
         seed=seed,
         steps=draw.randint(2, 6),
@@ -184,6 +196,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         trajectories_per_group=draw.randint(1, 3),
         max_staleness=draw.choice((0, 1, 1, 2, 4)) + publish_every - 1,
         policy=policies.choice((draw.choice(("wait", "drop")), "recycle", "mask")),
+        later_staleness=later,
         max_recycles=policies.choice((1, 1, 3)),
         on_failed=policies.choice(("drop", "drop", "fill")),
         publish_every=publish_every,
@@ -207,18 +220,39 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         train_s=draw.choice((0.01, 0.3, 2.0)),
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
-        faults=_draw_faults(draw, replicas=replicas) if faults else (),
+        faults=_draw_faults(draw, seed, replicas=replicas, goes_on_otherwise=bool(later)) if faults else (),
     )
 
 
-def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
-    """None for one seed in nine, else up to eight; for one in ten, one restart after the other."""
+def _draw_later_staleness(seed: int, *, least: int) -> tuple[StalenessConfig, ...]:
+    """For one seed in five, somebody goes on with another policy, or another bound."""
+    draw = random.Random(f"later staleness {seed}")
+    if draw.random() >= 0.2:
+        return ()
+    return tuple(
+        StalenessConfig(max_staleness=least + draw.choice((0, 0, 1, 2)), policy=policy)
+        for policy in draw.choices(get_args(Policy), k=draw.choice((1, 2)))
+    )
+
+
+def _draw_faults(draw: random.Random, seed: int, *, replicas: int, goes_on_otherwise: bool) -> tuple[Fault, ...]:
+    """None for one seed in nine, else up to eight; for one in ten, one restart after the other.
+
+    One more where another start is what the seed is about; two for one seed in sixteen, where a step is lost after its
+    weights were published.
+    """
     storm = draw.random() < 0.1
     names = list(STORM) if storm else list(KINDS)
     weights, count = [KINDS[name].weight for name in names], 5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
-    return tuple(
-        _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)
-    )
+    drawn = [_draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)]
+    if goes_on_otherwise:
+        drawn.append(_draw_fault(draw, len(drawn), "driver dies", replicas=replicas))
+    damage = random.Random(f"damage {seed}")
+    if damage.random() < 1 / 16:
+        call = CALL.format(method=damage.choice(AFTER_PUBLISH))
+        drawn.append(Fault(len(drawn), call, damage.randrange(3), "queue dies", 0.0))
+        drawn.append(Fault(len(drawn), "disk/lock", 1, "bits flip", 0.0))
+    return tuple(drawn)
 
 
 def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -> Fault:

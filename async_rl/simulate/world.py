@@ -143,11 +143,11 @@ class World:
         if process != "queue" or self.run is None:
             return
         state = self.run.queue_state()
+        self.judge(self.oracle.ended, self.run.untold_records())
         if method == "open":
             assert isinstance(result, Restored)
             self.note("queue", "goes on", result.replay, len(result.open), *result.notes)
             self.judge(self._journal.reopened, result, state)
-        self.judge(self.oracle.ended, self.run.untold_records())
         self.judge(self.oracle.admitted, state.unfinished)
         self.judge(self.oracle.queue_called, method, args)
         self.judge(self.oracle.check_ledger, state)

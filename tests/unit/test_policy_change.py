@@ -116,7 +116,7 @@ async def changed(seed, calls, before, s_before, policy, s):
     # exactly what is too old is gone, and who reads the notes knows
     end = drive.saved + restored.replay
     replayed = {g for g, step in drive.after.items() if step <= end}
-    assert gone.keys() | restored.live == live and not gone.keys() & restored.live
+    assert gone.keys() == restored.given_up and gone.keys() | restored.live == live and not gone.keys() & restored.live
     for group in live - replayed if policy != "wait" else ():
         age = end - min(updates[drive.admitted[group].admitted_version], end)
         if policy == "mask":
