@@ -180,7 +180,7 @@ def without_open_tokens(counts: LedgerCounts) -> LedgerCounts:
 
 
 def _replayed(
-    recovered: Recovered, groups: Mapping[int, PromptGroup], *, next_update: int, policy: StalenessPolicy
+    recovered: Recovered, groups: Mapping[int, QueuedGroup], *, next_update: int, policy: StalenessPolicy
 ) -> tuple[tuple[int, ...], ...]:
     """Batches trained after the checkpoint, as long as they are whole, one follows on the other, and the same tokens
     of them take gradient."""
@@ -199,7 +199,7 @@ def _replayed(
         whole.append(tuple(batch))
 
 
-def _is_trained_as_before(group: PromptGroup, recovered: Recovered, *, update: int, policy: StalenessPolicy) -> bool:
+def _is_trained_as_before(group: QueuedGroup, recovered: Recovered, *, update: int, policy: StalenessPolicy) -> bool:
     """Whether the policy gives gradient to the tokens of a group to which the one before gave it, at `update`."""
     counts = group.tokens_per_version()
     updates = dict.fromkeys(counts, update) | dict(recovered.version_updates)
@@ -210,7 +210,7 @@ def _is_trained_as_before(group: PromptGroup, recovered: Recovered, *, update: i
     return masked_tokens(group, updates, min_update=oldest) == recovered.masked_tokens.get(group.group, 0)
 
 
-def _hopeless(groups: Iterable[PromptGroup], policy: StalenessPolicy, *, next_update: int) -> list[int]:
+def _hopeless(groups: Iterable[QueuedGroup], policy: StalenessPolicy, *, next_update: int) -> list[int]:
     """Groups that find no place before their deadline, those admitted last among those that compete.
 
     Policy wait would wait for them for ever; the others give up what is too old, when it is.
@@ -230,8 +230,8 @@ def _hopeless(groups: Iterable[PromptGroup], policy: StalenessPolicy, *, next_up
 
 def _too_old(
     recovered: Recovered,
-    groups: Mapping[int, PromptGroup],
-    waiting: Sequence[PromptGroup],
+    groups: Mapping[int, QueuedGroup],
+    waiting: Sequence[QueuedGroup],
     versions: Mapping[int, int],
     *,
     policy: StalenessPolicy,
@@ -248,7 +248,7 @@ def _too_old(
     return ended
 
 
-def _give_up(group: PromptGroup, *, reason: str, again: bool = False) -> GivenUp:
+def _give_up(group: QueuedGroup, *, reason: str, again: bool = False) -> GivenUp:
     return GivenUp(
         admission=admission_of(group),
         reason=reason,
