@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
+from async_rl.config import load_config
 from async_rl.folders import partial_folder, publish_folder
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.rewind import ENDED_UNSEEN, RECORD_LOST, missing_records
+from async_rl.resume import Resume
 from message_queue.ledger import LedgerCounts
 from message_queue.queue import QueueSnapshot
 from tests.unit.power_loss import Disk
@@ -190,3 +193,29 @@ def test_a_group_that_ended_after_the_checkpoint_is_no_lost_record(tmp_path):
     recorded(tmp_path)
     notes, ledger = gone_on(tmp_path, next_group=STEPS + 1)
     assert notes == [] and ledger[-1]["reason"] == ENDED_UNSEEN
+
+
+async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tmp_path):
+    directory = tmp_path / "run"
+    recorded(directory)
+    recorder = Recorder(directory, console=Null(), scalars=Null())
+    checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig())
+    checkpoint = await checkpoints.save(state_of(STEPS), trainer=Saver("weights"), records=recorder)
+    recorder.close()
+    restored = SimpleNamespace(
+        began=False, live=frozenset(), given_up=frozenset(), next_group=STEPS, open=(), replay=0, notes=()
+    )
+
+    def notes_of(output_dir, *, resume):
+        config = load_config([f"output_dir={output_dir}", f"resume={resume}", "trainer.router_replay=R3"])
+        console = Lines()
+        recorder = Recorder(output_dir, console=console, scalars=Null())
+        Resume(config).rewind(restored, recorder)
+        recorder.close()
+        return [note for note in console.notes if "lacks" in note]
+
+    assert notes_of(directory, resume="auto") == []
+    assert notes_of(tmp_path / "other", resume=checkpoint) == [], "the records are where the run was"
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert len(notes_of(directory, resume="auto")) == 1
