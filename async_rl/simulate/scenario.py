@@ -239,7 +239,7 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, goes_on_other
     """None for one seed in nine, else up to eight; for one in ten, one restart after the other.
 
     One more where another start is what the seed is about; two for one seed in sixteen, where a step is lost after its
-    weights were published.
+    weights were published; one for one in 27, where the power is lost when a checkpoint was made.
     """
     storm = draw.random() < 0.1
     names = list(STORM) if storm else list(KINDS)
@@ -247,11 +247,14 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, goes_on_other
     drawn = [_draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)]
     if goes_on_otherwise:
         drawn.append(_draw_fault(draw, len(drawn), "driver dies", replicas=replicas))
-    damage = random.Random(f"damage {seed}")
-    if damage.random() < 1 / 16:
-        call = CALL.format(method=damage.choice(AFTER_PUBLISH))
-        drawn.append(Fault(len(drawn), call, damage.randrange(3), "queue dies", 0.0))
+    aimed = random.Random(f"damage {seed}")
+    roll = aimed.random()
+    if roll < 1 / 16:
+        call = CALL.format(method=aimed.choice(AFTER_PUBLISH))
+        drawn.append(Fault(len(drawn), call, aimed.randrange(3), "queue dies", 0.0))
         drawn.append(Fault(len(drawn), "disk/lock", 1, "bits flip", 0.0))
+    elif roll < 1 / 10:
+        drawn.append(Fault(len(drawn), CALL.format(method="checkpointed"), aimed.randrange(2), "machine dies", 0.0))
     return tuple(drawn)
 
 
