@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from message_queue.contract import Admission
-from message_queue.journal import JournalRunError
+from message_queue.journal import JournalRunError, check_owner
 from message_queue.journal.format import FILE_BYTES, MAX_RUN_BYTES, read_run
 from message_queue.journal.records import Marked
 from message_queue.tokens import RoutingSpec
@@ -108,11 +108,11 @@ def shard_run(run: str, shard: int, *, shards: int) -> str:
     return _short(f"{run} {shard}/{shards}")
 
 
-def check_shards(directory: Path, *, run: str, shards: int) -> None:
-    """Refuse the journal of a queue with another number of shards, by its files' headers.
+def check_journal(directory: Path, *, run: str, shards: int) -> None:
+    """Refuse a directory that a queue with `shards` shards cannot go on from, by its files' headers.
 
     Raises:
-        JournalRunError: it has another; the message has the way out.
+        JournalError: as `check_owner`, and where the journal is of another number of shards.
     """
     runs = {books_run(run, shards=n): n for n in range(1, MAX_SHARDS + 1)}
     for path in sorted(directory.glob("*.journal")):
@@ -123,6 +123,7 @@ def check_shards(directory: Path, *, run: str, shards: int) -> None:
                 f"journal {directory} is of a queue with queue.shards={found}, this run has queue.shards={shards}; "
                 f"set queue.shards={found} to go on, or give output_dir a directory of its own"
             )
+    check_owner(directory, run=books_run(run, shards=shards))
 
 
 def _short(run: str) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from message_queue.client import QueueUnavailable
 from message_queue.journal import JournalError, JournalRunError
-from message_queue.shards import Books, check_shards
+from message_queue.shards import Books, check_journal
 from tests.unit import test_restart as single
 from tests.unit.journal_disk import FakeDisk
 from tests.unit.shards import Disks, Fuse, group_of, opened
@@ -234,10 +234,10 @@ async def test_the_journal_of_another_number_of_shards_is_refused_with_the_way_o
     made = await filled(Disks.of(2), 1, directory=tmp_path)
     await made.close()
     (tmp_path / "000000000001.journal").write_bytes(made.service._place.disk.files["000000000001.journal"].data)
-    check_shards(tmp_path, run="run", shards=2)
+    check_journal(tmp_path, run="run", shards=2)
     for shards in (1, 3):
         with pytest.raises(JournalRunError, match=rf"queue.shards=2, this run has queue.shards={shards}; set"):
-            check_shards(tmp_path, run="run", shards=shards)
+            check_journal(tmp_path, run="run", shards=shards)
     with pytest.raises(JournalRunError, match="is of run 'run shards=2', this run is 'run'"):
         await single.opened(made.service._place.disk.after_kill())
 
