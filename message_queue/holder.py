@@ -68,7 +68,14 @@ class ContentHolder:
         return Inventory(recovered.began, groups, notes)
 
     async def begin(self, books: Books) -> None:
-        """Go on with the groups that are in flight by the books, and drop the others, for good."""
+        """Go on with the groups that are in flight by the books, and drop the others, for good; once.
+
+        Raises:
+            QueueError: it goes on already; these books are of a message that came twice.
+        """
+        if self._books is not NO_BOOKS:
+            raise QueueError(f"the groups of {self._place.directory} were begun before")
+        self._books = books
         dropped = [number for group, number in self._numbers.items() if group not in books.live]
         for number in dropped:
             await self._journal.dropped(number, reason=ENDED)
@@ -76,7 +83,6 @@ class ContentHolder:
         self._numbers = {group: number for group, number in self._numbers.items() if group in books.live}
         for group in self._numbers:
             self._contents.begin(group)
-        self._books = books
 
     async def append(self, records: Sequence[RolloutRecord]) -> None:
         """See `TrajectoryQueue.append`."""

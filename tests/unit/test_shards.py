@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_queue.client import QueueUnavailable
+from message_queue.contract import QueueError
 from message_queue.journal import JournalError, JournalRunError
 from message_queue.shards import Books, check_journal
 from tests.unit import test_restart as single
@@ -254,3 +255,12 @@ async def test_finished_groups_that_were_never_appended_are_refused():
     made = await opened(Disks.of(2))
     with pytest.raises(JournalError, match="cannot become ready"):
         await made.client.put(group_of(await made.client.admit(0)))
+
+
+async def test_books_of_a_beginning_that_come_twice_cost_no_group():
+    made = await opened(Disks.of(1))
+    group = group_of(await made.client.admit(0))
+    await made.client.append(records(group))
+    with pytest.raises(QueueError, match="were begun before"):
+        await made.holders[0].begin(Books(0, frozenset(), frozenset()))
+    assert (await made.client.put(group)).accepted
