@@ -19,6 +19,8 @@ KNOWN = {  # a seed that finds it, tried first; for what takes more than a few d
     "a_restart_that_forgets_how_often_a_prompt_was_recycled": 122,
     "a_restart_that_forgets_rollouts_that_make_up_for_others": 404,
     "ledger_records_that_are_forgotten_before_they_arrive": 490,
+    "a_group_that_is_ready_before_its_holder_has_it_on_the_disk": 447,
+    "holders_that_keep_content_of_groups_that_nobody_knows": 308,
     "weights_that_are_not_made_again_under_their_old_version": 1488,  # of the second thousand
 }
 
