@@ -10,8 +10,9 @@ from async_rl.config import ConfigError, RunConfig
 from async_rl.data.prompts import PromptOrder, PromptSource
 from async_rl.folders import make_folder
 from async_rl.observe.recorder import Recorder
-from message_queue.journal import JournalError, check_owner
+from message_queue.journal import JournalError
 from message_queue.restart import JournalPlace, Restored
+from message_queue.shards import check_journal
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup
 
@@ -36,7 +37,7 @@ class Resume:
         _require_writable(config.output_dir)
         self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
         try:
-            check_owner(config.output_dir / "journal", run=run_name(config))
+            check_journal(config.output_dir / "journal", run=run_name(config), shards=config.queue.shards)
         except JournalError as error:
             raise ConfigError(str(error)) from error
         self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from message_queue.contract import Admission, QueuedGroup, QueueSnapshot
 from message_queue.delivery import masked_tokens
@@ -27,9 +27,19 @@ from message_queue.journal import Recovered
 from message_queue.ledger import Ledger, LedgerCounts
 from message_queue.policies import StalenessPolicy, WaitPolicy, end_of_expired
 from message_queue.staleness import newest_update
-from message_queue.trajectory import PromptGroup
+
+
+class RestoredGroup(QueuedGroup, Protocol):
+    """A group that a journal gave back; it may count as admitted on weights that are made again."""
+
+    @property
+    def admitted_update(self) -> int: ...
+    @admitted_update.setter
+    def admitted_update(self, update: int) -> None: ...
+
 
 G = TypeVar("G", bound=QueuedGroup)
+R = TypeVar("R", bound=RestoredGroup)
 STOPPED = "stopped before it was trained: its prompt is admitted again"
 HOPELESS = "expired: more groups were in flight than can be trained within the bound after the restart"
 
@@ -88,14 +98,19 @@ def start_of_snapshot(snapshot: QueueSnapshot) -> QueueStart[QueuedGroup]:
     )
 
 
+def with_ready(start: QueueStart[Any], ready: Iterable[G]) -> QueueStart[G]:
+    """The same with its ready groups in another form."""
+    return replace(start, ready=tuple(ready))
+
+
 def queue_start(restored: QueueSnapshot | QueueStart[G] | None) -> QueueStart[G] | QueueStart[QueuedGroup]:
     """What a queue that is given `restored` goes on from."""
     return start_of_snapshot(restored) if isinstance(restored, QueueSnapshot) else restored or QueueStart()
 
 
 def start_of_journal(
-    recovered: Recovered, groups: Mapping[int, PromptGroup], *, next_update: int, policy: StalenessPolicy
-) -> QueueStart[PromptGroup]:
+    recovered: Recovered, groups: Mapping[int, R], *, next_update: int, policy: StalenessPolicy
+) -> QueueStart[R]:
     """After a restart from a journal.
 
     Args:

@@ -55,9 +55,9 @@ class QueueState(Generic[G]):
         self.ledger.delivered(group.group, segments=group.num_segments, tokens=group.num_tokens)
         expired = self.schedule.expiry(group.admitted_update, newest_update=newest)
         if expired is not None:
-            return expired, self.give_up(group.group, reason=expired, expired=True)
+            return expired, self.give_up(group.group, reason=expired, tokens=group.num_tokens, expired=True)
         self.held.deliver(group, newest_update=newest)
-        return None, self._log.ready(group.group)
+        return None, self._log.ready(group)
 
     def take(self) -> tuple[Batch[G], list[Awaitable[None]]]:
         """The next batch: ready -> taken. Ready groups that expire by it are given up.
@@ -102,7 +102,7 @@ class QueueState(Generic[G]):
             self.admissions.again(prompt)
         else:
             self.admissions.done(prompt)
-        return self._log.dropped(group, reason=reason, again=again)
+        return self._log.dropped(group, reason=reason, tokens=tokens, again=again)
 
     def snapshot(self, *, closed: bool) -> QueueSnapshot:
         """The state now."""

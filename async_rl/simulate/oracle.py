@@ -75,7 +75,7 @@ class Oracle:
         self._excused = excused
         self._serving = serving
         self._weights: dict[str, model.Weights] = {}
-        self.told = Acknowledged(durable_after_s=DURABLE_AFTER_S[scenario.fsync], clock=clock)
+        self.told = Acknowledged(durable_after_s=DURABLE_AFTER_S[scenario.fsync], clock=clock, shards=scenario.shards)
         self._digests: dict[int, str] = {0: INITIAL}
         self._updates: dict[int, int] = {0: 0}  # by version
         self._steps: dict[int, str] = {}  # train step -> digest
@@ -104,10 +104,6 @@ class Oracle:
         """Somebody moved the journal away: what came after the checkpoint never happened."""
         self.told.restart([])
 
-    def synced(self) -> None:
-        """The disk of the journal synced."""
-        self.told.synced()
-
     def reopened(self, found: Reopened, *, damaged: bool, new_driver: bool) -> None:
         """The queue opened its journal.
 
@@ -135,7 +131,7 @@ class Oracle:
         self._go_on_with(found, new_driver=new_driver)
         self.told.restart(list(facts_after(found, expected)))
         if self._scenario.fsync != "never":
-            self.told.synced()
+            self.told.all_synced()
 
     def _go_on_with(self, found: Reopened, *, new_driver: bool) -> None:
         live, restored = found.live, found.restored

@@ -100,6 +100,7 @@ KINDS: dict[str, Kind] = {
     "slow trainer": Kind(points=("train", "export", "save"), first=(0, 6), amount=(0.5, 30.0)),
     "driver dies": Kind(points=("turn/driver",), ends_run=True, weight=3),
     "stop is asked for": Kind(points=("turn/driver",)),
+    "shard hangs": Kind(points=(), weight=0, loses_part=True),  # drawn with the shards
     # the machine and the disk of the journal
     "machine dies": Kind(
         points=("turn/driver", CALL, "disk/write", "disk/sync"), first=(0, 300), ends_run=True, weight=3
@@ -136,7 +137,7 @@ class Scenario:
 
     later_staleness: of the driver's starts after the first, in turn; none: the same for all.
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
-    fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision.
+    fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision. shards: of the queue.
     """
 
     seed: int
@@ -169,6 +170,7 @@ class Scenario:
     train_s: float
     load_s: float
     tool_s: float
+    shards: int
     faults: tuple[Fault, ...]
 
     def staleness_of(self, start: int) -> StalenessConfig:
@@ -189,6 +191,8 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     on_update: OnUpdate = draw.choice(get_args(OnUpdate))
     policies = random.Random(f"policies {seed}")
     later = _draw_later_staleness(seed, least=publish_every - 1)
+    shards = random.Random(f"shards {seed}")
+    num_shards = shards.choice((1, 1, 2, 3))
     return Scenario(
         seed=seed,
         steps=draw.randint(2, 6),
@@ -220,7 +224,14 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         train_s=draw.choice((0.01, 0.3, 2.0)),
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
-        faults=_draw_faults(draw, seed, replicas=replicas, goes_on_otherwise=bool(later)) if faults else (),
+        shards=num_shards,
+        faults=_with_shards(
+            shards,
+            _draw_faults(draw, seed, replicas=replicas, goes_on_otherwise=bool(later)),
+            shards=num_shards,
+        )
+        if faults
+        else (),
     )
 
 
@@ -265,3 +276,41 @@ def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -
     point = point.format(replica=f"replica-{draw.randrange(replicas)}", method=draw.choice(CALLS))
     at = low + int((high - low) * draw.random() ** 2)  # early ones more often: runs differ in length
     return Fault(number, point, at, name, round(draw.uniform(*kind.amount), 3))
+
+
+SHARD_POINTS: dict[str, tuple[str, ...]] = {
+    "queue dies": (
+        "message/{shard}",
+        "call/{shard}.{method}",
+        "turn/{shard}",
+        "disk/{shard}/write",
+        "disk/{shard}/sync",
+    ),
+    "machine dies": ("call/{shard}.{method}", "disk/{shard}/write", "disk/{shard}/sync"),
+    "shard hangs": ("message/{shard}", "call/{shard}.{method}"),
+    "late message": ("message/{shard}", "call/{shard}.{method}"),
+    "message twice": ("message/{shard}", "call/{shard}.{method}"),
+    "slow disk": ("disk/{shard}/write", "disk/{shard}/sync"),
+    "disk is full": ("disk/{shard}/write",),
+    "bits flip": ("disk/{shard}/lock",),
+}
+SHARD_CALLS = ("open", "begin", "append", "whole", "contents", "settle", "sync", "read", "close_journal")
+
+
+def _with_shards(draw: random.Random, faults: tuple[Fault, ...], *, shards: int) -> tuple[Fault, ...]:
+    """And up to two faults of the processes that hold the content, where there are any and anything goes wrong."""
+    if shards == 1 or not faults:
+        return faults
+    made = [_shard_fault(draw, len(faults) + i, shards=shards) for i in range(draw.choice((0, 1, 1, 2)))]
+    return (*faults, *made)
+
+
+def _shard_fault(draw: random.Random, number: int, *, shards: int) -> Fault:
+    name = draw.choices(list(SHARD_POINTS), (6, 6, 2, 3, 4, 1, 1, 1))[0]
+    point, kind = draw.choice(SHARD_POINTS[name]), KINDS[name]
+    low, high = TURNS if point.startswith("turn/") else (0, 12) if point.startswith("call/") else (0, 120)
+    low, high = (1, 4) if name == "bits flip" else (low, high)
+    point = point.format(shard=f"queue-shard-{draw.randrange(shards)}", method=draw.choice(SHARD_CALLS))
+    return Fault(
+        number, point, low + int((high - low) * draw.random() ** 2), name, round(draw.uniform(*kind.amount), 3)
+    )

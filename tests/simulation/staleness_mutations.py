@@ -54,7 +54,8 @@ def a_journal_that_forgets_prompts_that_wait_to_be_admitted_again(patch):
 
 
 def a_restart_that_forgets_how_often_a_prompt_was_recycled(patch):
-    patch.setattr(restart, "_encoded", lambda start, whole=restart._encoded: whole(replace(start, recycles={})))
+    whole = restart.with_ready
+    patch.setattr(restart, "with_ready", lambda start, ready: whole(replace(start, recycles={}), ready))
 
 
 def a_restart_that_forgets_rollouts_that_make_up_for_others(patch):
@@ -108,8 +109,8 @@ def weights_of_steps_that_were_not_made_again_that_get_younger(patch):
 
 
 def a_group_that_is_given_up_at_a_restart_and_ends_twice(patch):
-    whole = restart._restored
-    patch.setattr(restart, "_restored", lambda *of: replace(whole(*of), given_up=frozenset()))
+    whole = restart.restored_of
+    patch.setattr(restart, "restored_of", lambda *of: replace(whole(*of), given_up=frozenset()))
 
 
 FAILS = ("reward fails", "tool is broken", "gives up", "no end of a reward")
