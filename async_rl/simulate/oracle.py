@@ -85,6 +85,7 @@ class Oracle:
         self._recycles = Recycles(max_recycles=scenario.max_recycles, require=_require)
         self._policies = PolicyChanges(scenario, require=_require)
         self._replayed: dict[int, tuple[int, ...]] = {}
+        self._batches: dict[int, tuple[int, ...]] = {}  # by train step
         self._dropped: set[int] = set()
         self._ended: dict[int, str] = {}
         self._admissions: dict[int, Admission] = {}
@@ -112,6 +113,7 @@ class Oracle:
         """
         state = found.state
         expected = self.told.expected()
+        expected.trained |= {step: b for step, b in self._batches.items() if step <= state.train_step}  # it holds them
         self._damaged = damaged
         given_up = self._policies.given_up(found, admissions=self._admissions, updates=self._updates)
         self._policies.forget_what_is_trained_otherwise(expected, found)
@@ -277,7 +279,7 @@ class Oracle:
         groups = self._taken
         _require("exactly once", len(groups) == self._scenario.batch_groups, "a batch of {} groups", len(groups))
         known = self._replayed.get(train_step + 1, tuple(g.group for g in groups))
-        batch_groups = tuple(g.group for g in groups)
+        batch_groups = self._batches[train_step + 1] = tuple(g.group for g in groups)
         _require("exactly once", batch_groups == known, "step {} takes {}, not {}", train_step + 1, batch_groups, known)
         judge = TrajectoryJudge(
             self._policies.scenario,
