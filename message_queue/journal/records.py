@@ -56,6 +56,17 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     """The group waits for the trainer."""
 
 
+class Marked(msgspec.Struct, frozen=True, array_like=True):
+    """The group waits for the trainer, and its content is in another journal: whole with that many records.
+
+    segments, tokens: that were sampled for it.
+    """
+
+    records: int
+    segments: int
+    tokens: int
+
+
 class Taken(msgspec.Struct, frozen=True, array_like=True):
     """The groups of a batch. update: optimizer updates of the weights it is trained from."""
 
@@ -106,6 +117,7 @@ class LiveHead(msgspec.Struct, frozen=True, array_like=True):
     turn: int
     records: int
     masked_tokens: int = 0
+    mark: Marked | None = None
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +153,7 @@ Body: TypeAlias = (
     | Published
     | Checkpointed
     | Summary
+    | Marked
 )
 KINDS: tuple[type[Body], ...] = (
     Summary,
@@ -155,5 +168,6 @@ KINDS: tuple[type[Body], ...] = (
     Dropped,
     Published,
     Checkpointed,
+    Marked,
 )
 Content: TypeAlias = Observed | Sampled | Called | Closed
