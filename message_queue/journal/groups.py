@@ -5,8 +5,20 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+import msgspec
+
 from message_queue.contract import Admission
-from message_queue.journal.records import Admitted, Called, Closed, Content, LiveHead, Marked, Observed, Sampled
+from message_queue.journal.records import (
+    Admitted,
+    Called,
+    Closed,
+    Content,
+    LiveHead,
+    Marked,
+    MarkedHead,
+    Observed,
+    Sampled,
+)
 from message_queue.trajectory import ResumeRouting
 
 
@@ -145,7 +157,7 @@ class LiveGroup:
     def head(self) -> LiveHead:
         """The group in a Summary."""
         a = self.admission
-        return LiveHead(
+        head = LiveHead(
             group=a.group,
             admitted=Admitted(a.prompt, a.admitted_version, a.admitted_update, len(self.progress), self.resume_routing),
             state=int(self.state),
@@ -156,8 +168,8 @@ class LiveGroup:
             turn=self.turn,
             records=len(self.spans),
             masked_tokens=self.masked_tokens,
-            mark=self.mark,
         )
+        return head if self.mark is None else MarkedHead(*msgspec.structs.astuple(head), mark=self.mark)
 
     @classmethod
     def of(cls, head: LiveHead) -> LiveGroup:
@@ -166,5 +178,6 @@ class LiveGroup:
         group.state, group.turn = GroupState(head.state), head.turn
         group.taken_update, group.train_step = head.taken_update, head.train_step
         group.trained_tokens, group.trained_update = head.trained_tokens, head.trained_update
-        group.masked_tokens, group.mark = head.masked_tokens, head.mark
+        group.masked_tokens = head.masked_tokens
+        group.mark = head.mark if isinstance(head, MarkedHead) else None
         return group

@@ -117,6 +117,11 @@ class LiveHead(msgspec.Struct, frozen=True, array_like=True):
     turn: int
     records: int
     masked_tokens: int = 0
+
+
+class MarkedHead(LiveHead, frozen=True, array_like=True):
+    """One whose content is in another journal; a LiveHead is read as one without a mark."""
+
     mark: Marked | None = None
 
 
@@ -135,7 +140,7 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     update: int
     versions: tuple[tuple[int, int], ...]
     ledger: LedgerCounts
-    groups: tuple[LiveHead, ...]
+    groups: tuple[MarkedHead, ...]
     waiting: tuple[int, ...] = ()
     recycles: tuple[tuple[int, int], ...] = ()
 

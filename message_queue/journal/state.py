@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from message_queue.journal.errors import JournalError, JournalStepError
 from message_queue.journal.groups import GroupState, LiveGroup, Span, Step
@@ -21,6 +22,7 @@ from message_queue.journal.records import (
     Checkpointed,
     Dropped,
     Marked,
+    MarkedHead,
     Published,
     Ready,
     Summary,
@@ -126,7 +128,7 @@ class JournalState:
             update=self.update,
             versions=tuple(self.versions.items()),
             ledger=self.ledger(),
-            groups=tuple(group.head() for group in self.live.values()),
+            groups=cast(tuple[MarkedHead, ...], tuple(group.head() for group in self.live.values())),
             waiting=tuple(self.waiting),
             recycles=tuple(self.recycles.items()),
         )
