@@ -64,6 +64,7 @@ class JournalPlace:
             update=snapshot.update,
             recycles=snapshot.recycles,
             ledger=ended_counts(snapshot),
+            unfinished=frozenset(admission.group for admission in snapshot.unfinished),
         )
 
     def of_books(self, *, shards: int) -> JournalPlace:

@@ -115,7 +115,7 @@ class Oracle:
         expected = self.told.expected()
         expected.trained |= {step: b for step, b in self._batches.items() if step <= state.train_step}  # it holds them
         self._damaged = damaged
-        given_up = self._policies.given_up(found, admissions=self._admissions, updates=self._updates)
+        given_up = self._policies.given_up(found, expected, admissions=self._admissions, updates=self._updates)
         self._policies.forget_what_is_trained_otherwise(expected, found)
         judge = RestartJudge(found, dropped=self._dropped | given_up.keys(), updates=self._updates, require=_require)
         try:

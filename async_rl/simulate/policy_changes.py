@@ -27,6 +27,7 @@ class PolicyChanges:
         self._scenario = scenario
         self._require = require
         self._starts = 0
+        self._opened_by = 0
         self._untold: Sequence[Mapping[str, Any]] = ()
 
     @property
@@ -48,15 +49,18 @@ class PolicyChanges:
         self._untold = records
 
     def given_up(
-        self, found: Reopened, *, admissions: Mapping[int, Admission], updates: Mapping[int, int]
+        self, found: Reopened, expected: Expected, *, admissions: Mapping[int, Admission], updates: Mapping[int, int]
     ) -> dict[int, int | None]:
         """Groups that the queue gave up as it opened the journal -> the prompt, None where it is recycled.
 
-        Each is too old for the policy of now, but for policy wait, which gives up what it has no room for.
+        Each is too old for the policy of now, but for policy wait, which gives up what it has no room for. Where an
+        attempt to open it was cut off, that may have given up more, by the policy of that time.
 
         Args:
-            updates: by version, as the trainer counts them.
+            expected: what was acknowledged. updates: by version, as the trainer counts them.
         """
+        before = {self._scenario.staleness_of(start) for start in range(self._opened_by, self._starts)}
+        self._opened_by = max(0, self._starts - 1)
         ended: dict[int, int | None] = {}
         for record in self._untold:
             if record["outcome"] != "dropped":
@@ -68,6 +72,21 @@ class PolicyChanges:
             ended[admission.group] = None if is_recycled(record) else admission.prompt
         told = not ended or any("given up" in note for note in found.restored.notes)
         self._require("failure", told, "groups {} are given up, and nobody is told", sorted(ended))
+        if found.attempts > 1:
+            ended |= self._given_up_before(found, expected, by=before, updates=updates)
+        return ended
+
+    def _given_up_before(
+        self, found: Reopened, expected: Expected, *, by: set[StalenessConfig], updates: Mapping[int, int]
+    ) -> dict[int, int | None]:
+        ended: dict[int, int | None] = {}
+        waiting = set(found.restored.waiting)
+        for group, admission in expected.admitted.items():
+            if group in found.live or group in expected.dropped or group in expected.step_of():
+                continue
+            age = found.end - min(found.end, updates[admission.admitted_version])
+            if any(config.policy == "wait" or age > config.max_staleness for config in by):
+                ended[group] = None if admission.prompt in waiting else admission.prompt
         return ended
 
     def forget_what_is_trained_otherwise(self, expected: Expected, found: Reopened) -> None:

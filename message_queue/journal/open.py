@@ -197,8 +197,9 @@ def _recover(
         replay.state = JournalState(start)
     report = replay.finish()
     state = replay.state
+    settled = state.end_by(start)
     less = [] if start.held is None else state.compare(start.held)
-    settled = state.restart(start)
+    settled += state.restart(start)
     if durable:  # what a killed process wrote may not be on the disk yet, and the new file builds on it
         for file in replay.files.values():
             _on_disk(disk, "sync", file.handle.sync)

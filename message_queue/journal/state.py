@@ -42,6 +42,7 @@ class JournalStart:
     first prompt that was never handed out. waiting: prompts before it that are to be admitted again, in order.
     recycles: prompt -> times that it was, or is, to be. version, update: newest published. ledger: counts of what ended
     before. waiting, recycles and ledger are used where there is no journal yet.
+    unfinished: groups in flight then; None where that is not known.
     held: group -> records of it in other journals, where content is in those; None where it is in this one.
     """
 
@@ -53,6 +54,7 @@ class JournalStart:
     update: int = 0
     recycles: Mapping[int, int] = field(default_factory=dict[int, int])
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    unfinished: frozenset[int] | None = None
     held: Mapping[int, int] | None = None
 
 
@@ -181,6 +183,24 @@ class JournalState:
             self._count_dropped(LOST, tokens=0)
 
     # ---- restarts
+
+    def end_by(self, start: JournalStart) -> list[LiveGroup]:
+        """End groups that ended before the checkpoint, where the record of that is lost. Returns them."""
+        if start.unfinished is None or not self.settled_step <= start.train_step <= self.train_step:
+            return []
+        settled = self._settle(start.train_step)
+        ended = [g for g in self.live.values() if g.group < start.next_group and g.group not in start.unfinished]
+        trained = min(len(ended), max(0, start.ledger.trained - self._trained))
+        if trained:
+            self._trained += trained
+            self._trained_tokens, self._masked_tokens = start.ledger.trained_tokens, start.ledger.masked_tokens
+        for number, group in enumerate(ended):
+            del self.live[group.group]
+            if number >= trained:
+                prompt = group.admission.prompt
+                self._count_dropped(LOST, tokens=0)
+                self._give_up(prompt, again=prompt in start.waiting and prompt not in self.waiting)
+        return settled + ended
 
     def compare(self, held: Mapping[int, int]) -> list[tuple[int, int, int]]:
         """Groups of which other journals have less than they had, as (group, records there, records then).
