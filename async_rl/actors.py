@@ -1,4 +1,4 @@
-"""Every Ray actor of a run and where it is placed; `handles.py` has the typed driver side of each.
+"""Every Ray actor of a run and where it is placed; `handles.py`, `queue_handle.py` have the typed driver side of each.
 
 The classes are plain and tested without Ray; an actor only wraps one. An async actor runs each concurrency group on an
 event loop of its own, so control calls (pause, abort, load) are not queued behind requests; they are carried over to
@@ -24,7 +24,7 @@ from async_rl.engines.inbox import Answer, RequestInbox
 from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
 from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.weights.transport import WeightUpdate
-from message_queue.host import QueueHost
+from message_queue.host import QueueHost, ShardHost
 from message_queue.tokens import WeightVersion
 
 if TYPE_CHECKING:
@@ -86,18 +86,22 @@ def start_ray(config: ClusterConfig) -> None:
 
 
 class Placement:
-    """One bundle per actor: trainer ranks first, then replicas, then the queue.
+    """One bundle per actor: trainer ranks first, then replicas, then the queue and its shards.
+
+    Args:
+        shards: processes that hold the content of the queue; 0 where the queue itself does.
 
     Raises:
         TimeoutError: from `ready`, when the cluster cannot hold the run.
     """
 
-    def __init__(self, config: ClusterConfig, *, ranks: int, replicas: int) -> None:
+    def __init__(self, config: ClusterConfig, *, ranks: int, replicas: int, shards: int = 0) -> None:
         rank = {"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank}
         replica = {"CPU": config.cpus_per_replica, "GPU": config.gpus_per_replica}
-        self._ranks = ranks
+        self._ranks, self._queue = ranks, ranks + replicas
         self._config = config
-        self._bundles = [_without_zero(b) for b in (*[rank] * ranks, *[replica] * replicas, {"CPU": 1.0})]
+        queue = [{"CPU": 1.0}] * (1 + shards)
+        self._bundles = [_without_zero(b) for b in (*[rank] * ranks, *[replica] * replicas, *queue)]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
 
     async def ready(self) -> None:
@@ -108,7 +112,7 @@ class Placement:
         except TimeoutError as error:
             raise TimeoutError(
                 f"the cluster has {ray.cluster_resources()} and cannot hold {self._bundles} within "
-                f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks or replicas"
+                f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks, replicas or queue.shards"
             ) from error
 
     def rank(self, index: int) -> dict[str, Any]:
@@ -123,7 +127,11 @@ class Placement:
 
     def queue(self) -> dict[str, Any]:
         """Actor options of the queue."""
-        return self._options(len(self._bundles) - 1, cpus=1.0, gpus=0.0)
+        return self._options(self._queue, cpus=1.0, gpus=0.0)
+
+    def shard(self, index: int) -> dict[str, Any]:
+        """Actor options of shard `index` of the queue."""
+        return self._options(self._queue + 1 + index, cpus=1.0, gpus=0.0)
 
     def _options(self, bundle: int, *, cpus: float, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
@@ -134,6 +142,7 @@ class Placement:
 
 # One group for every call: the service lives on one event loop.
 QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueHost)
+ShardActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(ShardHost)
 
 
 # ---- replica

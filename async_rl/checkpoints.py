@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from async_rl.folders import partial_folder, publish_folder, recover_folders, remove_folder
+from async_rl.folders import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
 from message_queue.queue import QueueSnapshot
 
 FORMAT = 1
@@ -23,6 +23,14 @@ FORMAT = 1
 
 class SavesTrainer(Protocol):
     async def save(self, directory: Path) -> None: ...
+
+
+class Records(Protocol):
+    """What a run wrote down of the steps that a checkpoint holds; a restart takes them as they are."""
+
+    def sync(self) -> None:
+        """Return once all of it survives a loss of power. Called in a thread."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +81,29 @@ class Checkpoints:
         """Whether a checkpoint is taken after this step."""
         return bool(self._config.every) and train_step % self._config.every == 0
 
-    async def save(self, state: RunState, *, trainer: SavesTrainer) -> Path:
-        """Write a checkpoint; one that is cut short leaves those before it usable."""
+    async def save(self, state: RunState, *, trainer: SavesTrainer, records: Records) -> Path:
+        """Write a checkpoint; one that is cut short leaves those before it usable.
+
+        Before it is there, `records` are on the disk; when this returns, it survives a loss of power.
+        """
         final = self._directory / f"step-{state.train_step:06d}"
         partial = partial_folder(final)
-        await asyncio.to_thread(self.recover)
-        partial.mkdir(parents=True)
+
+        def begin() -> None:
+            self.recover()
+            make_folder(self._directory)
+            partial.mkdir()
+
+        def publish() -> None:
+            records.sync()
+            publish_folder(final)
+
+        await asyncio.to_thread(begin)
         try:
             await trainer.save(partial / "trainer")
             document = msgspec.json.encode(_Document(format=FORMAT, state=state))
             await asyncio.to_thread((partial / "run.json").write_bytes, document)
-            await asyncio.to_thread(publish_folder, final)
+            await asyncio.to_thread(publish)
         except OSError:
             await asyncio.to_thread(self.recover)  # a full disk has its room back
             raise

@@ -37,6 +37,7 @@ from async_rl.warm_start import WarmStartConfig
 from async_rl.weights.publisher import OnUpdate
 from message_queue.client import QueueClientConfig
 from message_queue.journal import JournalConfig
+from message_queue.shards import MAX_SHARDS
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
@@ -121,9 +122,24 @@ class ValidationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueConfig(QueueClientConfig):
-    """max_ready: finished groups held before `put` waits; None for what the staleness budget allows."""
+    """max_ready: finished groups held before `put` waits; None for what the staleness budget allows.
+
+    shards: processes that hold what was generated; one does all that the queue does, from two on they stand beside the
+    one that decides. See `message_queue.shards`.
+    """
 
     max_ready: int | None = None
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        QueueClientConfig.__post_init__(self)
+        if not 1 <= self.shards <= MAX_SHARDS:
+            raise ValueError(f"queue.shards is {self.shards}; must be 1 to {MAX_SHARDS}")
+
+    @property
+    def holders(self) -> int:
+        """Processes beside the one that decides."""
+        return 0 if self.shards == 1 else self.shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

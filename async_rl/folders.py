@@ -1,4 +1,8 @@
-"""Folders that appear whole or not at all, whatever kills the process that writes them."""
+"""Folders that appear whole or not at all, whatever kills the process that writes them, or the machine.
+
+What is removed or renamed away is so on the disk before what it stood for goes: a file system may do the one without
+the other. A file that was synced before is clean, and to sync it again writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,23 @@ from pathlib import Path
 PARTIAL, REPLACED = ".partial", ".replaced"
 
 
+def make_folder(folder: Path) -> None:
+    """Make it and the folders that it is in, where they are missing; their names survive a loss of power."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Return once the content of a file, or the names in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def partial_folder(final: Path) -> Path:
     """Where the content of `final` is written until `publish_folder`."""
     return final.with_name(final.name + PARTIAL)
@@ -17,14 +38,15 @@ def partial_folder(final: Path) -> Path:
 def publish_folder(final: Path) -> None:
     """Make `partial_folder(final)` durable and move it to `final`; one that is there goes.
 
-    Wherever this is cut short, by a kill or an OSError, `recover_folder` leaves the old content or the new, whole.
+    Wherever this is cut short, by a kill, an OSError or a loss of power, `recover_folder` leaves the old content or the
+    new, whole. Once it returned, it is the new.
     """
     partial, replaced = partial_folder(final), _replaced(final)
     _sync_tree(partial)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    _sync(final.parent)
+    sync_path(final.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -34,6 +56,7 @@ def recover_folder(final: Path) -> None:
     replaced = _replaced(final)
     if replaced.exists():
         if final.exists():
+            sync_path(final.parent)
             shutil.rmtree(replaced)
         else:
             replaced.rename(final)
@@ -52,23 +75,16 @@ def remove_folder(final: Path) -> None:
     """Remove `final`; cut short, it is not a folder with half its content that stays."""
     removed = partial_folder(final)
     final.rename(removed)
+    sync_path(final.parent)
     shutil.rmtree(removed)
 
 
 def _sync_tree(folder: Path) -> None:
     """Return once the files of `folder` and their names survive a loss of power."""
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+        sync_path(path)
+    sync_path(folder)
 
 
 def _replaced(final: Path) -> Path:
     return final.with_name(final.name + REPLACED)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

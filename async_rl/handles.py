@@ -14,22 +14,17 @@ from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDict
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
-from async_rl.actors import Placement, QueueActor, ReplicaActor, TrainerActor
+from async_rl.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.engines.inbox import Answer
 from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.model_info import read_model_info
-from async_rl.object_store import ObjectStore
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.planning import BatchShare, Planner, UpdateShare
 from async_rl.weights.transport import WeightUpdate
-from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.restart import JournalPlace
-from message_queue.staleness import StalenessConfig
-from message_queue.together import Together
-from message_queue.tokens import RoutingSpec, TokenOutput, WeightVersion
+from message_queue.tokens import TokenOutput, WeightVersion
 
 T = TypeVar("T")
 COLLECT_S = 10.0  # longest wait for answers in one call
@@ -41,41 +36,6 @@ class TrainerError(RuntimeError):
 
 class TrainerLostError(TrainerError):
     """A trainer rank is dead or silent; another set of ranks may go on from a checkpoint."""
-
-
-class QueueHandle(QueueClient):
-    """Driver side of the queue and of its process."""
-
-    def __init__(
-        self, actor: ActorHandle[Any], *, name: str, routing: RoutingSpec | None, config: QueueClientConfig
-    ) -> None:
-        super().__init__(Together(actor, name=name), name=name, routing=routing, config=config, memory=ObjectStore())
-        self._actor = actor
-
-    async def pid(self, *, timeout_s: float) -> int:
-        """Process id of the actor, once it runs."""
-        return await self._call("pid()", self._handle.pid, allow_s=timeout_s)
-
-    def kill(self) -> None:
-        """End the process; what it was not asked to write down is lost."""
-        ray.kill(self._actor)
-
-
-def start_queue(
-    *,
-    batch_groups: int,
-    staleness: StalenessConfig,
-    max_ready: int | None,
-    journal: JournalPlace,
-    routing: RoutingSpec | None,
-    config: QueueClientConfig,
-    options: dict[str, Any],
-) -> QueueHandle:
-    """Start the queue's actor; the client is the driver's side of it. Its journal is to be opened first."""
-    actor = QueueActor.options(**options, max_restarts=0).remote(
-        batch_groups=batch_groups, staleness=staleness, max_ready=max_ready, journal=journal, memory=ObjectStore()
-    )
-    return QueueHandle(actor, name="driver", routing=routing, config=config)
 
 
 class ReplicaHandle:

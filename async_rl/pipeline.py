@@ -346,5 +346,5 @@ class Pipeline:
             unfinished_prompts=sorted({*snapshot.prompts, *waiting}),
             queue=replace(snapshot, version=self._version, update=self._version_updates[self._version], closed=False),
         )
-        await self._checkpoints.save(state, trainer=self._trainer)
+        await self._checkpoints.save(state, trainer=self._trainer, records=self._recorder)
         await self._queue.checkpointed(self._train_step)

@@ -72,7 +72,12 @@ class Program:
             stack.callback(trace.write)
             start_ray(config.cluster)
             stack.callback(ray.shutdown)
-            placement = Placement(config.cluster, ranks=config.trainer.ranks, replicas=config.engine.replicas)
+            placement = Placement(
+                config.cluster,
+                ranks=config.trainer.ranks,
+                replicas=config.engine.replicas,
+                shards=config.queue.holders,
+            )
             await placement.ready()
             workers = Workers(
                 config,

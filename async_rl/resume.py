@@ -8,9 +8,11 @@ from pathlib import Path
 from async_rl.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.config import ConfigError, RunConfig
 from async_rl.data.prompts import PromptOrder, PromptSource
+from async_rl.folders import make_folder
 from async_rl.observe.recorder import Recorder
-from message_queue.journal import JournalError, check_owner
+from message_queue.journal import JournalError
 from message_queue.restart import JournalPlace, Restored
+from message_queue.shards import check_journal
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup
 
@@ -35,7 +37,7 @@ class Resume:
         _require_writable(config.output_dir)
         self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
         try:
-            check_owner(config.output_dir / "journal", run=run_name(config))
+            check_journal(config.output_dir / "journal", run=run_name(config), shards=config.queue.shards)
         except JournalError as error:
             raise ConfigError(str(error)) from error
         self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)
@@ -59,8 +61,14 @@ class Resume:
     def rewind(self, restored: Restored[PromptGroup], recorder: Recorder) -> None:
         """Bring the records of the run to where it goes on, and say so."""
         step = self.state.train_step
-        elsewhere = restored.began and self._config.output_dir not in (self.checkpoint or Path()).parents
-        recorder.go_on_after(step, next_group=0 if elsewhere else restored.next_group, live=restored.live)
+        own = self.checkpoint is not None and self._config.output_dir in self.checkpoint.parents
+        elsewhere = restored.began and not own
+        recorder.go_on_after(
+            step,
+            next_group=0 if elsewhere else restored.next_group,
+            live=restored.live | restored.given_up,
+            trained=self.state.queue.ledger.trained if own else None,
+        )
         if self.checkpoint is None and restored.began:
             return
         tokens = sum(group.num_tokens for group in restored.open)
@@ -89,7 +97,7 @@ def _require_writable(directory: Path) -> None:
         ConfigError: it cannot be made or written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         probe = directory / ".writable"
         probe.touch()
         probe.unlink()

@@ -17,8 +17,9 @@ from async_rl.actors import Placement
 from async_rl.config import RunConfig
 from async_rl.data.task import Task
 from async_rl.engines.select import check_engine
-from async_rl.handles import QueueHandle, ReplicaHandle, TrainerHandle, start_queue
+from async_rl.handles import ReplicaHandle, TrainerHandle
 from async_rl.observe.recorder import Console
+from async_rl.queue_handle import QueueHandle, start_queue
 from async_rl.rollout.fleet import FleetReplica
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import run_warm_start, warm_start_folder
@@ -97,8 +98,9 @@ class Workers:
             routing=routing,
             config=config.queue,
             options=self._placement.queue(),
+            shard_options=[self._placement.shard(shard) for shard in range(config.queue.holders)],
         )
-        self._name({"queue": await queue.pid(timeout_s=config.cluster.start_timeout_s)})
+        self._name(await queue.pids(timeout_s=config.cluster.start_timeout_s))
         return queue
 
     # ---- inside

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from async_rl.batch.collate import collate_supervised
 from async_rl.batch.packing import plan_micro_batches
 from async_rl.model_info import read_model_info
-from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
-from async_rl.train.worker import TrainerRank
-from benchmarks.support import markdown_table
+from benchmarks.support import Variant, markdown_table, save_calculator, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns
-from recipes.calculator.task import calculator_task
 
 ADAM = OptimizerConfig(lr=1e-6)
 MEDIAN, SIGMA, LONGEST = 60, 1.0, 1024
@@ -68,26 +66,9 @@ def share_in_arrival_order(lengths: Sequence[int], *, max_tokens: int) -> float:
 
 def compare(checkpoint: Path, batch: TensorDict, config: TrainerConfig, *, rounds: int) -> Sequence[str]:
     """A row of the table."""
-    trainers = {
-        packing: TrainerRank(
-            config=replace(config, packing=packing),
-            optimizer=ADAM,
-            loss=LossConfig(),
-            checkpoint=checkpoint,
-            rank=0,
-            world_size=1,
-        )
-        for packing in (True, False)
-    }
-    taken = time_in_turns(
-        {
-            "packed": lambda: trainers[True].train(batch),
-            "padded": lambda: trainers[False].train(batch),
-        },
-        rounds=rounds,
-    )
-    for trainer in reversed(trainers.values()):  # the first owns the process groups
-        trainer.close()
+    variants = {name: Variant(config=replace(config, packing=name == "packed")) for name in ("packed", "padded")}
+    with trainers_side_by_side(variants, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+        taken = time_in_turns({name: partial(t.train, batch) for name, t in trainers.items()}, rounds=rounds)
     lengths: list[int] = batch["lengths"].tolist()
     tokens, share = sum(lengths), real_share(lengths, max_tokens=config.micro_batch_tokens)
     wall, cpu = (paired_ratio(getattr(taken["padded"], c), getattr(taken["packed"], c)) for c in ("wall", "cpu"))
@@ -111,17 +92,13 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    task = calculator_task({}, seed=0)
     config = TrainerConfig(threads=arguments.threads, micro_batch_tokens=arguments.micro_batch_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / "model"
-        task.save_initial_checkpoint(checkpoint)
-        info = read_model_info(checkpoint)
-        assert info.routing is not None
+        checkpoint, task, routing = save_calculator(Path(folder))
         lengths = long_tailed_lengths(arguments.sequences)
         batches = {
-            "long tail": random_batch(lengths, vocab=info.vocab_size, routing=info.routing),
-            "calculator": as_rollouts(collate_supervised(task.demonstrations(0, arguments.sequences)), info.routing),
+            "long tail": random_batch(lengths, vocab=read_model_info(checkpoint).vocab_size, routing=routing),
+            "calculator": as_rollouts(collate_supervised(task.demonstrations(0, arguments.sequences)), routing),
         }
         rows = [(name, *compare(checkpoint, b, config, rounds=arguments.rounds)) for name, b in batches.items()]
     header = (

@@ -24,7 +24,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from message_queue.contract import Admission
+from message_queue.contract import Admission, QueuedGroup
 from message_queue.journal.checks import checked
 from message_queue.journal.format import NO_GROUP, Entry
 from message_queue.journal.groups import Span, Step
@@ -80,14 +80,14 @@ class StateLog(NoLog):
         self._extend(admission.group, Observed(0, PROMPT_TOKENS), Step(0, length=PROMPT_TOKENS))
         return WRITTEN
 
-    def ready(self, group: int) -> Awaitable[None]:
-        self.state.extend(group, 0, Step(PROMPT_TOKENS, length=TOKENS, segments=1, sampled=TOKENS), NOWHERE)
+    def ready(self, group: QueuedGroup) -> Awaitable[None]:
+        self.state.extend(group.group, 0, Step(PROMPT_TOKENS, length=TOKENS, segments=1, sampled=TOKENS), NOWHERE)
         at = PROMPT_TOKENS + TOKENS
-        self._extend(group, Closed(at, StopReason.STOP, 1.0, {}), Step(at, closed=True))
-        return self._apply(Ready(), group=group)
+        self._extend(group.group, Closed(at, StopReason.STOP, 1.0, {}), Step(at, closed=True))
+        return self._apply(Ready(), group=group.group)
 
-    def dropped(self, group: int, *, reason: str) -> Awaitable[None]:
-        return self._apply(Dropped(reason), group=group)
+    def dropped(self, group: int, *, reason: str, tokens: int = 0, again: bool = False) -> Awaitable[None]:
+        return self._apply(Dropped(reason, tokens=tokens, again=again), group=group)
 
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
         return self._apply(Taken(tuple(groups), update))

@@ -2,6 +2,7 @@
 
     queue             QueueClient -> queue actor -> QueueClient, groups in and groups out
     queue, journaled  the same; every segment is appended first, and on the disk's way before the queue answers
+    queue, N shards   the same, where N other actors hold the content, each with a journal (--shards N)
     deque of pickles  a plain Ray actor with a deque; the arrays are pickled to bytes and back
     deque of arrays   the same actor; the arrays are given to Ray as they are
     TransferQueue     the package of PyPI, where it can be imported; two storage units
@@ -14,7 +15,7 @@ object store) and by the kernel (sent over the loopback interface), per byte of 
 are not counted.
 
     python benchmarks/queue_throughput.py [--rounds 7] [--tokens 1024 4096 32768] [--trajectories 4] [--mb 128]
-        [--min-bytes N] [--directory DIR] [--transfer-queue DIR]
+        [--min-bytes N] [--directory DIR] [--transfer-queue DIR] [--shards N]
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.actors import QueueActor
+from async_rl.actors import QueueActor, ShardActor
 from async_rl.object_store import ObjectStore
 from benchmarks.queue_ways import (
     AT_ONCE,
@@ -59,6 +60,7 @@ from benchmarks.queue_ways import (
 from benchmarks.support import markdown_table, say
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
+from message_queue.sharded import ShardedHandle
 from message_queue.staleness import StalenessConfig
 from message_queue.together import Together
 
@@ -119,8 +121,8 @@ def start(*, transfer_queue: Path | None) -> None:
     )
 
 
-def open_queue(stack: AsyncExitStack, shape: Shape, *, directory: Path | None) -> Any:
-    """The queue's actor; with a journal where there is a directory."""
+def open_queue(stack: AsyncExitStack, shape: Shape, *, directory: Path | None, shards: int = 0) -> list[Any]:
+    """The queue's actors; with a journal where there is a directory."""
     place = None
     if directory is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="queue-benchmark-", dir=directory)))
@@ -128,15 +130,20 @@ def open_queue(stack: AsyncExitStack, shape: Shape, *, directory: Path | None) -
         place = JournalPlace(
             directory=folder, run="benchmark", config=config, trajectories=shape.trajectories, routing=shape.routing
         )
-    actor = QueueActor.remote(
-        batch_groups=BATCH, staleness=NO_BOUND, max_ready=AT_ONCE, journal=place, memory=ObjectStore()
-    )
-    stack.callback(ray.kill, actor)
-    return actor
+    common = {"batch_groups": BATCH, "staleness": NO_BOUND, "max_ready": AT_ONCE, "memory": ObjectStore()}
+    if place is None or not shards:
+        actors = [QueueActor.remote(**common, journal=place)]
+    else:
+        places = [place.of_shard(shard, shards=shards) for shard in range(shards)]
+        actors = [QueueActor.remote(**common, sharded=True, journal=place.of_books(shards=shards))]
+        actors += [ShardActor.remote(of, memory=ObjectStore()) for of in places]
+    for actor in actors:
+        stack.callback(ray.kill, actor)
+    return actors
 
 
 async def make_ways(
-    stack: AsyncExitStack, shape: Shape, *, directory: Path, with_peer: bool, min_bytes: int
+    stack: AsyncExitStack, shape: Shape, *, directory: Path, with_peer: bool, min_bytes: int, shards: int
 ) -> list[Way]:
     """All ways for one shape."""
 
@@ -146,14 +153,22 @@ async def make_ways(
         return actor
 
     plain, journaled = (open_queue(stack, shape, directory=d) for d in (None, directory))
-    await Together(journaled, name="opener").open.remote()
-    queues = ((QUEUE, plain, False), (JOURNALED, journaled, True))
+    await Together(journaled[0], name="opener").open.remote()
+    queues = [(QUEUE, plain, False), (JOURNALED, journaled, True)]
+    if shards:
+        sharded = open_queue(stack, shape, directory=directory, shards=shards)
+        books, *holders = (Together(actor, name="opener") for actor in sharded)
+        await ShardedHandle(books, holders).open.remote()
+        queues.append((f"queue, {shards} shards", sharded, True))
     ways = [
         Way(
             name,
-            *(QueueEnd(actor, name=e, recorded=recorded, min_bytes=min_bytes) for e in ("rollouter", "trainer")),
+            *(
+                QueueEnd(actors[0], name=e, recorded=recorded, min_bytes=min_bytes, shards=actors[1:])
+                for e in ("rollouter", "trainer")
+            ),
         )
-        for name, actor, recorded in queues
+        for name, actors, recorded in queues
     ]
     for name, pickled in (("deque of pickles", True), ("deque of arrays", False)):
         actor = deque_actor()
@@ -174,7 +189,7 @@ async def burst(way: Way, *, rollouter: Any, trainer: Any, groups: int) -> float
 
 
 async def measure(
-    shape: Shape, *, rounds: int, groups: int, directory: Path, with_peer: bool, min_bytes: int
+    shape: Shape, *, rounds: int, groups: int, directory: Path, with_peer: bool, min_bytes: int, shards: int
 ) -> dict[str, Seen]:
     """Way -> what was measured; the order turns with the round, and a first round warms up."""
     async with AsyncExitStack() as stack:
@@ -182,7 +197,9 @@ async def measure(
         for host in hosts:
             stack.callback(ray.kill, host)
         rollouter, trainer = hosts
-        ways = await make_ways(stack, shape, directory=directory, with_peer=with_peer, min_bytes=min_bytes)
+        ways = await make_ways(
+            stack, shape, directory=directory, with_peer=with_peer, min_bytes=min_bytes, shards=shards
+        )
         for way in ways:
             await rollouter.open.remote(way.name, way.send, shape)
             if way.receive is not None:
@@ -236,6 +253,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="of the journal")
     parser.add_argument("--transfer-queue", type=Path, help="folder that holds the package transfer_queue")
     parser.add_argument("--min-bytes", type=int, default=ObjectStore().min_bytes, help="of a message that is shared")
+    parser.add_argument("--shards", type=int, default=0, help="of one more queue; 0 for none")
     args = parser.parse_args()
     if args.transfer_queue:
         sys.path.append(str(args.transfer_queue))
@@ -255,6 +273,7 @@ def main() -> None:
                     directory=args.directory,
                     with_peer=with_peer,
                     min_bytes=args.min_bytes,
+                    shards=args.shards,
                 )
             )
             rows += (table := rows_of(shape, found, groups=groups))

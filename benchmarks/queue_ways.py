@@ -19,6 +19,7 @@ from async_rl.rollout.recorded import QueueRolloutLog
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import Admission, Batch
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.sharded import ShardedHandle
 from message_queue.together import Together
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
@@ -122,16 +123,19 @@ class QueueEnd:
     """QueueClient over the queue's actor. The trainer asks for the next batch while it acknowledges one.
 
     recorded: segments are appended to the journal as they end, as a rollouter does. min_bytes: of what is shared.
+    shards: actors that hold the content; none where `actor` does.
     """
 
-    def __init__(self, actor: Any, *, name: str, recorded: bool, min_bytes: int) -> None:
+    def __init__(self, actor: Any, *, name: str, recorded: bool, min_bytes: int, shards: Sequence[Any] = ()) -> None:
         self._actor, self._name, self._recorded, self._min_bytes = actor, name, recorded, min_bytes
+        self._shards = shards
         self._prompt = self._step = 0
         self._next: asyncio.Task[Batch[PromptGroup]] | None = None
 
     async def open(self, shape: Shape) -> None:
+        books, *holders = (Together(actor, name=self._name) for actor in (self._actor, *self._shards))
         self._client = QueueClient(
-            Together(self._actor, name=self._name),
+            ShardedHandle(books, holders) if holders else books,
             name=self._name,
             routing=shape.routing,
             config=QueueClientConfig(),

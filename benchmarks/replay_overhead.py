@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,9 +31,8 @@ from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.worker import TrainerRank
 from benchmarks.equal_weights import save_random
 from benchmarks.routing_mismatch import evaluate
-from benchmarks.support import markdown_table
+from benchmarks.support import Variant, markdown_table, save_calculator, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns
-from recipes.calculator.task import calculator_task
 
 ADAM = OptimizerConfig(lr=1e-9)  # the live router goes on choosing the rows
 GOAL = 0.02
@@ -52,11 +52,7 @@ def load_batch(name: str, folder: Path) -> tuple[Path, TensorDict]:
     """Checkpoint and batch, its rows random."""
     sequences, length, _ = SIZES[name]
     if length is None:
-        task = calculator_task({}, seed=0)
-        checkpoint = folder / name
-        task.save_initial_checkpoint(checkpoint)
-        routing = read_model_info(checkpoint).routing
-        assert routing is not None
+        checkpoint, task, routing = save_calculator(folder)
         return checkpoint, as_rollouts(collate_supervised(task.demonstrations(0, sequences)), routing)
     checkpoint = save_random(name, folder)
     info = read_model_info(checkpoint)
@@ -71,16 +67,12 @@ def with_live_rows(trainer: TrainerRank, batch: TensorDict) -> TensorDict:
     return batch.copy().update({"routed_experts": chosen})
 
 
-def start(checkpoint: Path, *, threads: int, tokens: int) -> dict[str, TrainerRank]:
-    """A trainer for each of STEPS; the first owns the process groups."""
+def variants(*, threads: int, tokens: int) -> dict[str, Variant]:
+    """The trainer of each of STEPS."""
     return {
-        name: TrainerRank(
+        name: Variant(
             config=TrainerConfig(threads=threads, micro_batch_tokens=tokens, router_replay=replay),
-            optimizer=ADAM,
             loss=loss,
-            checkpoint=checkpoint,
-            rank=0,
-            world_size=1,
         )
         for name, (replay, loss) in STEPS.items()
     }
@@ -90,7 +82,7 @@ def compare(name: str, trainers: dict[str, TrainerRank], batch: TensorDict, *, r
     """Rows of the table, one for each mode that replays."""
     batch = with_live_rows(trainers["R3"], batch)
     overlap = trainers["R3"].train(batch)["routing/overlap"]
-    taken = time_in_turns({n: lambda t=t: t.train(batch) for n, t in trainers.items()}, rounds=rounds)
+    taken = time_in_turns({n: partial(t.train, batch) for n, t in trainers.items()}, rounds=rounds)
     rows: list[Sequence[str]] = []
     for mode, base in BASE.items():
         wall, cpu = (paired_ratio(getattr(taken[mode], c), getattr(taken[base], c)) for c in ("wall", "cpu"))
@@ -118,10 +110,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models:
             checkpoint, batch = load_batch(name, Path(folder))
-            trainers = start(checkpoint, threads=arguments.threads, tokens=SIZES[name][2])
-            rows += compare(name, trainers, batch, rounds=arguments.rounds)
-            for trainer in reversed(trainers.values()):
-                trainer.close()
+            ways = variants(threads=arguments.threads, tokens=SIZES[name][2])
+            with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+                rows += compare(name, trainers, batch, rounds=arguments.rounds)
     header = (
         "model",
         "tokens",

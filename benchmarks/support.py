@@ -1,11 +1,12 @@
-"""What benchmarks share: the warm-started checkpoint of the calculator task, rollouts of it, and intervals."""
+"""What benchmarks share: checkpoints of the calculator task, trainers of this process, rollouts, and intervals."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from tensordict import TensorDict
 from agent_loop.loop import Prompt
 from async_rl.config import RunConfig
 from async_rl.data.task import Task
+from async_rl.model_info import read_model_info
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import run_warm_start
 from async_rl.weights.transport import WeightUpdate
 from message_queue.queue import Admission
+from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup
+from recipes.calculator.task import CalculatorTask, calculator_task
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -101,17 +107,47 @@ class CpuClock:
         return {name: sum(sum(p.cpu_times()[:2]) for p in group) for name, group in self._processes.items()}
 
 
+def save_calculator(folder: Path) -> tuple[Path, CalculatorTask, RoutingSpec]:
+    """The calculator's checkpoint with its initial weights, saved into `folder`, its task, and how it routes."""
+    task = calculator_task({}, seed=0)
+    checkpoint = folder / "calculator"
+    task.save_initial_checkpoint(checkpoint)
+    routing = read_model_info(checkpoint).routing
+    assert routing is not None
+    return checkpoint, task, routing
+
+
 def start_rank(config: RunConfig, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
     """The trainer as one rank in this process, a TrainerRank."""
+    return _start(Variant(config=config.trainer, loss=config.loss), checkpoint=checkpoint, optimizer=optimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One of the ways to train that are compared."""
+
+    config: TrainerConfig
+    loss: LossConfig = field(default_factory=LossConfig)
+
+
+@contextmanager
+def trainers_side_by_side(
+    variants: Mapping[str, Variant], *, checkpoint: Path, optimizer: OptimizerConfig
+) -> Generator[dict[str, Any]]:
+    """A TrainerRank of each variant, all in this process."""
+    with ExitStack() as stack:
+        trainers: dict[str, Any] = {}
+        for name, variant in variants.items():
+            trainers[name] = _start(variant, checkpoint=checkpoint, optimizer=optimizer)
+            stack.callback(trainers[name].close)  # the first, which owns the process groups, is the last to close
+        yield trainers
+
+
+def _start(variant: Variant, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
     from async_rl.train.worker import TrainerRank  # megatron takes seconds to import
 
     return TrainerRank(
-        config=config.trainer,
-        optimizer=optimizer,
-        loss=config.loss,
-        checkpoint=checkpoint,
-        rank=0,
-        world_size=1,
+        config=variant.config, optimizer=optimizer, loss=variant.loss, checkpoint=checkpoint, rank=0, world_size=1
     )
 
 

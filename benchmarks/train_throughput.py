@@ -24,15 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from async_rl.batch.collate import collate_supervised
 from async_rl.batch.micro_batch import Coordinates
 from async_rl.batch.packing import plan_micro_batches
-from async_rl.model_info import read_model_info
-from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.step import MicroBatch, MicroBatchBuilder
 from async_rl.train.worker import TrainerRank
+from benchmarks.support import Variant, save_calculator, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, time_in_turns
 from message_queue.tokens import RoutingSpec
-from recipes.calculator.task import CalculatorTask, calculator_task
+from recipes.calculator.task import CalculatorTask
 
 ADAM = OptimizerConfig(lr=1e-6)
 GOAL = 0.95
@@ -79,23 +78,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     arguments = parser.parse_args()
-    task = calculator_task({}, seed=0)
+    config = TrainerConfig(threads=arguments.threads, micro_batch_tokens=arguments.micro_batch_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / "model"
-        task.save_initial_checkpoint(checkpoint)
-        config = TrainerConfig(threads=arguments.threads, micro_batch_tokens=arguments.micro_batch_tokens)
-        trainer = TrainerRank(
-            config=config,
-            optimizer=ADAM,
-            loss=LossConfig(),
-            checkpoint=checkpoint,
-            rank=0,
-            world_size=1,
-        )
-        routing = read_model_info(checkpoint).routing
-        assert routing is not None
-        compare(trainer, demonstrations(task, routing, sequences=arguments.sequences), config, rounds=arguments.rounds)
-        trainer.close()
+        checkpoint, task, routing = save_calculator(Path(folder))
+        ways = {"trainer": Variant(config=config)}
+        with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+            batch = demonstrations(task, routing, sequences=arguments.sequences)
+            compare(trainers["trainer"], batch, config, rounds=arguments.rounds)
 
 
 def compare(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig, *, rounds: int) -> None:

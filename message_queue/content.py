@@ -198,6 +198,10 @@ class Contents:
         self._memory = memory
         self._appended: dict[int, list[tuple[RolloutRecord, Buffers | None]]] = {}
 
+    def groups(self) -> list[int]:
+        """Those of which something is kept, or to be kept."""
+        return list(self._appended)
+
     def begin(self, group: int) -> None:
         """A group was admitted: what is appended to it is kept until it ends."""
         self._appended.setdefault(group, [])

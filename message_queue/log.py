@@ -10,20 +10,24 @@ import asyncio
 from collections.abc import Awaitable, Coroutine, Generator, Sequence
 from typing import Any, Protocol
 
-from message_queue.contract import Admission
+from message_queue.contract import Admission, QueuedGroup
 from message_queue.journal import Journal
 from message_queue.packed import Shared
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.trajectory import ResumeRouting
+from message_queue.wire import EncodedGroup
 
 
 class QueueLog(Protocol):
-    """A record is on its way when a call returns, and written when what it returned has been awaited."""
+    """A record is on its way when a call returns, and written when what it returned has been awaited.
+
+    tokens: that were sampled for a group which is dropped, as far as the caller knows.
+    """
 
     def admitted(self, admission: Admission) -> Awaitable[None]: ...
     def appended(self, record: RolloutRecord) -> Awaitable[None]: ...
-    def ready(self, group: int) -> Awaitable[None]: ...
-    def dropped(self, group: int, *, reason: str, again: bool = False) -> Awaitable[None]: ...
+    def ready(self, group: QueuedGroup) -> Awaitable[None]: ...
+    def dropped(self, group: int, *, reason: str, tokens: int = 0, again: bool = False) -> Awaitable[None]: ...
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]: ...
     def trained(self, groups: Sequence[int], *, train_step: int, masked: Sequence[int]) -> Awaitable[None]: ...
     def published(self, version: int, *, update: int) -> Awaitable[None]: ...
@@ -50,10 +54,10 @@ class NoLog:
     def appended(self, record: RolloutRecord) -> Awaitable[None]:
         return WRITTEN
 
-    def ready(self, group: int) -> Awaitable[None]:
+    def ready(self, group: QueuedGroup) -> Awaitable[None]:
         return WRITTEN
 
-    def dropped(self, group: int, *, reason: str, again: bool = False) -> Awaitable[None]:
+    def dropped(self, group: int, *, reason: str, tokens: int = 0, again: bool = False) -> Awaitable[None]:
         return WRITTEN
 
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
@@ -123,10 +127,10 @@ class JournaledLog:
                 work = self._journal.observed(group, what, trajectory=trajectory, at=at)
         return _Writing(work)
 
-    def ready(self, group: int) -> Awaitable[None]:
-        return _Writing(self._journal.ready(group))
+    def ready(self, group: QueuedGroup) -> Awaitable[None]:
+        return _Writing(self._journal.ready(group.group))
 
-    def dropped(self, group: int, *, reason: str, again: bool = False) -> Awaitable[None]:
+    def dropped(self, group: int, *, reason: str, tokens: int = 0, again: bool = False) -> Awaitable[None]:
         return _Writing(self._journal.dropped(group, reason=reason, again=again))
 
     def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
@@ -143,3 +147,16 @@ class JournaledLog:
 
     def synced(self) -> Awaitable[None]:
         return _Writing(self._journal.sync())
+
+
+class BooksLog(JournaledLog):
+    """Writes to a journal whose groups have their content in others. Each that is put brings a mark of that one."""
+
+    def ready(self, group: QueuedGroup) -> Awaitable[None]:
+        assert isinstance(group, EncodedGroup), "the queue of the books holds heads"
+        if group.content is None:
+            return super().ready(group)  # which the journal refuses: nothing of it is closed there
+        return _Writing(self._journal.marked(group.group, group.content))
+
+    def dropped(self, group: int, *, reason: str, tokens: int = 0, again: bool = False) -> Awaitable[None]:
+        return _Writing(self._journal.dropped(group, reason=reason, tokens=tokens, again=again))

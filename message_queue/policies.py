@@ -166,6 +166,19 @@ class MaskPolicy(DropPolicy):
         return _oldest_first(ready)
 
 
+def end_of_expired(policy: StalenessPolicy, reason: str, *, times: int) -> tuple[str, bool]:
+    """(why a group that expired ends, whether its prompt is admitted again).
+
+    Args:
+        reason: of `StalenessPolicy.expiry`. times: that its prompt was admitted again before.
+    """
+    if policy.admits_again(times):
+        return f"recycled: {reason}", True
+    if times:
+        return f"{reason}, after its prompt was admitted {times + 1} times (staleness.max_recycles)", False
+    return reason, False
+
+
 def build_policy(config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> StalenessPolicy:
     """The policy that `config` names.
 

@@ -281,6 +281,11 @@ class TrajectoryQueue(Generic[G]):
         """The state now."""
         return self._state.snapshot(closed=self._closed)
 
+    @property
+    def live(self) -> list[int]:
+        """Groups that are open, ready or taken."""
+        return self._held.live
+
     def drain_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that ended since the last call."""
         return self._ledger.drain_records()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from message_queue.contract import QueueSnapshot
 from message_queue.journal import Journal, JournalBusy, JournalConfig, JournalStart, Recovered
@@ -14,7 +14,8 @@ from message_queue.journal.disk import Disk
 from message_queue.journal.writer import StartsWriter, Writer
 from message_queue.log import JournaledLog
 from message_queue.policies import StalenessPolicy
-from message_queue.start import QueueStart, ended_counts, start_of_journal
+from message_queue.shards import books_run, shard_name, shard_run
+from message_queue.start import QueueStart, ended_counts, start_of_journal, with_ready
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting
 from message_queue.wire import EncodedGroup, decode_group, encode_group
@@ -63,7 +64,17 @@ class JournalPlace:
             update=snapshot.update,
             recycles=snapshot.recycles,
             ledger=ended_counts(snapshot),
+            unfinished=frozenset(admission.group for admission in snapshot.unfinished),
         )
+
+    def of_books(self, *, shards: int) -> JournalPlace:
+        """That of the queue, where the content is in `shards` others."""
+        return replace(self, run=books_run(self.run, shards=shards))
+
+    def of_shard(self, shard: int, *, shards: int) -> JournalPlace:
+        """That of a holder of content."""
+        run, directory = shard_run(self.run, shard, shards=shards), self.directory / shard_name(shard)
+        return replace(self, directory=directory, run=run, checkpoint=None, waiting=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +84,9 @@ class Restored(Generic[P]):
     began: there was no journal. open: groups that were in flight, as far as they are recorded. replay: batches that are
     trained again. prompt_cursor: first prompt that was never handed out. waiting: those before it to be admitted again.
     version: newest that was published. diverged: its weights are not those that are made again. version_updates:
-    `param_version` -> optimizer updates. live: ids of all groups in flight. next_group: of the next admission. notes:
-    what a person should read. calls: group -> trajectory -> what was begun outside for it, and may have happened or
-    not.
+    `param_version` -> optimizer updates. live: ids of all groups in flight. given_up: of those that ended as it was
+    opened, and whose records are to come. next_group: of the next admission. notes: what a person should read. calls:
+    group -> trajectory -> what was begun outside for it, and may have happened or not.
     """
 
     began: bool
@@ -87,6 +98,7 @@ class Restored(Generic[P]):
     diverged: bool
     version_updates: Mapping[int, int]
     live: frozenset[int]
+    given_up: frozenset[int]
     next_group: int
     notes: tuple[str, ...]
     calls: Mapping[int, Mapping[int, str]]
@@ -100,7 +112,7 @@ async def open_journal(
     Raises:
         JournalError: of the kind that says why it cannot be used; the message has the way out.
     """
-    journal, recovered = await _open_patiently(place)
+    journal, recovered = await open_patiently(place, place.start())
     try:
         groups = {
             g.admission.group: await journal.read(g.admission.group, routing=place.routing)
@@ -109,15 +121,18 @@ async def open_journal(
         next_update = 0 if place.checkpoint is None else place.checkpoint.next_update
         start = start_of_journal(recovered, groups, next_update=next_update, policy=policy)
         for ended in start.given_up:
-            await journal.dropped(ended.admission.group, reason=ended.reason)
+            await journal.dropped(ended.admission.group, reason=ended.reason, again=ended.again)
     except BaseException:
         await journal.close()
         raise
     log = JournaledLog(journal, trajectories=place.trajectories, resume_routing=place.resume_routing)
-    return journal, log, _encoded(start), _restored(recovered, start, groups)
+    restored = restored_of(recovered, start, groups)
+    encoded = with_ready(start, (EncodedGroup(encode_group(group)) for group in start.ready))
+    return journal, log, encoded, with_open(restored, map(encode_group, restored.open))
 
 
-async def _open_patiently(place: JournalPlace) -> tuple[Journal, Recovered]:
+async def open_patiently(place: JournalPlace, start: JournalStart) -> tuple[Journal, Recovered]:
+    """Open the journal of a place, or begin it; wait while another process has it."""
     clock = asyncio.get_running_loop().time
     until = clock() + place.busy_s
     while True:
@@ -126,7 +141,7 @@ async def _open_patiently(place: JournalPlace) -> tuple[Journal, Recovered]:
                 place.directory,
                 run=place.run,
                 config=place.config,
-                start=place.start(),
+                start=start,
                 disk=place.disk,
                 start_writer=place.start_writer,
             )
@@ -136,42 +151,45 @@ async def _open_patiently(place: JournalPlace) -> tuple[Journal, Recovered]:
             await asyncio.sleep(BUSY_AGAIN_S)  # there is nothing to wait on but the other process
 
 
-def _encoded(start: QueueStart[PromptGroup]) -> QueueStart[EncodedGroup]:
-    return QueueStart(
-        next_group=start.next_group,
-        next_update=start.next_update,
-        versions=start.versions,
-        served=start.served,
-        open=start.open,
-        ready=tuple(EncodedGroup(encode_group(group)) for group in start.ready),
-        replay=start.replay,
-        given_up=start.given_up,
-        recycles=start.recycles,
-        ledger=start.ledger,
-    )
+def with_open(restored: Restored[Any], groups: Iterable[P]) -> Restored[P]:
+    """The same with its groups in another form."""
+    return replace(restored, open=tuple(groups))
 
 
-def _restored(
-    recovered: Recovered, start: QueueStart[PromptGroup], groups: Mapping[int, PromptGroup]
-) -> Restored[bytes]:
-    partial = [groups[admission.group] for admission in start.open]
+def restored_of(recovered: Recovered, start: QueueStart[Any], groups: Mapping[int, P]) -> Restored[P]:
+    """What is told of a journal. groups: those that go on, and maybe others."""
     notes: list[str] = [] if recovered.began else list(recovered.report.lines())
-    if start.given_up:
-        notes.append(f"{len(start.given_up)} groups are given up: {start.given_up[0].reason}")
+    notes += _given_up(start)
+    if left := len(recovered.trained) - sum(map(len, start.replay)):
+        notes.append(
+            f"{left} groups that were trained after the checkpoint are not trained again in the batches they were in: "
+            "their batches are not whole, or the bound, the policy or the size of a batch is another one now"
+        )
     return Restored(
         began=recovered.began,
-        open=tuple(map(encode_group, partial)),
+        open=tuple(groups[admission.group] for admission in start.open),
         replay=len(start.replay),
         prompt_cursor=recovered.prompt_cursor,
-        waiting=recovered.waiting,
+        waiting=(*recovered.waiting, *(ended.admission.prompt for ended in start.given_up if ended.again)),
         version=start.served,
         diverged=start.diverged,
         version_updates=start.versions,
+        given_up=frozenset(ended.admission.group for ended in start.given_up),
         live=frozenset({*(a.group for a in start.open), *(g.group for g in start.ready)}),
         next_group=recovered.next_group,
         notes=tuple(notes),
         calls={g.admission.group: dict(g.calls) for g in recovered.open if g.calls},
     )
+
+
+def _given_up(start: QueueStart[PromptGroup]) -> list[str]:
+    """A sentence for groups that are given up, one for those whose prompt is admitted again."""
+    told: list[str] = []
+    for again, what in ((False, "are given up"), (True, "are given up, and their prompts admitted again")):
+        reasons = [ended.reason for ended in start.given_up if ended.again == again]
+        if reasons:
+            told.append(f"{len(reasons)} groups {what}: {reasons[0]}")
+    return told
 
 
 def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -> Restored[PromptGroup]:
@@ -180,17 +198,4 @@ def decode_restored(restored: Restored[bytes], *, routing: RoutingSpec | None) -
     for group in groups:
         for number, call in restored.calls.get(group.group, {}).items():
             group.trajectories[number].unsure_call = call
-    return Restored(
-        began=restored.began,
-        open=groups,
-        replay=restored.replay,
-        prompt_cursor=restored.prompt_cursor,
-        waiting=restored.waiting,
-        version=restored.version,
-        diverged=restored.diverged,
-        version_updates=restored.version_updates,
-        live=restored.live,
-        next_group=restored.next_group,
-        notes=restored.notes,
-        calls=restored.calls,
-    )
+    return with_open(restored, groups)

@@ -81,10 +81,6 @@ class Schedule(Generic[G]):
         """Why a group of that age is to be given up; None where it is not."""
         return self._policy.expiry(admitted_update, newest_update=newest_update, next_update=self.next_update)
 
-    def admits_again(self, times: int) -> bool:
-        """Whether the prompt of a group that expired is admitted again, after it was `times` times."""
-        return self._policy.admits_again(times)
-
     def hopeless(self) -> list[int]:
         """Open groups that can no longer be trained."""
         return [group for group, admission in self._held.open.items() if self.expiry(admission.admitted_update)]

@@ -8,36 +8,52 @@ that were open go on under weights that are not older than those they were admit
     ----|-----------------------------|------------------->
        next_update                   end
 
-Where a batch is not whole any more (records were lost, or the batches have another size now), it and those after it
-are ready groups like all others. Weights that were published after `end` are counted as of `end` then: nobody can tell
-how far they are from those that will be trained, which get a version of their own.
+Where a batch is not whole any more (records were lost, or the batches have another size now), or would not be trained
+as it was (the bound or the policy is another one now), it and those after it are ready groups like all others. What is
+too old by the bound and the policy of now is given up. Weights that were published after `end` are counted as of `end`
+then: nobody can tell how far they are from those that will be trained, which get a version of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from message_queue.contract import Admission, QueuedGroup, QueueSnapshot
+from message_queue.delivery import masked_tokens
 from message_queue.holdings import Holdings
 from message_queue.journal import Recovered
 from message_queue.ledger import Ledger, LedgerCounts
-from message_queue.policies import StalenessPolicy, WaitPolicy
+from message_queue.policies import StalenessPolicy, WaitPolicy, end_of_expired
 from message_queue.staleness import newest_update
-from message_queue.trajectory import PromptGroup
+
+
+class RestoredGroup(QueuedGroup, Protocol):
+    """A group that a journal gave back; it may count as admitted on weights that are made again."""
+
+    @property
+    def admitted_update(self) -> int: ...
+    @admitted_update.setter
+    def admitted_update(self, update: int) -> None: ...
+
 
 G = TypeVar("G", bound=QueuedGroup)
+R = TypeVar("R", bound=RestoredGroup)
 STOPPED = "stopped before it was trained: its prompt is admitted again"
 HOPELESS = "expired: more groups were in flight than can be trained within the bound after the restart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """A group that does not survive the restart. segments and tokens were generated in vain."""
+    """A group that does not survive the restart. segments and tokens were generated in vain.
+
+    again: its prompt is admitted again.
+    """
 
     admission: Admission
     reason: str
+    again: bool = False
     segments: int = 0
     tokens: int = 0
 
@@ -82,23 +98,28 @@ def start_of_snapshot(snapshot: QueueSnapshot) -> QueueStart[QueuedGroup]:
     )
 
 
+def with_ready(start: QueueStart[Any], ready: Iterable[G]) -> QueueStart[G]:
+    """The same with its ready groups in another form."""
+    return replace(start, ready=tuple(ready))
+
+
 def queue_start(restored: QueueSnapshot | QueueStart[G] | None) -> QueueStart[G] | QueueStart[QueuedGroup]:
     """What a queue that is given `restored` goes on from."""
     return start_of_snapshot(restored) if isinstance(restored, QueueSnapshot) else restored or QueueStart()
 
 
 def start_of_journal(
-    recovered: Recovered, groups: Mapping[int, PromptGroup], *, next_update: int, policy: StalenessPolicy
-) -> QueueStart[PromptGroup]:
+    recovered: Recovered, groups: Mapping[int, R], *, next_update: int, policy: StalenessPolicy
+) -> QueueStart[R]:
     """After a restart from a journal.
 
     Args:
         groups: content of all that are open or ready.
         next_update: optimizer updates in the checkpoint.
-        policy: of the queue; groups that it can no longer train are given up, the newest first.
+        policy: of the queue; groups that it can no longer train are given up.
     """
     budget = policy.budget
-    replay = _replayed(recovered, next_update=next_update, size=budget.batch_groups, step=budget.updates_per_batch)
+    replay = _replayed(recovered, groups, next_update=next_update, policy=policy)
     end = next_update + len(replay) * budget.updates_per_batch
     sampled = {version: end for group in groups.values() for version in group.tokens_per_version()}
     known = sampled | dict(recovered.version_updates)  # the record of a version may be lost, and tokens of it not
@@ -107,28 +128,25 @@ def start_of_journal(
     replayed = {group for batch in replay for group in batch}
     ready = [groups[g.admission.group] for g in recovered.ready]
     waiting = [groups[g.admission.group] for g in recovered.open] + [g for g in ready if g.group not in replayed]
+    versions = {version: min(update, end) for version, update in known.items()}
     hopeless = _hopeless(waiting, policy, next_update=end)
+    too_old = _too_old(recovered, groups, waiting, versions, policy=policy, next_update=end)
+    given_up = [
+        *(_give_up(groups[group], reason=HOPELESS) for group in hopeless),
+        *(_give_up(groups[group], reason=reason, again=again) for group, (reason, again) in too_old.items()),
+    ]
+    gone = {ended.admission.group for ended in given_up}
     return QueueStart(
         next_group=recovered.next_group,
         next_update=next_update,
-        versions={version: min(update, end) for version, update in known.items()},
+        versions=versions,
         served=max(known),
         diverged=max(known) > recovered.version or known[max(known)] > end,
-        open=tuple(
-            admission_of(groups[g.admission.group]) for g in recovered.open if g.admission.group not in hopeless
-        ),
-        ready=tuple(group for group in ready if group.group not in hopeless),
+        open=tuple(admission_of(groups[g.admission.group]) for g in recovered.open if g.admission.group not in gone),
+        ready=tuple(group for group in ready if group.group not in gone),
         replay=replay,
-        given_up=tuple(
-            GivenUp(
-                admission=admission_of(groups[group]),
-                reason=HOPELESS,
-                segments=groups[group].num_segments,
-                tokens=groups[group].num_tokens,
-            )
-            for group in hopeless
-        ),
-        recycles=recovered.recycles,
+        given_up=tuple(given_up),
+        recycles=_recycles(recovered.recycles, given_up),
         ledger=replace(recovered.ledger, admitted=recovered.ledger.admitted - len(groups), open=0),
     )
 
@@ -176,22 +194,41 @@ def without_open_tokens(counts: LedgerCounts) -> LedgerCounts:
     return replace(counts, dropped_tokens=counts.dropped_tokens + counts.open_tokens, open_tokens=0)
 
 
-def _replayed(recovered: Recovered, *, next_update: int, size: int, step: int) -> tuple[tuple[int, ...], ...]:
-    """Batches trained after the checkpoint, as long as they are whole and one follows on the other."""
+def _replayed(
+    recovered: Recovered, groups: Mapping[int, QueuedGroup], *, next_update: int, policy: StalenessPolicy
+) -> tuple[tuple[int, ...], ...]:
+    """Batches trained after the checkpoint, as long as they are whole, one follows on the other, and the same tokens
+    of them take gradient."""
     batches: dict[int, list[int]] = {}
     for group in recovered.ready:
         if group.admission.group in recovered.trained:
             batches.setdefault(recovered.trained[group.admission.group], []).append(group.admission.group)
     whole: list[tuple[int, ...]] = []
-    while len(batch := batches.get(next_update + len(whole) * step, [])) == size:
+    while True:
+        update = next_update + len(whole) * policy.budget.updates_per_batch
+        batch = batches.get(update, [])
+        if len(batch) != policy.budget.batch_groups:
+            return tuple(whole)
+        if not all(_is_trained_as_before(groups[g], recovered, update=update, policy=policy) for g in batch):
+            return tuple(whole)
         whole.append(tuple(batch))
-    return tuple(whole)
 
 
-def _hopeless(groups: Iterable[PromptGroup], policy: StalenessPolicy, *, next_update: int) -> list[int]:
+def _is_trained_as_before(group: QueuedGroup, recovered: Recovered, *, update: int, policy: StalenessPolicy) -> bool:
+    """Whether the policy gives gradient to the tokens of a group to which the one before gave it, at `update`."""
+    counts = group.tokens_per_version()
+    updates = dict.fromkeys(counts, update) | dict(recovered.version_updates)
+    oldest = policy.min_update(next_update=update)
+    young = [updates[version] for version, tokens in counts.items() if tokens and updates[version] >= oldest]
+    if any(policy.budget.is_expired(of, next_update=update) for of in young):
+        return False
+    return masked_tokens(group, updates, min_update=oldest) == recovered.masked_tokens.get(group.group, 0)
+
+
+def _hopeless(groups: Iterable[QueuedGroup], policy: StalenessPolicy, *, next_update: int) -> list[int]:
     """Groups that find no place before their deadline, those admitted last among those that compete.
 
-    Policy wait would wait for them for ever; policy drop gives them up when it is their turn.
+    Policy wait would wait for them for ever; the others give up what is too old, when it is.
     """
     if not isinstance(policy, WaitPolicy):
         return []
@@ -204,3 +241,43 @@ def _hopeless(groups: Iterable[PromptGroup], policy: StalenessPolicy, *, next_up
         else:
             places += 1
     return hopeless
+
+
+def _too_old(
+    recovered: Recovered,
+    groups: Mapping[int, QueuedGroup],
+    waiting: Sequence[QueuedGroup],
+    versions: Mapping[int, int],
+    *,
+    policy: StalenessPolicy,
+    next_update: int,
+) -> dict[int, tuple[str, bool]]:
+    """Groups that expired by the bound and the policy of now -> why they end, and whether their prompt starts again."""
+    complete = {g.admission.group for g in recovered.ready}
+    ended: dict[int, tuple[str, bool]] = {}
+    for group in waiting:
+        newest = newest_update(group.tokens_per_version(), versions) if group.group in complete else None
+        reason = policy.expiry(group.admitted_update, newest_update=newest, next_update=next_update)
+        if reason is not None:
+            ended[group.group] = end_of_expired(policy, reason, times=recovered.recycles.get(group.prompt, 0))
+    return ended
+
+
+def _give_up(group: QueuedGroup, *, reason: str, again: bool = False) -> GivenUp:
+    return GivenUp(
+        admission=admission_of(group),
+        reason=reason,
+        again=again,
+        segments=group.num_segments,
+        tokens=group.num_tokens,
+    )
+
+
+def _recycles(before: Mapping[int, int], given_up: Iterable[GivenUp]) -> dict[int, int]:
+    """prompt -> times that it was to be admitted again, while it is not done."""
+    recycles = dict(before)
+    for ended in given_up:
+        times = recycles.pop(ended.admission.prompt, 0)
+        if ended.again:
+            recycles[ended.admission.prompt] = times + 1
+    return recycles

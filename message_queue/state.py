@@ -14,7 +14,7 @@ from message_queue.delivery import check_staleness, masked_tokens
 from message_queue.holdings import Holdings
 from message_queue.ledger import Ledger
 from message_queue.log import QueueLog
-from message_queue.policies import StalenessPolicy
+from message_queue.policies import StalenessPolicy, end_of_expired
 from message_queue.schedule import Schedule
 from message_queue.staleness import newest_update
 from message_queue.start import QueueStart, restore
@@ -35,6 +35,7 @@ class QueueState(Generic[G]):
         self.versions = PublishedVersions(start.versions, served=start.served)
         self.ledger = Ledger(before=start.ledger)
         self._log = log
+        self._policy = policy
         restore(start, held=self.held, ledger=self.ledger)
 
     def newest_update(self, group: G) -> int | None:
@@ -54,9 +55,9 @@ class QueueState(Generic[G]):
         self.ledger.delivered(group.group, segments=group.num_segments, tokens=group.num_tokens)
         expired = self.schedule.expiry(group.admitted_update, newest_update=newest)
         if expired is not None:
-            return expired, self.give_up(group.group, reason=expired, expired=True)
+            return expired, self.give_up(group.group, reason=expired, tokens=group.num_tokens, expired=True)
         self.held.deliver(group, newest_update=newest)
-        return None, self._log.ready(group.group)
+        return None, self._log.ready(group)
 
     def take(self) -> tuple[Batch[G], list[Awaitable[None]]]:
         """The next batch: ready -> taken. Ready groups that expire by it are given up.
@@ -92,20 +93,16 @@ class QueueState(Generic[G]):
         self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False
     ) -> Awaitable[None]:
         """End a group that is not taken; policy recycle admits its prompt again where it `expired`."""
-        prompt = self.held.prompt(group)
-        times = self.admissions.times(prompt)
-        again = expired and self.schedule.admits_again(times)
-        if again:
-            reason = f"recycled: {reason}"
-        elif expired and times:
-            reason = f"{reason}, after its prompt was admitted {times + 1} times (staleness.max_recycles)"
+        prompt, again = self.held.prompt(group), False
+        if expired:
+            reason, again = end_of_expired(self._policy, reason, times=self.admissions.times(prompt))
         self.ledger.dropped(group, reason=reason, segments=segments, tokens=tokens)
         self.held.end(group)
         if again:
             self.admissions.again(prompt)
         else:
             self.admissions.done(prompt)
-        return self._log.dropped(group, reason=reason, again=again)
+        return self._log.dropped(group, reason=reason, tokens=tokens, again=again)
 
     def snapshot(self, *, closed: bool) -> QueueSnapshot:
         """The state now."""

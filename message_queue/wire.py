@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from message_queue.packed import Buffers, Packed
 from message_queue.rank_code import RankCode
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput
@@ -27,6 +29,7 @@ from message_queue.wire_format import (
     TrajectoryHead,
     TurnHead,
     WireError,
+    seal,
     unseal,
 )
 from message_queue.wire_size import EncodedSize, encoded_size
@@ -47,6 +50,7 @@ __all__ = [
     "pack_segment",
     "unpack_group",
     "unpack_segment",
+    "with_ids",
 ]
 
 
@@ -76,6 +80,12 @@ def pack_group(group: PromptGroup, *, rank_coded: bool = False) -> Packed:
     writer = MessageWriter(rank_coded=rank_coded)
     trajectories = [writer.trajectory(t) for t in group.trajectories]
     return writer.packed(GROUP, trajectories, ids=_ids(group))
+
+
+def with_ids(head: bytes, ids: tuple[int, int, int, int]) -> bytes:
+    """The head of a group's message with other ids: group, prompt, admitted version, admitted update."""
+    message, _ = unseal(head, kind=GROUP)
+    return seal(GROUP, msgspec.structs.replace(message, ids=ids), [])
 
 
 def encode_trajectory(trajectory: Trajectory, *, rank_coded: bool = False) -> bytes:

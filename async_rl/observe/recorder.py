@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
+from async_rl.folders import make_folder, sync_path
 from async_rl.observe.lengths import Lengths
 from async_rl.observe.metrics import METRICS, metric_of
-from async_rl.observe.rewind import rewind, unseen_groups
+from async_rl.observe.rewind import missing_records, rewind, unseen_groups
 from async_rl.rollout.validator import ValidationResult
 
 
@@ -49,29 +51,46 @@ class Scalars(Protocol):
 
 
 class Recorder:
-    """Writes every record as it comes; a run that is cut short leaves whole lines.
+    """Writes every record as it comes; a run that is cut short leaves whole lines, a loss of power what was synced.
 
     lengths: of trajectories, to be told of; their quantiles go with each step.
     """
 
     def __init__(self, directory: Path, *, console: Console, scalars: Scalars) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         self._directory = directory
         self._open()
         self._console = console
         self._scalars = scalars
         self.lengths = Lengths()
 
-    def go_on_after(self, train_step: int, *, next_group: int, live: Collection[int]) -> None:
+    def go_on_after(
+        self, train_step: int, *, next_group: int, live: Collection[int], trained: int | None = None
+    ) -> None:
         """Take back what was recorded after `train_step`, and add groups whose end a kill kept from the record.
 
         Args:
-            next_group: groups with smaller ids were admitted. live: of them, those in flight.
+            next_group: groups with smaller ids were admitted. live: of them, those whose end is yet to be recorded.
+            trained: groups trained up to `train_step`, all of which are to be recorded, as are the steps: what is
+                missing is told. None where the records need not have them, as those of another run.
         """
         self._close_files()
+        lost = [] if trained is None else missing_records(self._directory, train_step=train_step, trained=trained)
         rewind(self._directory, train_step=train_step, next_group=next_group, live=live)
         self._open()
-        self.ledger(unseen_groups(self._directory, next_group=next_group, live=live))
+        unseen = unseen_groups(self._directory, next_group=next_group, live=live, lost=bool(lost))
+        self.ledger(unseen)
+        for text in lost:
+            self.warn(text)
+
+    def sync(self) -> None:
+        """Return once all that was recorded so far survives a loss of power. Blocks; may be called in a thread.
+
+        What was recorded has left Python's buffers: the files are line-buffered, and a record is a line.
+        """
+        for file in self._files():
+            os.fsync(file.fileno())
+        sync_path(self._directory)
 
     def step(self, record: StepRecord) -> None:
         """Record one train step."""
@@ -130,8 +149,11 @@ class Recorder:
         self._schedule = (self._directory / "schedule.jsonl").open("a", buffering=1)
         self._ledger = (self._directory / "ledger.jsonl").open("a", buffering=1)
 
+    def _files(self) -> Sequence[TextIO]:
+        return self._metrics, self._validation, self._schedule, self._ledger
+
     def _close_files(self) -> None:
-        for file in (self._metrics, self._validation, self._schedule, self._ledger):
+        for file in self._files():
             file.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 ENDED_UNSEEN = "ended before it was recorded: the run was killed"
+RECORD_LOST = "record lost: trained up to the checkpoint, or dropped; the file lost a part of what was written"
+STEP_FILES = ("metrics.jsonl", "schedule.jsonl")
 
 
 def rewind(directory: Path, *, train_step: int, next_group: int | None = None, live: Collection[int] = ()) -> None:
@@ -27,10 +30,40 @@ def rewind(directory: Path, *, train_step: int, next_group: int | None = None, l
     _keep(directory / "ledger.jsonl", ended)
 
 
-def unseen_groups(directory: Path, *, next_group: int, live: Collection[int]) -> list[dict[str, Any]]:
+def missing_records(directory: Path, *, train_step: int, trained: int) -> list[str]:
+    """What a checkpoint holds and the records do not, a sentence for each file; call it before `rewind`.
+
+    Records are on the disk before the checkpoint is: only a disk that lost what it said it had, or somebody who changed
+    a file, makes this more than nothing.
+
+    Args:
+        train_step: of the checkpoint; there is a line of `metrics.jsonl` for each, from the first step of the run in
+            this directory on, and of `schedule.jsonl` where the run writes it. trained: groups up to that step.
+    """
+    found = {name: {cast(int, line["train_step"]) for line in _lines(directory / name)} for name in STEP_FILES}
+    lost: list[str] = []
+    for name, steps in found.items():
+        if not steps and name != "metrics.jsonl":
+            continue
+        missing = sorted(set(range(min(steps, default=1), train_step + 1)) - steps)
+        if missing:
+            lost.append(f"{name} lacks {len(missing)} train steps, {missing[0]} to {missing[-1]}")
+    if min(found["metrics.jsonl"], default=1) == 1:  # else the groups before it are in the records of another run
+        lines = _lines(directory / "ledger.jsonl")
+        recorded = sum(line["outcome"] == "trained" and line["train_step"] <= train_step for line in lines)
+        if recorded < trained:
+            lost.append(f"ledger.jsonl has {recorded} of {trained} groups that were trained")
+    why = f"though the checkpoint of train step {train_step} is newer; the file was changed, or a loss of power cut it"
+    return [f"{text}, {why}. The run goes on without them" for text in lost]
+
+
+def unseen_groups(
+    directory: Path, *, next_group: int, live: Collection[int], lost: bool = False
+) -> list[dict[str, Any]]:
     """Ledger records of groups that ended, and whose records a kill kept from `ledger.jsonl`: dropped ones.
 
-    Groups that were trained up to a checkpoint are recorded before it is made.
+    Groups that were trained up to a checkpoint are recorded before it is made. lost: some such records are missing, so
+    that nobody can tell these groups from dropped ones.
     """
     seen = {line.get("group") for line in _lines(directory / "ledger.jsonl")}
     return [
@@ -38,7 +71,7 @@ def unseen_groups(directory: Path, *, next_group: int, live: Collection[int]) ->
             "group": group,
             "admitted_version": None,
             "outcome": "dropped",
-            "reason": ENDED_UNSEEN,
+            "reason": RECORD_LOST if lost else ENDED_UNSEEN,
             "train_step": None,
             "segments": None,
             "tokens": None,
@@ -71,11 +104,9 @@ def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file, but for a last line that was cut short."""
+    """Records of a file, but for lines that are not whole."""
     if not path.is_file():
         return
-    for line in path.read_text().splitlines():
-        try:
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
-        except json.JSONDecodeError:
-            return

@@ -83,41 +83,62 @@ class Acknowledged:
 
     Args:
         durable_after_s: at the latest; None: never but by a sync.
+        shards: of the queue; where there are several, each process has a disk of its own.
     """
 
-    def __init__(self, *, durable_after_s: float | None = None, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self, *, durable_after_s: float | None = None, clock: Callable[[], float] = lambda: 0.0, shards: int = 1
+    ) -> None:
         self._facts: list[Fact] = []
         self._told_at: list[float] = []
-        self._durable = 0
+        self._shards = shards
+        self._processes = ["queue", *(f"queue-shard-{shard}" for shard in range(shards if shards > 1 else 0))]
+        self._durable = dict.fromkeys(self._processes, 0)  # so many facts at the front, as far as they are there
         self._durable_after_s = durable_after_s
         self._clock = clock
-        self._alive = True
+        self._dead: set[str] = set()
 
     def note(self, *facts: Fact) -> None:
         """The driver was told."""
         self._facts += facts
         self._told_at += [self._clock()] * len(facts)
 
-    def synced(self) -> None:
-        """The disk synced. While a journal is opened, that is one of its files only."""
-        if self._alive:
-            self._durable = len(self._facts)
+    def synced(self, process: str) -> None:
+        """The disk of a process synced. While a journal is opened, that is one of its files only."""
+        if process not in self._dead:
+            self._durable[process] = len(self._facts)
+
+    def all_synced(self) -> None:
+        """All disks did."""
+        for process in self._processes:
+            self.synced(process)
 
     def restart(self, facts: Sequence[Fact]) -> None:
         """From now on these are the facts."""
-        self._facts, self._durable, self._alive = list(facts), 0, True
+        self._facts, self._durable, self._dead = list(facts), dict.fromkeys(self._processes, 0), set()
         self._told_at = [self._clock()] * len(self._facts)
 
-    def queue_died(self) -> None:
-        """Nobody syncs any more until the journal is open again."""
-        if self._durable_after_s is not None and self._alive:
-            self._durable = max(self._durable, bisect_right(self._told_at, self._clock() - self._durable_after_s))
-        self._alive = False
+    def died(self, process: str) -> None:
+        """It syncs no more until the journal is open again."""
+        if self._durable_after_s is not None and process not in self._dead:
+            since = bisect_right(self._told_at, self._clock() - self._durable_after_s)
+            self._durable[process] = max(self._durable[process], since)
+        self._dead.add(process)
 
     def power_lost(self) -> None:
         """What is not durable may be lost."""
-        self.queue_died()
-        del self._facts[self._durable :], self._told_at[self._durable :]
+        for process in self._processes:
+            self.died(process)
+        pairs = list(zip(self._facts, self._told_at, strict=True))
+        kept = [pair for at, pair in enumerate(pairs) if at < self._durable[self._home(pair[0])]]
+        self._facts, self._told_at = [fact for fact, _ in kept], [told_at for _, told_at in kept]
+        self._durable = dict.fromkeys(self._processes, len(kept))
+
+    def _home(self, fact: Fact) -> str:
+        """The process that has it in its journal."""
+        if self._shards > 1 and isinstance(fact, Held):
+            return f"queue-shard-{fact.group % self._shards}"
+        return "queue"
 
     def expected(self) -> Expected:
         """What must be there."""

@@ -28,7 +28,7 @@ class DiskWorld(Protocol):
 
     def fault(self, point: str) -> Fault | None: ...
     def note(self, who: str, what: str, *details: object) -> None: ...
-    def synced(self) -> None: ...
+    def synced(self, process: str) -> None: ...
     def kill(self, name: str) -> None: ...
     def lose_power(self) -> None: ...
 
@@ -59,11 +59,21 @@ class SimulatedDisk:
     """One directory.
 
     Args:
-        clock: virtual seconds.
+        clock: virtual seconds. of: the process that it is of. point: where its faults happen.
     """
 
-    def __init__(self, world: DiskWorld, *, draw: random.Random, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        world: DiskWorld,
+        *,
+        draw: random.Random,
+        clock: Callable[[], float],
+        of: str = "queue",
+        point: str = "disk",
+    ) -> None:
         self.files: dict[str, _Content] = {}
+        self.of = of
+        self.point = point
         self.holder: Mount | None = None
         self.world = world
         self.clock = clock
@@ -133,6 +143,39 @@ class SimulatedDisk:
         return self._draw.choice((0, fresh, self._draw.randrange(fresh + 1)))
 
 
+class Disks:
+    """Those of a queue: first that of the books, then those of the holders, by shard."""
+
+    def __init__(self, world: DiskWorld, *, seed: int, shards: int, clock: Callable[[], float]) -> None:
+        names = [f"queue-shard-{shard}" for shard in range(shards if shards > 1 else 0)]
+        self.books = SimulatedDisk(world, draw=random.Random(f"disk {seed}"), clock=clock)
+        self.holders = [
+            SimulatedDisk(world, draw=random.Random(f"{name} {seed}"), clock=clock, of=name, point=f"disk/{name}")
+            for name in names
+        ]
+
+    @property
+    def all(self) -> list[SimulatedDisk]:
+        return [self.books, *self.holders]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one refuses to be written."""
+        return any(disk.is_broken for disk in self.all)
+
+    def lose_power(self) -> None:
+        for disk in self.all:
+            disk.lose_power()
+
+    def repair(self) -> None:
+        for disk in self.all:
+            disk.repair()
+
+    def clear(self) -> None:
+        for disk in self.all:
+            disk.clear()
+
+
 class Mount:
     """See `message_queue.journal.disk.Disk`; what one process sees of a disk."""
 
@@ -199,7 +242,7 @@ class Mount:
         if self.dead:
             raise OSError(errno.EIO, "the process is dead")
         self._seconds += OPERATION_S
-        fault, disk = self.disk.world.fault(f"disk/{what}"), self.disk
+        fault, disk = self.disk.world.fault(f"{self.disk.point}/{what}"), self.disk
         match fault and fault.kind:
             case "disk is full" | "disk stays full":
                 assert fault is not None
@@ -226,7 +269,7 @@ class Mount:
         """The process dies in the middle of something, or the disk takes no more of it."""
         match fault.kind:
             case "queue dies":
-                self.disk.world.kill("queue")
+                self.disk.world.kill(self.disk.of)
             case "machine dies":
                 self.disk.world.lose_power()
             case _:
@@ -273,7 +316,7 @@ class MountedFile:
         if fault is not None:
             self._mount.end(fault)
         self._content.sync()
-        self._mount.disk.world.synced()
+        self._mount.disk.world.synced(self._mount.disk.of)
 
     def duplicate(self) -> MountedFile:
         return self

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
 from async_rl.simulate import model
-from async_rl.simulate.disk import SimulatedDisk
+from async_rl.simulate.disk import Disks
 from async_rl.simulate.oracle import Oracle, Violation
 from async_rl.simulate.restarts import Reopened
 from async_rl.simulate.scenario import KINDS, Fault, Scenario
@@ -26,7 +26,7 @@ class JournalWatch:
     """
 
     def __init__(
-        self, scenario: Scenario, *, oracle: Oracle, disk: SimulatedDisk, directory: Path, fired: Sequence[Fault]
+        self, scenario: Scenario, *, oracle: Oracle, disk: Disks, directory: Path, fired: Sequence[Fault]
     ) -> None:
         self._scenario = scenario
         self._oracle = oracle
@@ -40,6 +40,11 @@ class JournalWatch:
     @property
     def _damaged(self) -> bool:
         return any(fault.kind == "bits flip" for fault in self._fired)
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a queue has begun to open its journal, and has not said what it goes on from."""
+        return self._attempts > 0
 
     def newest_state(self) -> RunState:
         """Of the newest checkpoint."""

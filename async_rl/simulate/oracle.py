@@ -17,6 +17,7 @@ from async_rl.rollout.rollouter import session_name
 from async_rl.simulate import model
 from async_rl.simulate.acknowledged import Acknowledged
 from async_rl.simulate.engine import Answered
+from async_rl.simulate.policy_changes import PolicyChanges
 from async_rl.simulate.prompt_account import PromptAccount
 from async_rl.simulate.recycles import Recycles, is_recycled
 from async_rl.simulate.restarts import Reopened, RestartJudge, facts_after
@@ -38,8 +39,6 @@ INVARIANTS = {
     "failure": "a run stops early, loses a replica or drops a group only where something was broken on purpose",
     "progress": "a run ends: no deadlock, no standstill",
 }
-
-
 DURABLE_AFTER_S = {"always": 0.0, "interval": 12.0, "never": None}  # a sync of a slow disk takes up to 8 s
 _LEFT_BEHIND = {"stopped before it was trained", "ended before it was recorded"}  # prompts are not done with these
 
@@ -76,17 +75,17 @@ class Oracle:
         self._excused = excused
         self._serving = serving
         self._weights: dict[str, model.Weights] = {}
-        self.told = Acknowledged(durable_after_s=DURABLE_AFTER_S[scenario.fsync], clock=clock)
+        self.told = Acknowledged(durable_after_s=DURABLE_AFTER_S[scenario.fsync], clock=clock, shards=scenario.shards)
         self._digests: dict[int, str] = {0: INITIAL}
         self._updates: dict[int, int] = {0: 0}  # by version
         self._steps: dict[int, str] = {}  # train step -> digest
         self._served = self._published = 0
         self._loaded: dict[str, int] = {}
         self._prompts = PromptAccount(batch_groups=scenario.batch_groups, require=_require)
-        self._recycles = Recycles(
-            recycling=scenario.policy == "recycle", max_recycles=scenario.max_recycles, require=_require
-        )
+        self._recycles = Recycles(max_recycles=scenario.max_recycles, require=_require)
+        self._policies = PolicyChanges(scenario, require=_require)
         self._replayed: dict[int, tuple[int, ...]] = {}
+        self._batches: dict[int, tuple[int, ...]] = {}  # by train step
         self._dropped: set[int] = set()
         self._ended: dict[int, str] = {}
         self._admissions: dict[int, Admission] = {}
@@ -99,14 +98,12 @@ class Oracle:
     def begin(self) -> None:
         """A driver starts, with new replicas."""
         self._loaded = {}
+        self._policies.begin()
+        self._recycles.recycling = self._policies.now.policy == "recycle"
 
     def journal_is_gone(self) -> None:
         """Somebody moved the journal away: what came after the checkpoint never happened."""
         self.told.restart([])
-
-    def synced(self) -> None:
-        """The disk of the journal synced."""
-        self.told.synced()
 
     def reopened(self, found: Reopened, *, damaged: bool, new_driver: bool) -> None:
         """The queue opened its journal.
@@ -116,8 +113,11 @@ class Oracle:
         """
         state = found.state
         expected = self.told.expected()
+        expected.trained |= {step: b for step, b in self._batches.items() if step <= state.train_step}  # it holds them
         self._damaged = damaged
-        judge = RestartJudge(found, dropped=self._dropped, updates=self._updates, require=_require)
+        given_up = self._policies.given_up(found, expected, admissions=self._admissions, updates=self._updates)
+        self._policies.forget_what_is_trained_otherwise(expected, found)
+        judge = RestartJudge(found, dropped=self._dropped | given_up.keys(), updates=self._updates, require=_require)
         try:
             judge.check_nothing_is_lost(expected)
         except Violation:
@@ -127,12 +127,13 @@ class Oracle:
         again = expected.replay(state.train_step)[: found.restored.replay]
         self._replayed = dict(enumerate(again, state.train_step + 1))
         losses = damaged and found.losses_are_told
+        self._prompts.dropped.update(prompt for prompt in given_up.values() if prompt is not None)
         self._recycles.reopened(found, losses=losses)
         self._prompts.reopened(found, losses=losses, recycled=self._recycles.prompts)
         self._go_on_with(found, new_driver=new_driver)
         self.told.restart(list(facts_after(found, expected)))
         if self._scenario.fsync != "never":
-            self.told.synced()
+            self.told.all_synced()
 
     def _go_on_with(self, found: Reopened, *, new_driver: bool) -> None:
         live, restored = found.live, found.restored
@@ -198,6 +199,7 @@ class Oracle:
 
     def ended(self, records: Sequence[Mapping[str, Any]]) -> None:
         """What the queue knows of groups that ended, and may have told nobody yet."""
+        self._policies.ended(records)
         self._recycles.ended(records, prompt_of=lambda group: self._admissions[group].prompt)
 
     def admitted(self, admissions: Sequence[Admission]) -> None:
@@ -262,11 +264,8 @@ class Oracle:
 
     def _check_reason(self, record: Mapping[str, Any]) -> None:
         cause = record["reason"].partition(":")[0]
-        allowed = {"admission withdrawn", *_LEFT_BEHIND}
-        if self._scenario.policy != "wait":
-            allowed |= {"expired", *(["recycled"] if self._scenario.policy == "recycle" else [])}
-        if self._excused():
-            allowed.add("rollout failed")
+        failed = {"rollout failed"} if self._excused() else set[str]()
+        allowed = {"admission withdrawn", *_LEFT_BEHIND, *self._policies.reasons(), *failed}
         _require("failure", cause in allowed, "group {} was dropped: {}", record["group"], record["reason"])
 
     # ---- what is trained
@@ -280,10 +279,10 @@ class Oracle:
         groups = self._taken
         _require("exactly once", len(groups) == self._scenario.batch_groups, "a batch of {} groups", len(groups))
         known = self._replayed.get(train_step + 1, tuple(g.group for g in groups))
-        batch_groups = tuple(g.group for g in groups)
+        batch_groups = self._batches[train_step + 1] = tuple(g.group for g in groups)
         _require("exactly once", batch_groups == known, "step {} takes {}, not {}", train_step + 1, batch_groups, known)
         judge = TrajectoryJudge(
-            self._scenario,
+            self._policies.scenario,
             weights={v: self.weights(d) for v, d in self._digests.items()},
             lags={v: train_step - self._updates[v] for v in self._digests},
             require=_require,

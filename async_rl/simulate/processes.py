@@ -135,7 +135,7 @@ class Process:
                 loop.call_later(delay / 2, self.die, "killed")
             case "machine dies":
                 loop.call_later(delay / 2, self._world.lose_power)
-            case "process hangs":
+            case "process hangs" | "shard hangs":
                 self.hung = True
             case _:
                 pass

@@ -10,6 +10,8 @@ from async_rl.simulate.acknowledged import Acknowledged, Dropped, Held, Publishe
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import Admission, Batch, PutResult
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.restart import Restored
+from message_queue.sharded import ShardedHandle
 from message_queue.tokens import TokenOutput
 from message_queue.trajectory import PromptGroup
 
@@ -72,6 +74,23 @@ class WatchedQueue(QueueClient):
     async def publish(self, version: int, *, update: int) -> None:
         await super().publish(version, update=update)
         self._told.note(Published(version))
+
+
+class WatchedShards(ShardedHandle):
+    """A ShardedHandle.
+
+    Args:
+        opened: is given what the journals gave back.
+    """
+
+    def __init__(self, books: Any, holders: Sequence[Any], *, opened: Callable[[Restored[bytes]], None]) -> None:
+        super().__init__(books, holders)
+        self._opened = opened
+
+    async def _open(self) -> Restored[bytes]:
+        restored = await super()._open()
+        self._opened(restored)
+        return restored
 
 
 def _held(record: RolloutRecord) -> Held:

@@ -18,13 +18,14 @@ def is_recycled(record: Mapping[str, Any]) -> bool:
 class Recycles:
     """Judges the admissions of a run over all its restarts; after one, the driver asks for what waits.
 
+    recycling: whether the run has the policy now.
+
     Args:
-        recycling: whether the run has the policy.
         require: called with (invariant, whether it holds, text, values).
     """
 
-    def __init__(self, *, recycling: bool, max_recycles: int, require: Callable[..., None]) -> None:
-        self._recycling = recycling
+    def __init__(self, *, max_recycles: int, require: Callable[..., None]) -> None:
+        self.recycling = False
         self._max = max_recycles
         self._require = require
         self._before: dict[int, int] = {}  # prompt -> times, by groups that nobody knows any more
@@ -39,8 +40,12 @@ class Recycles:
         return {*self._before, *self._prompts.values()}
 
     def reopened(self, found: Reopened, *, losses: bool) -> None:
-        """The run goes on from a checkpoint and a journal; `losses`: what it knows may be less than what was."""
+        """The run goes on from a checkpoint and a journal; `losses`: what it knows may be less than what was.
+
+        Groups that were given up as it was opened have ended before.
+        """
         self._waiting.clear()
+        self._new.clear()
         if found.restored.began or losses:
             self._before = dict(found.state.queue.recycles if found.restored.began else found.snapshot.recycles)
             self._prompts = {}
@@ -54,7 +59,7 @@ class Recycles:
             if record.get("group") is None or record["group"] in self._known or record["outcome"] != "dropped":
                 continue
             self._known.add(record["group"])
-            expired = record["reason"].startswith("expired") and self._recycling
+            expired = record["reason"].startswith("expired") and self.recycling
             if not (is_recycled(record) or expired):
                 continue
             prompt = prompt_of(record["group"])

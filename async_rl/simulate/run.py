@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,17 +31,19 @@ from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.rollout.validator import ValidationResult
 from async_rl.simulate import model
+from async_rl.simulate.disk import SimulatedDisk
 from async_rl.simulate.engine import SimulatedReplica
 from async_rl.simulate.journal_writer import LoopWriter
 from async_rl.simulate.processes import Process
-from async_rl.simulate.queue_client import WatchedQueue
+from async_rl.simulate.queue_client import WatchedQueue, WatchedShards
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.trainer import INITIAL, ParityReward, SimulatedTrainer, session_of_task
+from message_queue.bookkeeper import Bookkeeper
 from message_queue.contract import QueueSnapshot
+from message_queue.holder import ContentHolder
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
 from message_queue.service import QueueService
-from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutingSpec, WeightVersion
 from message_queue.trajectory import Trajectory
 
@@ -78,8 +80,8 @@ def _template() -> RunConfig:
     return load_config(["trainer.router_replay=R3", "name=simulated", "resume=auto"])
 
 
-def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
-    """The run config of a scenario."""
+def run_config(scenario: Scenario, *, directory: Path, start: int = 0) -> RunConfig:
+    """The run config of a scenario, for the driver's start of that number."""
     whole = _template()
     limits = replace(
         whole.rollout.limits,
@@ -107,9 +109,7 @@ def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
         seed=scenario.seed,
         total_train_steps=scenario.steps,
         advantage=AdvantageConfig(name="reinforce_plus_plus") if alone else AdvantageConfig(),
-        staleness=StalenessConfig(
-            max_staleness=scenario.max_staleness, policy=scenario.policy, max_recycles=scenario.max_recycles
-        ),
+        staleness=scenario.staleness_of(start),
         rollout=rollout,
         sync=SyncConfig(every=scenario.publish_every, timeout_s=CALL_S),
         queue=QueueConfig(
@@ -117,6 +117,7 @@ def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
             slice_s=SLICE_S,
             rank_code_rows=scenario.rank_code_rows,
             max_ready=scenario.max_ready,
+            shards=scenario.shards,
         ),
         journal=JournalConfig(
             fsync=scenario.fsync, max_file_bytes=scenario.file_bytes, buffer_bytes=scenario.buffer_bytes
@@ -141,7 +142,7 @@ class Run:
         self._all: list[Process] = []
         self._world = world
         self._number = number
-        self._config = config = run_config(scenario, directory=world.directory)
+        self._config = config = run_config(scenario, directory=world.directory, start=number)
         resume = Resume(config)
         self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
         self._service: QueueService | None = None
@@ -225,34 +226,26 @@ class Run:
     # ---- parts that may be lost; see `async_rl.workers.Workers`
 
     async def start_queue(self, journal: JournalPlace, *, routing: RoutingSpec | None) -> WatchedQueue:
-        world, config = self._world, self._config
-        mount, draw = world.disk.mount(), random.Random(f"journal {self._number} {world.scenario.seed}")
-
-        def start_writer(log: Any, /, **of: Any) -> LoopWriter:
-            wait_s = draw.choice((1e-5, world.scenario.latency_s))
-            return LoopWriter(log, **of, mount=mount, wait_s=lambda: wait_s * draw.expovariate(1.0))
-
-        self._service = QueueService(
+        world, config, shards = self._world, self._config, self._config.queue.holders
+        place, end = self._mounted(journal.of_books(shards=shards) if shards else journal, world.disk.books)
+        self._service = (Bookkeeper if shards else QueueService)(
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
-            journal=replace(journal, disk=mount, start_writer=start_writer),
+            journal=place,
         )
         process = self._process("queue", self._service)
-        linger_s = draw.random() * LINGER_S
-
-        def dies() -> None:
-            mount.die(linger_s=linger_s)
-            world.told.queue_died()
-
-        process.on_death = dies
+        process.on_death = end
+        holders = [self._holder(journal, shard, disk) for shard, disk in enumerate(world.disk.holders)]
+        handle = WatchedShards(process, holders, opened=world.reopened) if holders else process
 
         def kill() -> None:
             world.before_queue_ends()
-            process.die("killed by the driver")
+            for part in (process, *holders):
+                part.die("killed by the driver")
 
         world.queue_starts(journal)
-        return WatchedQueue(process, told=world.told, taken=world.taken, on_kill=kill, config=config.queue)
+        return WatchedQueue(handle, told=world.told, taken=world.taken, on_kill=kill, config=config.queue)
 
     async def replace_trainer(self, lost: SimulatedTrainer) -> SimulatedTrainer:
         await asyncio.sleep(START_S)
@@ -270,6 +263,31 @@ class Run:
         return self._replica(slot, name)
 
     # ---- processes
+
+    def _holder(self, journal: JournalPlace, shard: int, disk: SimulatedDisk) -> Process:
+        """A process that holds content of the queue."""
+        place, end = self._mounted(journal.of_shard(shard, shards=self._config.queue.shards), disk)
+        process = self._process(disk.of, ContentHolder(place))
+        process.on_death = end
+        return process
+
+    def _mounted(self, journal: JournalPlace, disk: SimulatedDisk) -> tuple[JournalPlace, Callable[[], None]]:
+        """A journal on a disk, for the process that the disk is of, and what is to be called at its death."""
+        world, mount = self._world, disk.mount()
+        name = "journal" if disk is world.disk.books else disk.of
+        draw = random.Random(f"{name} {self._number} {world.scenario.seed}")
+
+        def start_writer(log: Any, /, **of: Any) -> LoopWriter:
+            wait_s = draw.choice((1e-5, world.scenario.latency_s))
+            return LoopWriter(log, **of, mount=mount, wait_s=lambda: wait_s * draw.expovariate(1.0))
+
+        linger_s = draw.random() * LINGER_S
+
+        def end() -> None:
+            mount.die(linger_s=linger_s)
+            world.told.died(disk.of)
+
+        return replace(journal, disk=mount, start_writer=start_writer), end
 
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.seed}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from async_rl.engines.replica import KeptKV
 from async_rl.rollout.rollouter import OnFailed
 from async_rl.simulate.bad_answers import BAD_ANSWERS
 from async_rl.weights.publisher import OnUpdate
-from message_queue.staleness import Policy
+from message_queue.staleness import Policy, StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
 UNAVAILABLE = "unavailable rows"
@@ -59,6 +59,7 @@ R, CALL = "{replica}", "call/queue.{method}"
 ONCE = ("open", "admit", "append", "put_bytes", "take_bytes", "drop", "trained", "publish", "loaded", "snapshot")
 LATE = ("sync", "checkpointed", "closing_records", "close_journal", "withdraw", "resume")
 CALLS = (*ONCE, *["drain_records"] * 6, *LATE)
+AFTER_PUBLISH = ("snapshot", "drain_records", "loaded")
 CALL_FIRST = (0, 8)
 STORM = ("driver dies", "machine dies", "queue dies", "trainer dies")
 TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
@@ -99,6 +100,7 @@ KINDS: dict[str, Kind] = {
     "slow trainer": Kind(points=("train", "export", "save"), first=(0, 6), amount=(0.5, 30.0)),
     "driver dies": Kind(points=("turn/driver",), ends_run=True, weight=3),
     "stop is asked for": Kind(points=("turn/driver",)),
+    "shard hangs": Kind(points=(), weight=0, loses_part=True),  # drawn with the shards
     # the machine and the disk of the journal
     "machine dies": Kind(
         points=("turn/driver", CALL, "disk/write", "disk/sync"), first=(0, 300), ends_run=True, weight=3
@@ -133,8 +135,9 @@ KINDS: dict[str, Kind] = {
 class Scenario:
     """Settings of the run as in the run config, and how long things take, in virtual seconds.
 
+    later_staleness: of the driver's starts after the first, in turn; none: the same for all.
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
-    fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision.
+    fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision. shards: of the queue.
     """
 
     seed: int
@@ -143,6 +146,7 @@ class Scenario:
     trajectories_per_group: int
     max_staleness: int
     policy: Policy
+    later_staleness: tuple[StalenessConfig, ...]
     max_recycles: int
     on_failed: OnFailed
     publish_every: int
@@ -166,7 +170,16 @@ class Scenario:
     train_s: float
     load_s: float
     tool_s: float
+    shards: int
     faults: tuple[Fault, ...]
+
+    def staleness_of(self, start: int) -> StalenessConfig:
+        """Of the driver's start of that number."""
+        at_first = StalenessConfig(max_staleness=self.max_staleness, policy=self.policy, max_recycles=self.max_recycles)
+        later = self.later_staleness
+        if not start or not later:
+            return at_first
+        return replace(later[(start - 1) % len(later)], max_recycles=self.max_recycles)
 
 
 def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
@@ -177,6 +190,9 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     publish_every = draw.choice((1, 1, 1, 2, 3))
     on_update: OnUpdate = draw.choice(get_args(OnUpdate))
     policies = random.Random(f"policies {seed}")
+    later = _draw_later_staleness(seed, least=publish_every - 1)
+    shards = random.Random(f"shards {seed}")
+    num_shards = shards.choice((1, 1, 2, 3))
     return Scenario(
         seed=seed,
         steps=draw.randint(2, 6),
@@ -184,6 +200,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         trajectories_per_group=draw.randint(1, 3),
         max_staleness=draw.choice((0, 1, 1, 2, 4)) + publish_every - 1,
         policy=policies.choice((draw.choice(("wait", "drop")), "recycle", "mask")),
+        later_staleness=later,
         max_recycles=policies.choice((1, 1, 3)),
         on_failed=policies.choice(("drop", "drop", "fill")),
         publish_every=publish_every,
@@ -207,18 +224,49 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         train_s=draw.choice((0.01, 0.3, 2.0)),
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
-        faults=_draw_faults(draw, replicas=replicas) if faults else (),
+        shards=num_shards,
+        faults=_with_shards(
+            shards,
+            _draw_faults(draw, seed, replicas=replicas, goes_on_otherwise=bool(later)),
+            shards=num_shards,
+        )
+        if faults
+        else (),
     )
 
 
-def _draw_faults(draw: random.Random, *, replicas: int) -> tuple[Fault, ...]:
-    """None for one seed in nine, else up to eight; for one in ten, one restart after the other."""
+def _draw_later_staleness(seed: int, *, least: int) -> tuple[StalenessConfig, ...]:
+    """For one seed in five, somebody goes on with another policy, or another bound."""
+    draw = random.Random(f"later staleness {seed}")
+    if draw.random() >= 0.2:
+        return ()
+    return tuple(
+        StalenessConfig(max_staleness=least + draw.choice((0, 0, 1, 2)), policy=policy)
+        for policy in draw.choices(get_args(Policy), k=draw.choice((1, 2)))
+    )
+
+
+def _draw_faults(draw: random.Random, seed: int, *, replicas: int, goes_on_otherwise: bool) -> tuple[Fault, ...]:
+    """None for one seed in nine, else up to eight; for one in ten, one restart after the other.
+
+    One more where another start is what the seed is about; two for one seed in sixteen, where a step is lost after its
+    weights were published; one for one in 27, where the power is lost when a checkpoint was made.
+    """
     storm = draw.random() < 0.1
     names = list(STORM) if storm else list(KINDS)
     weights, count = [KINDS[name].weight for name in names], 5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
-    return tuple(
-        _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)
-    )
+    drawn = [_draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)]
+    if goes_on_otherwise:
+        drawn.append(_draw_fault(draw, len(drawn), "driver dies", replicas=replicas))
+    aimed = random.Random(f"damage {seed}")
+    roll = aimed.random()
+    if roll < 1 / 16:
+        call = CALL.format(method=aimed.choice(AFTER_PUBLISH))
+        drawn.append(Fault(len(drawn), call, aimed.randrange(3), "queue dies", 0.0))
+        drawn.append(Fault(len(drawn), "disk/lock", 1, "bits flip", 0.0))
+    elif roll < 1 / 10:
+        drawn.append(Fault(len(drawn), CALL.format(method="checkpointed"), aimed.randrange(2), "machine dies", 0.0))
+    return tuple(drawn)
 
 
 def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -> Fault:
@@ -228,3 +276,41 @@ def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -
     point = point.format(replica=f"replica-{draw.randrange(replicas)}", method=draw.choice(CALLS))
     at = low + int((high - low) * draw.random() ** 2)  # early ones more often: runs differ in length
     return Fault(number, point, at, name, round(draw.uniform(*kind.amount), 3))
+
+
+SHARD_POINTS: dict[str, tuple[str, ...]] = {
+    "queue dies": (
+        "message/{shard}",
+        "call/{shard}.{method}",
+        "turn/{shard}",
+        "disk/{shard}/write",
+        "disk/{shard}/sync",
+    ),
+    "machine dies": ("call/{shard}.{method}", "disk/{shard}/write", "disk/{shard}/sync"),
+    "shard hangs": ("message/{shard}", "call/{shard}.{method}"),
+    "late message": ("message/{shard}", "call/{shard}.{method}"),
+    "message twice": ("message/{shard}", "call/{shard}.{method}"),
+    "slow disk": ("disk/{shard}/write", "disk/{shard}/sync"),
+    "disk is full": ("disk/{shard}/write",),
+    "bits flip": ("disk/{shard}/lock",),
+}
+SHARD_CALLS = ("open", "begin", "append", "whole", "contents", "settle", "sync", "read", "close_journal")
+
+
+def _with_shards(draw: random.Random, faults: tuple[Fault, ...], *, shards: int) -> tuple[Fault, ...]:
+    """And up to two faults of the processes that hold the content, where there are any and anything goes wrong."""
+    if shards == 1 or not faults:
+        return faults
+    made = [_shard_fault(draw, len(faults) + i, shards=shards) for i in range(draw.choice((0, 1, 1, 2)))]
+    return (*faults, *made)
+
+
+def _shard_fault(draw: random.Random, number: int, *, shards: int) -> Fault:
+    name = draw.choices(list(SHARD_POINTS), (6, 6, 2, 3, 4, 1, 1, 1))[0]
+    point, kind = draw.choice(SHARD_POINTS[name]), KINDS[name]
+    low, high = TURNS if point.startswith("turn/") else (0, 12) if point.startswith("call/") else (0, 120)
+    low, high = (1, 4) if name == "bits flip" else (low, high)
+    point = point.format(shard=f"queue-shard-{draw.randrange(shards)}", method=draw.choice(SHARD_CALLS))
+    return Fault(
+        number, point, low + int((high - low) * draw.random() ** 2), name, round(draw.uniform(*kind.amount), 3)
+    )

@@ -2,7 +2,7 @@
 
 driver     Lives, Resume, Pipeline, Rollouter, agent loops, Publisher, Supervisor, Recorder, Checkpoints   (real)
 messages   QueueClient, ReplicaHandle (real) -> Process (simulated: late, twice, never)
-queue      QueueService, TrajectoryQueue, Journal (real) -> SimulatedDisk
+queue      QueueService, or Bookkeeper and ContentHolders, with their Journals (real) -> SimulatedDisk
 replica    ReplicaHost, RequestInbox, RequestGate (real) -> SimulatedReplica
 trainer    SimulatedTrainer; tools and reward are simulated too
 watched by Oracle
@@ -27,7 +27,7 @@ from agent_loop.loop import Message, Prompt
 from agent_loop.tools import describe_tool
 from async_rl.run import causes
 from async_rl.simulate import model
-from async_rl.simulate.disk import SimulatedDisk
+from async_rl.simulate.disk import Disks
 from async_rl.simulate.engine import Answered
 from async_rl.simulate.journal_watch import OPERATOR_S, JournalWatch, drops_are_excused, may_end, most_starts
 from async_rl.simulate.oracle import Oracle, Violation
@@ -44,7 +44,6 @@ from message_queue.trajectory import PromptGroup
 STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
 STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
 CLEAN_UP_TURNS = 2_000
-
 Event = tuple[float, str, str, tuple[object, ...]]
 
 
@@ -73,7 +72,7 @@ class World:
         )
         self.run: Run | None = None
         self.told = self.oracle.told
-        self.disk = SimulatedDisk(self, draw=random.Random(f"disk {scenario.seed}"), clock=loop.time)
+        self.disk = Disks(self, seed=scenario.seed, shards=scenario.shards, clock=loop.time)
         self._journal = JournalWatch(
             scenario, oracle=self.oracle, disk=self.disk, directory=directory, fired=self.fired
         )
@@ -82,9 +81,8 @@ class World:
         self._passed: Counter[str] = Counter()
         self._progress = (0.0, 0)
         self._turn_faults = {fault.at: fault for fault in scenario.faults if fault.point.startswith("turn/")}
-        self._turn = self._living_turns = 0
+        self._turn = self._living_turns = self._cleaning = 0
         self._tasks: dict[NumberedTask, None] = {}
-        self._cleaning = 0
         threads = random.Random(f"threads {scenario.seed}")
         loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s
         loop.on_task = self._on_task
@@ -138,21 +136,26 @@ class World:
             if not any(row == weights.row(context) for weights in every):
                 self.fail(Violation("rows", f"{request.request_id} forces a row that no version gave: {row}"))
 
-    def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
+    def called(self, process: str, method: str, args: tuple[Any, ...], result: Any) -> None:
         """A process answered a call."""
-        if process != "queue" or self.run is None:
+        if process == "queue" and method == "open" and self.scenario.shards == 1:
+            self.reopened(result)
+        if process != "queue" or self.run is None or self._journal.is_opening:
             return
         state = self.run.queue_state()
-        if method == "open":
-            assert isinstance(result, Restored)
-            self.note("queue", "goes on", result.replay, len(result.open), *result.notes)
-            self.judge(self._journal.reopened, result, state)
         self.judge(self.oracle.ended, self.run.untold_records())
         self.judge(self.oracle.admitted, state.unfinished)
         self.judge(self.oracle.queue_called, method, args)
         self.judge(self.oracle.check_ledger, state)
         if method == "checkpointed":
             self.judge(self.oracle.checkpointed, self._journal.newest_state(), self.run.records())
+
+    def reopened(self, restored: Restored[bytes]) -> None:
+        """A queue has opened its journal."""
+        assert self.run is not None
+        self.note("queue", "goes on", restored.replay, len(restored.open), *restored.notes)
+        self.judge(self.oracle.ended, self.run.untold_records())
+        self.judge(self._journal.reopened, restored, self.run.queue_state())
 
     def queue_starts(self, journal: JournalPlace) -> None:
         """A queue is about to open its journal."""
@@ -168,9 +171,9 @@ class World:
         self.note("driver", "takes", *(g.group for g in batch.groups))
         self.oracle.taken(batch)
 
-    def synced(self) -> None:
-        """The disk synced."""
-        self.oracle.synced()
+    def synced(self, process: str) -> None:
+        """The disk of a process synced."""
+        self.told.synced(process)
 
     def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
         """The trainer is about to train."""
@@ -208,15 +211,13 @@ class World:
 
     def prompt_ids(self, index: int) -> Int32Array:
         """int32 [n], what a trajectory of prompt `index` starts with."""
-        text = f"<user>{index:03d}<end><assistant>"
-        return np.array(model.SimulatedTokenizer().encode(text), np.int32)
+        return np.array(model.SimulatedTokenizer().encode(f"<user>{index:03d}<end><assistant>"), np.int32)
 
     # ---- from start to end
 
     async def live(self) -> None:
         """Run, and run again as often as something broke that was to break."""
-        starts = most_starts(self.scenario)
-        for start in range(starts):
+        for start in range(starts := most_starts(self.scenario)):
             if await self._live_once(start) or self.violation is not None:
                 return
         self.fail(Violation("progress", f"not done after {starts} starts"))
@@ -258,8 +259,7 @@ class World:
 
     def _require_excuse(self, error: str, fired: list[Fault], *, disk_was_broken: bool) -> None:
         """A run may only fail for what was broken on purpose, and says so."""
-        assert self.run is not None
-        lost = len(self.run.fleet.lost)
+        lost = 0 if self.run is None else len(self.run.fleet.lost)
         if not may_end(error, fired=fired, scenario=self.scenario, lost=lost, disk_was_broken=disk_was_broken):
             self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
 

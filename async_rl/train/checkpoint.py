@@ -24,7 +24,7 @@ from async_rl.folders import partial_folder, publish_folder, recover_folder
 from async_rl.train.shards import read_shards, write_shards
 
 Value = TypeVar("Value")
-FORMAT = 2
+FORMAT = 3
 _MANIFEST = "trainer.json"
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from async_rl.model_info import CheckpointError
 from async_rl.train.distributed import expert_group, expert_tensor_group, pipeline_group, tensor_group
 from async_rl.train.families import Kind, ModelShape, WeightNames, weight_names
+from async_rl.train.layers import is_expert, local_name
 
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -77,12 +78,13 @@ def export_weights(
 
 
 def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name with global layer and expert numbers, weight) of this rank, the same order on all of a stage."""
+    """(name in the local spec with global layer and expert numbers, weight) of this rank, in one order on a stage."""
     per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
     first_expert = per_rank * expert_group().rank()
     for chunk in chunks:
         biases = [] if parameters_only else [(n, b) for n, b in chunk.named_buffers() if n.endswith(".expert_bias")]
         for name, weight in (*chunk.named_parameters(), *biases):
+            name = local_name(name)
             if name.startswith("decoder.layers."):
                 _, _, number, rest = name.split(".", 3)
                 name = f"decoder.layers.{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
@@ -107,10 +109,6 @@ class _Split:
     def expert_tensor(cls) -> _Split:
         group = expert_tensor_group()
         return cls(group, group.size(), group.rank())
-
-
-def _is_expert(name: str) -> bool:
-    return ".local_experts." in name
 
 
 # ---- Hugging Face names <-> one megatron tensor
@@ -214,7 +212,7 @@ def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Ten
         dist.all_gather(parts, weight, group=split.group)
         weight = _glue(weight_names(shape, name).kind, parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
     experts = expert_group()
-    if not _is_expert(name) or experts.size() == 1:
+    if not is_expert(name) or experts.size() == 1:
         return [weight]
     parts = [torch.empty_like(weight) for _ in range(experts.size())]
     dist.all_gather(parts, weight.contiguous(), group=experts)
@@ -223,7 +221,7 @@ def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Ten
 
 def _split_of(name: str, parameter: Tensor) -> _Split | None:
     """The group that holds the parts of this parameter; None where every rank holds it whole."""
-    split = _Split.expert_tensor() if _is_expert(name) else _Split.tensor()
+    split = _Split.expert_tensor() if is_expert(name) else _Split.tensor()
     return split if split.size > 1 and getattr(parameter, "tensor_model_parallel", False) else None
 
 

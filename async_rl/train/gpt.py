@@ -17,18 +17,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from async_rl.train.attention import Rotary
 from async_rl.train.families import ModelShape, read_shape
-from async_rl.train.layers import layer_specs
+from async_rl.train.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
 from async_rl.train.model import TrainerConfig
 from async_rl.train.router_replay import RouterReplay
 
@@ -77,11 +71,12 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     """
     shape = read_shape(checkpoint)
     _check_divides(shape, config)
-    megatron = _transformer_config(shape, config, device)
+    engine = uses_transformer_engine(config, device=device)
+    megatron = _transformer_config(shape, config, device, transformer_engine=engine)
     stages: list[int | None] = [None]
     if config.parallel.virtual_pipeline > 1:
         stages = list(range(config.parallel.virtual_pipeline))
-    chunks = [_build_chunk(megatron, shape, config, stage).to(device) for stage in stages]
+    chunks = [_build_chunk(megatron, shape, config, stage, transformer_engine=engine).to(device) for stage in stages]
     moe = bool(shape.megatron.get("num_moe_experts"))
     replay = RouterReplay(chunks, threshold=config.replay_threshold) if moe else None
     settings = DistributedDataParallelConfig(
@@ -109,10 +104,17 @@ def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
     return -(-shape.vocab_size // tensor) * tensor
 
 
-def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: TrainerConfig, stage: int | None) -> GPTModel:
+def _build_chunk(
+    megatron: TransformerConfig,
+    shape: ModelShape,
+    config: TrainerConfig,
+    stage: int | None,
+    *,
+    transformer_engine: bool,
+) -> GPTModel:
     chunk = GPTModel(
         megatron,
-        layer_specs(megatron, stage=stage),
+        layer_specs(megatron, stage=stage, transformer_engine=transformer_engine),
         vocab_size=padded_vocab_size(shape, tensor=config.parallel.tensor),
         max_sequence_length=shape.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -121,22 +123,29 @@ def _build_chunk(megatron: TransformerConfig, shape: ModelShape, config: Trainer
         share_embeddings_and_output_weights=shape.tied,
         vp_stage=stage,
     )
-    _mark_split_weights(chunk)
-    for name, parameter in chunk.named_parameters():
-        if ".local_experts." in name:
-            # Megatron marks experts so only with expert parallelism; with expert_tensor != tensor their gradients
-            # would be summed over the wrong ranks.
-            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+    _mark_weights(chunk)
     return chunk
 
 
-def _mark_split_weights(chunk: GPTModel) -> None:
-    """Say which dimension tensor parallelism splits; megatron says so only where it draws the initial weights."""
-    for module in chunk.modules():
-        if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear) and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
-        elif isinstance(module, RowParallelLinear):
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
+def _mark_weights(chunk: GPTModel) -> None:
+    """Say which dimension tensor parallelism splits, and which weights are of experts, by what a weight is.
+
+    Megatron says the first only where it draws the initial weights, and Transformer Engine says 0 of every weight that
+    it does not split itself, those of experts among them. Megatron says the second only with expert parallelism; with
+    expert_tensor != tensor the gradients of experts would be summed over the wrong ranks.
+    """
+    for name, weight in chunk.named_parameters():
+        name = local_name(name)
+        dimension = split_dimension(name, weight)
+        marks: dict[str, Any] = {
+            "tensor_model_parallel": dimension is not None,
+            "partition_dim": -1 if dimension is None else dimension,
+            "partition_stride": 1,
+        }
+        if is_expert(name):
+            marks["allreduce"] = False
+        for mark, value in marks.items():
+            setattr(weight, mark, value)
 
 
 def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel]) -> None:
@@ -154,16 +163,20 @@ def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel])
                 router._maintain_float32_expert_bias()  # pyright: ignore[reportPrivateUsage]
 
 
-def _transformer_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:
+def _transformer_config(
+    shape: ModelShape, config: TrainerConfig, device: torch.device, *, transformer_engine: bool
+) -> TransformerConfig:
     with warnings.catch_warnings():
-        # Recomputing core attention is said to be pointless with TE's fused kernels, which are not used here.
+        # Recomputing core attention is said to be pointless with TE's fused kernels: whoever asks for it gets it.
         warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
-        megatron = _megatron_config(shape, config, device)
+        megatron = _megatron_config(shape, config, device, transformer_engine=transformer_engine)
     megatron.finalize_model_grads_func = _sum_gradients
     return megatron
 
 
-def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:
+def _megatron_config(
+    shape: ModelShape, config: TrainerConfig, device: torch.device, *, transformer_engine: bool
+) -> TransformerConfig:
     parallel = config.parallel
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     interleaved = parallel.virtual_pipeline > 1
@@ -195,6 +208,7 @@ def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.dev
         apply_rope_fusion=False,
         cuda_graph_scope=[],
         moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=transformer_engine,
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",

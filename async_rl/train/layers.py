@@ -1,19 +1,34 @@
-"""Megatron's local layer specs with the modules that see rows (see attention.py) in the place of its own."""
+"""Megatron's layer specs with the attention of this package (see attention.py) in the place of its own.
+
+There are two: the local spec, and megatron's spec with Transformer Engine. The second fuses the norm before a linear
+layer into it and holds the experts of a rank in one module, so that its weights have other names; `local_name` gives
+the one a weight has in the local spec, by which everything else goes.
+"""
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any, cast
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_te_version, is_te_min_version
+from torch import Tensor
 
 from async_rl.train.attention import RMSNorm, RowAttention
+from async_rl.train.fused_attention import FusedRowAttention
 from async_rl.train.latent_attention import LatentAttention
+from async_rl.train.model import TrainerConfig
 
+# Attention of older versions knows no scale of scores and no values of another size than keys, and megatron leaves
+# these out without a word.
+_OLDEST_TE = "1.10.0"
 _REPLACED: dict[Any, Any] = {
     WrappedTorchNorm: RMSNorm,
     DotProductAttention: RowAttention,
@@ -21,11 +36,39 @@ _REPLACED: dict[Any, Any] = {
 }
 
 
-def layer_specs(config: TransformerConfig, *, stage: int | None) -> Any:
+def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> bool:
+    """Which of the two specs `trainer.layer_spec` means on this rank.
+
+    Raises:
+        ValueError: Transformer Engine is asked for, and it cannot be used here.
+    """
+    if config.layer_spec == "local":
+        return False
+    lacking = what_transformer_engine_lacks(device)
+    if config.layer_spec == "auto":
+        return not lacking and config.dtype == "bfloat16"
+    if lacking:
+        raise ValueError(f"trainer.layer_spec is transformer_engine, but {lacking}, or use layer_spec=auto or local")
+    return True
+
+
+def what_transformer_engine_lacks(device: torch.device) -> str:
+    """Why it cannot be used on `device` and what to do; empty where it can."""
+    if device.type != "cuda":
+        return f"this rank computes on {device.type}; give it a GPU"
+    if not gpt_layer_specs.HAVE_TE:
+        return "transformer_engine cannot be imported; install transformer-engine[pytorch]"
+    if not is_te_min_version(_OLDEST_TE):
+        return f"transformer_engine is {get_te_version()}; install {_OLDEST_TE} or later"
+    return ""
+
+
+def layer_specs(config: TransformerConfig, *, stage: int | None, transformer_engine: bool = False) -> Any:
     """The layers of this rank as GPTModel takes them; stage: of a virtual pipeline."""
-    return replace_modules(
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    specs = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
+    return _with_row_attention(specs) if transformer_engine else replace_modules(specs)
 
 
 def replace_modules(spec: Any) -> Any:
@@ -41,3 +84,49 @@ def replace_modules(spec: Any) -> Any:
         for name in spec.__dataclass_fields__:
             setattr(spec, name, replace_modules(getattr(spec, name)))
     return spec
+
+
+def _with_row_attention(specs: Any) -> Any:
+    """Transformer Engine's spec, its attention between what rows need before and after."""
+    for layer in {id(layer): layer for layer in specs.layer_specs}.values():  # layers of a kind share one
+        attention = layer.submodules.self_attention
+        attention.module = _REPLACED.get(attention.module, attention.module)
+        parts = attention.submodules
+        parts.core_attention = partial(FusedRowAttention, kernel=parts.core_attention)
+    return specs
+
+
+# ---- names and roles of weights
+
+_LOCAL_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
+)
+_SPLIT_ROWS = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
+_SPLIT_COLUMNS = ("linear_proj", "linear_fc2")
+_OUTER = ("word_embeddings", "output_layer")
+
+
+def local_name(name: str) -> str:
+    """The name that a weight has in the local spec, from its name in either; layers and experts keep their numbers."""
+    for pattern, replacement in _LOCAL_NAMES:
+        name, found = pattern.subn(replacement, name)
+        if found:
+            break
+    return name
+
+
+def is_expert(name: str) -> bool:
+    """Whether a weight, by its local name, is of one expert."""
+    return ".local_experts." in name
+
+
+def split_dimension(name: str, weight: Tensor) -> int | None:
+    """Which dimension tensor parallelism splits of a weight, by its local name; None where each rank has it whole."""
+    module, _, kind = name.rpartition(".")
+    of = module.rpartition(".")[2]
+    if of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias"):
+        return 0
+    return 1 if of in _SPLIT_COLUMNS and weight.dim() == 2 else None

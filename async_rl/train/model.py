@@ -8,6 +8,7 @@ from typing import Literal
 Dtype = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
 RouterReplayMode = Literal["none", "R2", "R3"]
+LayerSpec = Literal["auto", "local", "transformer_engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,9 @@ class TrainerConfig:
 
     ranks: processes. threads: CPU threads of each. dtype: of weights and activations; optimizer state is float32.
     fp32_lm_head: logits are computed in float32 where dtype is bfloat16; an engine that samples should do the same.
+    layer_spec: modules the layers are made of. local: megatron's own and this package's, on CPU and CUDA.
+        transformer_engine: megatron's specification with Transformer Engine, for bfloat16 on CUDA. auto: the latter
+        where it can be used.
     recompute: activations that the backward pass computes again: none, core attention, or whole layers.
     packing: tokens of a micro-batch lie end to end; off, each sequence is padded to the longest of its micro-batch.
     router_replay: R3 forces the experts the engine chose, R2 those a forward pass of the trainer chose before the
@@ -79,6 +83,7 @@ class TrainerConfig:
     dtype: Dtype = "float32"
     fp32_lm_head: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    layer_spec: LayerSpec = "auto"
     recompute: Recompute = "none"
     packing: bool = True
     router_replay: RouterReplayMode = "R3"
@@ -114,6 +119,13 @@ class TrainerConfig:
             raise ValueError(f"trainer.dtype is {self.dtype!r}; use float32 or bfloat16")
         if self.recompute not in ("none", "selective", "full"):
             raise ValueError(f"trainer.recompute is {self.recompute!r}; use none, selective or full")
+        if self.layer_spec not in ("auto", "local", "transformer_engine"):
+            raise ValueError(f"trainer.layer_spec is {self.layer_spec!r}; use auto, local or transformer_engine")
+        if self.layer_spec == "transformer_engine" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"trainer.layer_spec is transformer_engine with trainer.dtype={self.dtype}, for which it has "
+                "no kernels for packed sequences; use dtype=bfloat16, or layer_spec=local"
+            )
         if self.router_replay not in ("none", "R2", "R3"):
             raise ValueError(f"trainer.router_replay is {self.router_replay!r}; use none, R2 or R3")
         self._check_layout()

@@ -86,7 +86,7 @@ class Passes:
         out = torch.zeros(share.shape[0] * share.shape[1], dtype=torch.float64)
         if self.counts_tokens:
             for micro_batch, column in zip(micro_batches, columns, strict=True):
-                out[share.in_update(micro_batch.flat)] = column.to("cpu", torch.float64)
+                out[share.in_update(micro_batch.flat, micro_batch.positions)] = column.to("cpu", torch.float64)
         return self._groups.sum_over_ranks(out).view(share.shape)
 
     def objective(self, kind: ObjectiveKind, *, log_ratio_bound: float = math.inf) -> Objective:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from async_rl.batch.micro_batch import Coordinates, router_index
+from async_rl.batch.micro_batch import Coordinates, held_tokens, padded_lengths, router_index
 from async_rl.batch.packing import Plan, plan_micro_batches
 from async_rl.batch.routed_experts import RoutingError, check_routed_experts, rows_at
 from async_rl.train.losses import LossConfig, token_weights
@@ -39,16 +40,20 @@ class RankPlace:
 class UpdateShare:
     """What one rank trains of an optimizer update.
 
-    sequences: those of its micro-batches, one after the other, up to the end of the longest; keys as in
-        `async_rl.batch.collate`, without routed_experts. micro_batches: each a list of indices into them.
+    per_sequence: what the sequences of its micro-batches have one of, one sequence after the other; keys as in
+        `async_rl.batch.collate`, lengths those of the whole sequences. micro_batches: each a list of indices into them.
+    per_token: what they have of each token, without routed_experts; the tokens that the rank holds
+        (`async_rl.batch.micro_batch.HeldTokens`) end to end. num_held: int64 [H], how many of each sequence.
     rows: of each micro-batch int16 [r, layers, K], the rows its routers replay, in their order; None to replay none.
     token_weights: float32 [H], what each token of a sequence weighs in the loss.
     places: int64 [H], numbers of the sequences in the update, which has `shape` (S, T) over all ranks.
     num_tokens, num_loss_tokens: of the update over all ranks.
     """
 
-    sequences: TensorDict
+    per_sequence: TensorDict
     micro_batches: Sequence[Sequence[int]]
+    per_token: TensorDict
+    num_held: Tensor
     rows: Sequence[Tensor] | None
     token_weights: Tensor
     places: Tensor
@@ -56,11 +61,27 @@ class UpdateShare:
     num_tokens: int
     num_loss_tokens: int
 
-    def in_update(self, flat: Tensor) -> Tensor:
-        """int64 [n]: where tokens lie in the flattened [S * T] update, from where they lie in `sequences`."""
-        length = self.sequences["token_ids"].shape[1]
-        sequence = torch.div(flat, length, rounding_mode="floor")
-        return self.places[sequence] * self.shape[1] + flat % length
+    @property
+    def width(self) -> int:
+        """Most tokens that the rank holds of a sequence."""
+        return max([1, *self.num_held.tolist()])
+
+    def sequences(self) -> TensorDict:
+        """All columns, those of tokens [H, width] padded with 0 on the right."""
+        held = torch.arange(self.width) < self.num_held.unsqueeze(1)
+        columns = {
+            name: column.new_zeros(held.shape).masked_scatter_(held, column)
+            for name, column in _columns(self.per_token)
+        }
+        return TensorDict({**columns, **dict(_columns(self.per_sequence))}, batch_size=[len(held)])
+
+    def in_update(self, flat: Tensor, positions: Tensor) -> Tensor:
+        """int64 [n]: where tokens lie in the flattened [S * T] update.
+
+        Args:
+            flat: int64 [n], where they lie in the flattened `sequences`. positions: int64 [n], in their sequences.
+        """
+        return self.places[torch.div(flat, self.width, rounding_mode="floor")] * self.shape[1] + positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,8 +105,8 @@ class Planner:
         self._config = config
         self._loss = loss
         self._routing = routing
-        # Ranks that replay no rows are sent the same, whichever tokens of the sequences they hold.
-        self._places = [place if place.layers else replace(place, at=Coordinates()) for place in places]
+        # Ranks that replay no rows are sent the same, whichever part of their rows the routers see.
+        self._places = [place if place.layers else replace(place, at=_without_tensor(place.at)) for place in places]
 
     def policy(self, batch: TensorDict) -> list[BatchShare]:
         """An RL batch, in trainer.updates_per_batch updates of whole prompt groups.
@@ -155,8 +176,14 @@ class Planner:
             micro_batches = [[i for unit in chosen for i in units[unit]] for chosen in plan[place.data_rank]]
             held = torch.tensor([i for indices in micro_batches for i in indices], dtype=torch.int64)
             in_batch = [numbers[indices].tolist() for indices in micro_batches]
+            counts_held, per_token = self._held(batch, in_batch, place.at)
             shares[place] = UpdateShare(
-                sequences=_sequences(batch, numbers[held]),
+                per_sequence=TensorDict(
+                    {name: column[numbers[held]] for name, column in _columns(batch) if column.dim() == 1},
+                    batch_size=[len(held)],
+                ),
+                per_token=per_token,
+                num_held=counts_held,
                 micro_batches=_consecutive(micro_batches),
                 rows=[self._rows(batch, indices, place) for indices in in_batch] if replayed and place.layers else None,
                 token_weights=weights[held],
@@ -177,6 +204,19 @@ class Planner:
             # Megatron's interleaved schedule takes micro-batches in groups of as many as there are stages.
             multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
         )
+
+    def _held(
+        self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], at: Coordinates
+    ) -> tuple[Tensor, TensorDict]:
+        """Tokens of all micro-batches that the context rank at `at` holds: how many of each sequence, their columns."""
+        numbers = torch.tensor([i for indices in micro_batches for i in indices], dtype=torch.int64)
+        lengths: list[int] = batch["lengths"].tolist()
+        padded = [padded_lengths(lengths, indices, at=at, packing=self._config.packing) for indices in micro_batches]
+        held = held_tokens(batch["lengths"][numbers], torch.cat([*padded, numbers[:0]]), at=at)
+        positions = held.positions(width=max([1, *held.counts.tolist()]))
+        sequence, position = numbers.repeat_interleave(held.counts), positions[positions >= 0]
+        columns = {name: column[sequence, position] for name, column in _columns(batch) if column.dim() == 2}
+        return held.counts, TensorDict(columns, batch_size=[len(position)])
 
     def _rows(self, batch: TensorDict, indices: Sequence[int], place: RankPlace) -> Tensor:
         assert self._routing is not None
@@ -210,15 +250,13 @@ def replayed_rows(
     return rows_at(batch["routed_experts"], index, given=routing.layers, layers=layers)
 
 
-def _sequences(batch: TensorDict, numbers: Tensor) -> TensorDict:
-    """The sequences `numbers`, up to the end of the longest, as tensors that own no more than this."""
-    length = max(batch["lengths"][numbers].tolist(), default=1)
-    columns = {
-        name: (column if column.dim() == 1 else column[:, :length])[numbers]
-        for name, column in batch.items()
-        if name != "routed_experts"
-    }
-    return TensorDict(columns, batch_size=[len(numbers)])
+def _columns(batch: TensorDict) -> list[tuple[str, Tensor]]:
+    """What every rank has a part of; routing rows are cut apart."""
+    return [(name, cast(Tensor, column)) for name, column in batch.items() if name != "routed_experts"]
+
+
+def _without_tensor(at: Coordinates) -> Coordinates:
+    return replace(at, tensor=1, tensor_rank=0)
 
 
 def _consecutive(micro_batches: Sequence[Sequence[int]]) -> list[list[int]]:

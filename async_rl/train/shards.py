@@ -21,17 +21,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from async_rl.train.layers import local_name
+
 Shard = ShardedTensor | ShardedTensorFactory
 
 
 def model_shards(chunks: Sequence[Any]) -> dict[str, Shard]:
-    """Every parameter and persistent buffer of this rank by chunk and name; `data` is the live tensor itself."""
-    return {
+    """Every parameter and persistent buffer of this rank by chunk and name; `data` is the live tensor itself.
+
+    In a checkpoint a tensor has the name of the local spec, with Transformer Engine too.
+    """
+    shards = {
         f"{i}.{name}": shard
         for i, chunk in enumerate(chunks)
         for name, shard in chunk.sharded_state_dict(prefix="").items()
         if isinstance(shard, Shard)
     }
+    for shard in shards.values():
+        shard.key = local_name(shard.key)
+    return shards
 
 
 def live_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ class MicroBatch:
 
     token_ids: int64 [1, t]. loss_rows: int64 [n], the rows that predict a token that enters the loss.
     targets: int64 [n], those tokens. columns: what the loss needs per token, [n] each.
-    flat: int64 [n], where the tokens lie in the flattened [S * T] batch.
+    flat: int64 [n], where the tokens lie in the flattened [S * T] batch. positions: int64 [n], in their sequences.
     trajectories: int64 [count], numbers of the trajectories that the micro-batch holds, the same on all ranks that
         share it; the column `trajectory` says by their place here which one a token is of. sums: what the objective
         returned.
@@ -38,6 +38,7 @@ class MicroBatch:
     loss_rows: Tensor
     targets: Tensor
     flat: Tensor
+    positions: Tensor
     columns: dict[str, Tensor]
     trajectories: Tensor
     context: RowContext
@@ -75,6 +76,7 @@ class MicroBatchBuilder:
     """Cuts micro-batches out of one batch for one rank.
 
     Args:
+        batch: keys as in `async_rl.batch.collate`; a context rank has the tokens that it holds (UpdateShare.sequences).
         token_weights: float32 [S], weight of each token of a sequence in the loss; None for no loss.
         replay: which routing the micro-batch carries. layers: MoE layers of this rank (global, from 0).
     """
@@ -134,6 +136,7 @@ class MicroBatchBuilder:
             loss_rows=loss_rows.to(to),
             targets=batch["token_ids"].flatten()[flat].to(to),
             flat=flat,
+            positions=rows.positions[loss_rows] + 1,
             columns={name: column.to(to) for name, column in columns.items()},
             trajectories=trajectories,
             context=RowContext(

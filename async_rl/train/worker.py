@@ -102,7 +102,7 @@ class TrainerRank:
         planned = [(update, self._micro_batches(update)) for update in share.updates]
         if self._reference is not None:
             for update, micro_batches in planned:
-                if "reference_logprobs" not in set(update.sequences.keys()):
+                if "reference_logprobs" not in set(update.per_token.keys()):
                     self._passes.reference(micro_batches, self._reference)
         if self._needs_proximal_pass:
             for _, micro_batches in planned:
@@ -201,7 +201,7 @@ class TrainerRank:
         """What this rank's forward passes take; `replay` None: as configured."""
         model = self._model
         builder = MicroBatchBuilder(
-            share.sequences,
+            share.sequences(),
             at=self._groups.coordinates,
             device=self._groups.device,
             packing=self._config.packing,

@@ -17,6 +17,7 @@ from message_queue.journal.records import (
     Closed,
     Content,
     Dropped,
+    Marked,
     Observed,
     Published,
     Ready,
@@ -48,6 +49,8 @@ def checked(state: JournalState, entry: Entry) -> Entry:
             group = _in_state(state, entry.group, GroupState.OPEN, to="become ready")
             left = [i for i, p in enumerate(group.progress) if not p.closed]
             _require(not left, f"group {entry.group} cannot become ready: trajectories {left} are open")
+        case Marked():
+            _in_state(state, entry.group, GroupState.OPEN, to="become ready")
         case Taken():
             _check_batch(state, body.groups, GroupState.READY, to="be taken")
         case Trained():
@@ -62,7 +65,8 @@ def checked(state: JournalState, entry: Entry) -> Entry:
             group = _live(state, entry.group)
             _require(group.state is not GroupState.TRAINED, f"group {entry.group} was trained; it cannot be dropped")
             _require(bool(body.reason), f"group {entry.group} was dropped without a reason; say why")
-            return _with_body(entry, msgspec.structs.replace(body, tokens=group.num_tokens))
+            tokens = group.num_tokens or body.tokens
+            return _with_body(entry, msgspec.structs.replace(body, tokens=tokens))
         case Published():
             _require(
                 body.version > state.version and body.update >= state.update,

@@ -113,7 +113,9 @@ class OsDisk:
         return str(self._directory / name)
 
     def lock(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._directory.is_dir():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            _sync_folder(self._directory.parent)
         descriptor = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,8 +145,13 @@ class OsDisk:
         (self._directory / name).unlink()
 
     def sync(self) -> None:
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync_folder(self._directory)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Return once the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -109,23 +109,31 @@ def read_file_header(data: memoryview, *, run: str, path: str) -> int | None:
     Raises:
         JournalFormatError, JournalRunError: it is whole, and of another format or run.
     """
-    if len(data) < FILE_BYTES:
+    if not _is_header(data):
         return None
-    magic, found_format, _, _, first_seq, found_run = _FILE.unpack_from(data)
-    if magic != FILE_MAGIC or zlib.crc32(data[: _FILE.size]) != _CRC.unpack_from(data, _FILE.size)[0]:
-        return None
+    _, found_format, _, _, first_seq, _ = _FILE.unpack_from(data)
     if found_format != FORMAT:
         raise JournalFormatError(
             f"journal file {path} has format {found_format}, this program reads {FORMAT}; "
             "continue the run with the program that began it, or move the journal away"
         )
-    name = found_run.rstrip(b"\0").decode(errors="replace")
-    if name != run:
+    if (name := read_run(data)) != run:
         raise JournalRunError(
             f"journal file {path} is of run {name!r}, this run is {run!r}; "
             "give output_dir a directory of its own, or move the journal away"
         )
     return first_seq
+
+
+def read_run(data: memoryview) -> str | None:
+    """Run of a file; None where its header is cut or damaged."""
+    return _FILE.unpack_from(data)[-1].rstrip(b"\0").decode(errors="replace") if _is_header(data) else None
+
+
+def _is_header(data: memoryview) -> bool:
+    if len(data) < FILE_BYTES or _FILE.unpack_from(data)[0] != FILE_MAGIC:
+        return False
+    return zlib.crc32(data[: _FILE.size]) == _CRC.unpack_from(data, _FILE.size)[0]
 
 
 def pack_record(entry: Entry, *, seq: int, number: int, seed: int) -> list[bytes | memoryview]:

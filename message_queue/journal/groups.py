@@ -5,8 +5,20 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+import msgspec
+
 from message_queue.contract import Admission
-from message_queue.journal.records import Admitted, Called, Closed, Content, LiveHead, Observed, Sampled
+from message_queue.journal.records import (
+    Admitted,
+    Called,
+    Closed,
+    Content,
+    LiveHead,
+    Marked,
+    MarkedHead,
+    Observed,
+    Sampled,
+)
 from message_queue.trajectory import ResumeRouting
 
 
@@ -74,11 +86,13 @@ class LiveGroup:
 
     turn: its place among the ready, or among those taken with it. trained_tokens: sampled tokens, once it was trained;
     masked_tokens: of them, those without gradient.
-    trained_update: the last update that it was trained at, also if a restart went back before that.
+    trained_update: the last update that it was trained at, also if a restart went back before that, as are
+    masked_tokens. mark: where its content is in another journal, how much there is of it; None until it is ready.
     """
 
     __slots__ = (
         "admission",
+        "mark",
         "masked_tokens",
         "progress",
         "resume_routing",
@@ -106,6 +120,7 @@ class LiveGroup:
         self.trained_tokens = self.masked_tokens = 0
         self.trained_update: int | None = None
         self.turn = 0
+        self.mark: Marked | None = None
         self.spans: list[Span] = []
 
     @property
@@ -115,16 +130,16 @@ class LiveGroup:
     @property
     def complete(self) -> bool:
         """Whether every trajectory is closed."""
-        return all(p.closed for p in self.progress)
+        return self.mark is not None or all(p.closed for p in self.progress)
 
     @property
     def num_segments(self) -> int:
-        return sum(p.segments for p in self.progress)
+        return self.mark.segments if self.mark is not None else sum(p.segments for p in self.progress)
 
     @property
     def num_tokens(self) -> int:
         """Sampled tokens."""
-        return sum(p.sampled for p in self.progress)
+        return self.mark.tokens if self.mark is not None else sum(p.sampled for p in self.progress)
 
     def trajectory(self, number: int) -> Progress:
         """One of its trajectories; a group grows where a rollout that failed is made up for by one more."""
@@ -133,16 +148,16 @@ class LiveGroup:
 
     def restart(self, turn: int) -> None:
         """It was taken or ready: ready again, or open where content was lost."""
-        self.taken_update, self.train_step, self.trained_tokens, self.masked_tokens = None, None, 0, 0
+        self.taken_update, self.train_step, self.trained_tokens = None, None, 0
         if self.complete:
             self.state, self.turn = GroupState.READY, turn
         else:
-            self.state, self.trained_update = GroupState.OPEN, None
+            self.state, self.trained_update, self.masked_tokens = GroupState.OPEN, None, 0
 
     def head(self) -> LiveHead:
         """The group in a Summary."""
         a = self.admission
-        return LiveHead(
+        head = LiveHead(
             group=a.group,
             admitted=Admitted(a.prompt, a.admitted_version, a.admitted_update, len(self.progress), self.resume_routing),
             state=int(self.state),
@@ -154,6 +169,7 @@ class LiveGroup:
             records=len(self.spans),
             masked_tokens=self.masked_tokens,
         )
+        return head if self.mark is None else MarkedHead(*msgspec.structs.astuple(head), mark=self.mark)
 
     @classmethod
     def of(cls, head: LiveHead) -> LiveGroup:
@@ -163,4 +179,5 @@ class LiveGroup:
         group.taken_update, group.train_step = head.taken_update, head.train_step
         group.trained_tokens, group.trained_update = head.trained_tokens, head.trained_update
         group.masked_tokens = head.masked_tokens
+        group.mark = head.mark if isinstance(head, MarkedHead) else None
         return group

@@ -28,13 +28,14 @@ from message_queue.journal.disk import Disk, OsDisk
 from message_queue.journal.errors import JournalBroken, JournalError
 from message_queue.journal.format import Entry, observation_entry, segment_entry
 from message_queue.journal.log import JournalConfig, JournalLog
-from message_queue.journal.open import GroupReader, Recovered, make_reader, open_log
+from message_queue.journal.open import GroupReader, Recovered, make_reader, mark_of, open_log
 from message_queue.journal.records import (
     Admitted,
     Called,
     Checkpointed,
     Closed,
     Dropped,
+    Marked,
     Published,
     Ready,
     Taken,
@@ -179,9 +180,19 @@ class Journal:
         """A group whose trajectories are all closed waits for the trainer."""
         await self._record(Entry(Ready(), group=group), durable=durable)
 
-    async def dropped(self, group: int, *, reason: str, again: bool = False, durable: bool = False) -> None:
-        """A group was given up; `again`: its prompt is to be admitted again."""
-        await self._record(Entry(Dropped(reason, again=again), group=group), durable=durable)
+    async def marked(self, group: int, mark: Marked) -> None:
+        """`ready`, of a group whose content is in another journal, as `mark` of that one says."""
+        await self._record(Entry(mark, group=group), durable=False)
+
+    async def dropped(
+        self, group: int, *, reason: str, again: bool = False, tokens: int = 0, durable: bool = False
+    ) -> None:
+        """A group was given up; `again`: its prompt is to be admitted again.
+
+        Args:
+            tokens: that were sampled for it, where its content is in another journal.
+        """
+        await self._record(Entry(Dropped(reason, tokens=tokens, again=again), group=group), durable=durable)
 
     # ---- the training side
 
@@ -231,6 +242,19 @@ class Journal:
                 f"could not read group {group} from the journal ({error.strerror or error}); restart the run once the "
                 "disk works again"
             ) from error
+
+    async def mark(self, group: int) -> Marked:
+        """How much there is of a group whose trajectories are all closed, once that is durable.
+
+        Raises:
+            JournalError: it is not live, or some are open.
+        """
+        return await self._submit(self._job(lambda log: mark_of(log, group), durable=True))
+
+    async def live(self) -> tuple[int, frozenset[int]]:
+        """(id of the next group, those of all live ones), once that is durable."""
+        work = self._job(lambda log: (log.state.next_group, frozenset(log.state.live)), durable=True)
+        return await self._submit(work)
 
     async def stats(self) -> JournalStats:
         """How large it is, and what it did."""

@@ -16,8 +16,8 @@ from message_queue.journal.files import JournalFiles, read_record
 from message_queue.journal.format import FILE_BYTES, MAX_RUN_BYTES, read_file_header
 from message_queue.journal.groups import GroupState, LiveGroup, Span
 from message_queue.journal.log import JournalConfig, JournalLog
-from message_queue.journal.records import Called, Closed, Observed, Sampled
-from message_queue.journal.recovery import RecoveryReport, Replay
+from message_queue.journal.records import Called, Closed, Marked, Observed, Sampled
+from message_queue.journal.recovery import LostContent, RecoveryReport, Replay
 from message_queue.journal.state import JournalStart, JournalState
 from message_queue.ledger import LedgerCounts
 from message_queue.tokens import RoutingSpec
@@ -31,13 +31,15 @@ S = TypeVar("S")
 class RecoveredGroup:
     """A group that was in flight; `Journal.read` gives its content.
 
-    lengths: tokens of each of its trajectories. num_segments, num_tokens: sampled. complete: every trajectory is
-    closed. calls: trajectory -> what was begun outside for it and not recorded as done: it may have happened.
+    lengths: tokens of each of its trajectories. records: that its content is. num_segments, num_tokens: sampled.
+    complete: every trajectory is closed. calls: trajectory -> what was begun outside for it and not recorded as done:
+    it may have happened.
     """
 
     admission: Admission
     resume_routing: ResumeRouting
     lengths: tuple[int, ...]
+    records: int
     num_segments: int
     num_tokens: int
     complete: bool
@@ -50,7 +52,8 @@ class Recovered:
 
     began: there was no journal yet. open: by id. ready: in the order to take them, those of `trained` first, then those
     that were taken. trained: of the groups among `ready` that were trained after the checkpoint, the optimizer updates
-    of the weights that were trained; in the order of their batch. next_group: no smaller id is free, and what is
+    of the weights that were trained; in the order of their batch. masked_tokens: of these, sampled tokens that took no
+    gradient; none where not named. next_group: no smaller id is free, and what is
     smaller and not in `open` or `ready` is settled. prompt_cursor: first prompt that was never handed out; those handed
     out before are in groups, settled, or in `waiting`, to be admitted again, in that order. recycles: prompt -> times
     that it was to be. version: newest that was published. version_updates: `param_version` -> optimizer updates, of it
@@ -61,6 +64,7 @@ class Recovered:
     open: tuple[RecoveredGroup, ...]
     ready: tuple[RecoveredGroup, ...]
     trained: Mapping[int, int]
+    masked_tokens: Mapping[int, int]
     next_group: int
     prompt_cursor: int
     version: int
@@ -139,10 +143,28 @@ def make_reader(log: JournalLog, group: int) -> GroupReader:
     Raises:
         JournalError: it is not live.
     """
+    live = _live(log, group)
+    return GroupReader(live.admission, live.resume_routing, len(live.progress), log.records(live))
+
+
+def mark_of(log: JournalLog, group: int) -> Marked:
+    """How much there is of a live group.
+
+    Raises:
+        JournalError: it is not live, or not complete.
+    """
+    live = _live(log, group)
+    if not live.complete:
+        left = [number for number, progress in enumerate(live.progress) if not progress.closed]
+        raise JournalError(f"group {group} cannot become ready: trajectories {left} are open")
+    return Marked(len(live.spans), live.num_segments, live.num_tokens)
+
+
+def _live(log: JournalLog, group: int) -> LiveGroup:
     live = log.state.live.get(group)
     if live is None:
         raise JournalError(f"group {group} is not live: it was never admitted, or has ended")
-    return GroupReader(live.admission, live.resume_routing, len(live.progress), log.records(live))
+    return live
 
 
 def open_log(disk: Disk, *, run: str, config: JournalConfig, start: JournalStart) -> tuple[JournalLog, Recovered]:
@@ -175,7 +197,9 @@ def _recover(
         replay.state = JournalState(start)
     report = replay.finish()
     state = replay.state
-    settled = state.restart(start)
+    settled = state.end_by(start)
+    less = [] if start.held is None else state.compare(start.held)
+    settled += state.restart(start)
     if durable:  # what a killed process wrote may not be on the disk yet, and the new file builds on it
         for file in replay.files.values():
             _on_disk(disk, "sync", file.handle.sync)
@@ -190,9 +214,10 @@ def _recover(
     log = JournalLog(files, state=state, config=config)
     _on_disk(disk, "cut the end of", replay.cut)
     log.release(settled)
+    lost_content = (*report.lost_content, *(LostContent(*lost) for lost in less))
     report = replace(
         report,
-        lost_content=tuple(lost for lost in report.lost_content if lost.group in state.live),
+        lost_content=tuple(lost for lost in lost_content if lost.group in state.live),
         set_aside=tuple(log.set_aside_damaged()),
     )
     return log, _recovered(state, began=replay.empty, report=report)
@@ -205,6 +230,7 @@ def _recovered(state: JournalState, *, began: bool, report: RecoveryReport) -> R
         open=tuple(_group(g) for g in state.live.values() if g.state is GroupState.OPEN),
         ready=tuple(map(_group, ready)),
         trained={g.group: g.trained_update for g in ready if g.trained_update is not None},
+        masked_tokens={g.group: g.masked_tokens for g in ready if g.masked_tokens},
         next_group=state.next_group,
         prompt_cursor=state.prompt_cursor,
         version=state.version,
@@ -222,6 +248,7 @@ def _group(live: LiveGroup) -> RecoveredGroup:
         admission=live.admission,
         resume_routing=live.resume_routing,
         lengths=tuple(p.length for p in live.progress),
+        records=len(live.spans),
         num_segments=live.num_segments,
         num_tokens=live.num_tokens,
         complete=live.complete,

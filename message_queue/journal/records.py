@@ -56,6 +56,17 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     """The group waits for the trainer."""
 
 
+class Marked(msgspec.Struct, frozen=True, array_like=True):
+    """The group waits for the trainer, and its content is in another journal: whole with that many records.
+
+    segments, tokens: that were sampled for it.
+    """
+
+    records: int
+    segments: int
+    tokens: int
+
+
 class Taken(msgspec.Struct, frozen=True, array_like=True):
     """The groups of a batch. update: optimizer updates of the weights it is trained from."""
 
@@ -108,6 +119,12 @@ class LiveHead(msgspec.Struct, frozen=True, array_like=True):
     masked_tokens: int = 0
 
 
+class MarkedHead(LiveHead, frozen=True, array_like=True):
+    """One whose content is in another journal; a LiveHead is read as one without a mark."""
+
+    mark: Marked | None = None
+
+
 class Summary(msgspec.Struct, frozen=True, array_like=True):
     """All that was recorded before, but for the content of the live groups.
 
@@ -123,7 +140,7 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     update: int
     versions: tuple[tuple[int, int], ...]
     ledger: LedgerCounts
-    groups: tuple[LiveHead, ...]
+    groups: tuple[MarkedHead, ...]
     waiting: tuple[int, ...] = ()
     recycles: tuple[tuple[int, int], ...] = ()
 
@@ -141,6 +158,7 @@ Body: TypeAlias = (
     | Published
     | Checkpointed
     | Summary
+    | Marked
 )
 KINDS: tuple[type[Body], ...] = (
     Summary,
@@ -155,5 +173,6 @@ KINDS: tuple[type[Body], ...] = (
     Dropped,
     Published,
     Checkpointed,
+    Marked,
 )
 Content: TypeAlias = Observed | Sampled | Called | Closed

@@ -57,7 +57,7 @@ class Damage:
         return f"{self.path}: {self.size} bytes from byte {self.offset}, {self.lost_records} records{what}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LostContent:
     """A group whose records from number `kept` on are lost, of `known`; it is open again."""
 

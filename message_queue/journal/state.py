@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from message_queue.journal.errors import JournalError, JournalStepError
 from message_queue.journal.groups import GroupState, LiveGroup, Span, Step
@@ -20,6 +21,8 @@ from message_queue.journal.records import (
     Body,
     Checkpointed,
     Dropped,
+    Marked,
+    MarkedHead,
     Published,
     Ready,
     Summary,
@@ -39,6 +42,8 @@ class JournalStart:
     first prompt that was never handed out. waiting: prompts before it that are to be admitted again, in order.
     recycles: prompt -> times that it was, or is, to be. version, update: newest published. ledger: counts of what ended
     before. waiting, recycles and ledger are used where there is no journal yet.
+    unfinished: groups in flight then; None where that is not known.
+    held: group -> records of it in other journals, where content is in those; None where it is in this one.
     """
 
     train_step: int = 0
@@ -49,6 +54,8 @@ class JournalStart:
     update: int = 0
     recycles: Mapping[int, int] = field(default_factory=dict[int, int])
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    unfinished: frozenset[int] | None = None
+    held: Mapping[int, int] | None = None
 
 
 class JournalState:
@@ -123,7 +130,7 @@ class JournalState:
             update=self.update,
             versions=tuple(self.versions.items()),
             ledger=self.ledger(),
-            groups=tuple(group.head() for group in self.live.values()),
+            groups=cast(tuple[MarkedHead, ...], tuple(group.head() for group in self.live.values())),
             waiting=tuple(self.waiting),
             recycles=tuple(self.recycles.items()),
         )
@@ -139,6 +146,10 @@ class JournalState:
                 for ready in self._known([group]):
                     ready.state = GroupState.READY
                     self._place(ready)
+            case Marked():
+                for ready in self._known([group]):
+                    ready.state, ready.mark = GroupState.READY, body
+                    self._place(ready)
             case Taken():
                 for taken in self._known(body.groups):
                     taken.state, taken.taken_update = GroupState.TAKEN, body.update
@@ -151,8 +162,7 @@ class JournalState:
                     self._give_up(dropped.admission.prompt, again=body.again)
                     return [self.live.pop(group)]
             case Published():
-                self.versions[body.version] = self.update = body.update
-                self._forget_versions()
+                self._publish(body)
             case Checkpointed():
                 return self._settle(body.train_step)
             case _:
@@ -173,6 +183,36 @@ class JournalState:
             self._count_dropped(LOST, tokens=0)
 
     # ---- restarts
+
+    def end_by(self, start: JournalStart) -> list[LiveGroup]:
+        """End groups that ended before the checkpoint, where the record of that is lost. Returns them."""
+        if start.unfinished is None or not self.settled_step <= start.train_step <= self.train_step:
+            return []
+        settled = self._settle(start.train_step)
+        ended = [g for g in self.live.values() if g.group < start.next_group and g.group not in start.unfinished]
+        trained = min(len(ended), max(0, start.ledger.trained - self._trained))
+        if trained:
+            self._trained += trained
+            self._trained_tokens, self._masked_tokens = start.ledger.trained_tokens, start.ledger.masked_tokens
+        for number, group in enumerate(ended):
+            del self.live[group.group]
+            if number >= trained:
+                prompt = group.admission.prompt
+                self._count_dropped(LOST, tokens=0)
+                self._give_up(prompt, again=prompt in start.waiting and prompt not in self.waiting)
+        return settled + ended
+
+    def compare(self, held: Mapping[int, int]) -> list[tuple[int, int, int]]:
+        """Groups of which other journals have less than they had, as (group, records there, records then).
+
+        They are not whole any more, and open after `restart`.
+        """
+        less: list[tuple[int, int, int]] = []
+        for group in self.live.values():
+            if group.mark is not None and (have := held.get(group.group, 0)) < group.mark.records:
+                less.append((group.group, have, group.mark.records))
+                group.mark = None
+        return less
 
     def restart(self, start: JournalStart) -> list[LiveGroup]:
         """Continue from a checkpoint: what it trained is settled, whatever else was taken is ready again.
@@ -269,6 +309,12 @@ class JournalState:
         self.settled_step = max(self.settled_step, train_step)
         self._forget_versions()
         return done
+
+    def _publish(self, published: Published) -> None:
+        """Older versions hold no more updates: one that did was made by steps that a restart did not make again."""
+        self.versions = {version: min(update, published.update) for version, update in self.versions.items()}
+        self.versions[published.version] = self.update = published.update
+        self._forget_versions()
 
     def _forget_versions(self) -> None:
         """Keep those that can sample a token of a live or coming group; none is older than its group."""

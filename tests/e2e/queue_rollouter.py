@@ -5,6 +5,7 @@ import os
 from async_rl.object_store import ObjectStore
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.sharded import ShardedHandle
 from message_queue.together import Together
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
@@ -21,8 +22,9 @@ def made():
 class Rollouter:
     """Hands groups of one trajectory in."""
 
-    def __init__(self, queue):
-        calls = Together(queue, name="rollouter")
+    def __init__(self, queue, shards=()):
+        calls, *others = (Together(actor, name="rollouter") for actor in (queue, *shards))
+        calls = ShardedHandle(calls, others) if shards else calls
         self.queue = QueueClient(calls, name="rollouter", routing=SPEC, config=CONFIG, memory=ObjectStore())
 
     async def roll(self, prompt, *, appended):

@@ -12,8 +12,10 @@ import pytest
 import ray
 
 from async_rl.actors import ClusterConfig, QueueActor, start_ray
-from async_rl.handles import QueueHandle
 from async_rl.object_store import ObjectStore
+from async_rl.queue_handle import QueueHandle, start_queue
+from message_queue.client import QueueUnavailable
+from message_queue.progress import RolloutRecord
 from message_queue.restart import JournalPlace
 from message_queue.staleness import StalenessConfig
 from tests.e2e.queue_rollouter import CONFIG, Rollouter, made
@@ -27,25 +29,31 @@ def cluster():
     ray.shutdown()
 
 
-def queue_of(directory: Path | None):
-    """An actor, with a journal where there is a directory."""
-    place = None if directory is None else JournalPlace(directory=directory, run="run", trajectories=1, routing=SPEC)
-    return QueueActor.options(num_cpus=0).remote(
-        batch_groups=2, staleness=StalenessConfig(max_staleness=3), journal=place, memory=ObjectStore()
+def queue_of(directory: Path | None, *, shards=0):
+    """A queue, with a journal where there is a directory."""
+    if directory is None:
+        actor = QueueActor.options(num_cpus=0).remote(
+            batch_groups=2, staleness=StalenessConfig(max_staleness=3), memory=ObjectStore()
+        )
+        return QueueHandle(actor, name="driver", routing=SPEC, config=CONFIG)
+    return start_queue(
+        batch_groups=2,
+        staleness=StalenessConfig(max_staleness=3),
+        max_ready=None,
+        journal=JournalPlace(directory=directory, run="run", trajectories=1, routing=SPEC),
+        routing=SPEC,
+        config=CONFIG,
+        options={"num_cpus": 0},
+        shard_options=[{"num_cpus": 0}] * shards,
     )
 
 
-def handle_of(actor):
-    return QueueHandle(actor, name="driver", routing=SPEC, config=CONFIG)
-
-
-@pytest.mark.parametrize("journaled", [True, False])
-async def test_groups_outlive_their_rollouter_and_with_a_journal_their_queue(tmp_path, journaled):
-    actor = queue_of(tmp_path if journaled else None)
-    queue = handle_of(actor)
+@pytest.mark.parametrize(("journaled", "shards"), [(True, 0), (False, 0), (True, 2)])
+async def test_groups_outlive_their_rollouter_and_with_a_journal_their_queue(tmp_path, journaled, shards):
+    queue = queue_of(tmp_path if journaled else None, shards=shards)
     if journaled:
         await queue.open(timeout_s=60)
-    rollouter = ray.remote(Rollouter).options(num_cpus=0).remote(actor)
+    rollouter = ray.remote(Rollouter).options(num_cpus=0).remote(*queue._actors[:1], queue._actors[1:])
     await asyncio.gather(*(rollouter.roll.remote(prompt, appended=journaled) for prompt in range(2)))
     os.kill(await rollouter.pid.remote(), signal.SIGKILL)
     expected, batch = made(), await queue.take()
@@ -55,10 +63,26 @@ async def test_groups_outlive_their_rollouter_and_with_a_journal_their_queue(tmp
         assert np.array_equal(got.routed_experts(), expected.routed_experts())
     queue.kill()
     if journaled:
-        again = handle_of(queue_of(tmp_path))
+        assert len(list(tmp_path.glob("shard-*/*.journal"))) == shards
+        again = queue_of(tmp_path, shards=shards)
         await again.open(timeout_s=60)
-        assert sorted(group.prompt for group in (await again.take()).groups) == [0, 1]
+        batch = await again.take()
+        assert sorted(group.prompt for group in batch.groups) == [0, 1]
+        for group in batch.groups:
+            assert np.array_equal(group.trajectories[0].routed_experts(), expected.routed_experts())
+        if shards:
+            await a_killed_holder_is_a_lost_queue(again)
         again.kill()
+
+
+async def a_killed_holder_is_a_lost_queue(queue):
+    pids = await queue.pids(timeout_s=60)
+    assert list(pids) == ["queue", "queue-shard-0", "queue-shard-1"]
+    group = (await queue.admit(2)).group
+    os.kill(pids[f"queue-shard-{group % 2}"], signal.SIGKILL)
+    prompt = RolloutRecord(group=group, trajectory=0, at=0, what=np.arange(2, dtype=np.int32))
+    with pytest.raises(QueueUnavailable, match=r"append\(1 records\): ActorDiedError"):
+        await queue.append([prompt])
 
 
 async def test_what_is_put_in_one_turn_is_one_object_up_to_its_size():

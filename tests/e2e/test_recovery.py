@@ -118,12 +118,12 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     assert len(set(prompts)) == len(prompts) == total["open"]
 
 
-def test_a_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_starts):
-    process = start(tmp_path, warm_starts, *OVERRIDES, "total_train_steps=7")
+def test_a_run_outlives_its_replica_its_trainer_and_a_shard_of_its_queue(tmp_path, warm_starts):
+    process = start(tmp_path, warm_starts, *OVERRIDES, "queue.shards=2", "total_train_steps=7")
     notes = (
         ("replica-0", r"replica replica-\d serves in place of replica-0"),
         ("trainer-0", "trainer rank 0: process died"),
-        ("queue", "trainer and queue start anew from the last checkpoint and the journal"),
+        ("queue-shard-1", "trainer and queue start anew from the last checkpoint and the journal"),
     )
     for step, (victim, _) in zip((1, 3, 5), notes, strict=True):
         wait_for_step(tmp_path, step, process)

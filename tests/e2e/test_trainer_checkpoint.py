@@ -90,7 +90,7 @@ DAMAGE = {
     "index gone": (lambda d: (d / "common.pt").unlink(), r"common\.pt cannot be read"),
     "manifest cut off": (lambda d: cut(d / "trainer.json"), r"trainer\.json is damaged"),
     "manifest gone": (lambda d: (d / "trainer.json").unlink(), r"has no readable trainer\.json"),
-    "another format": (lambda d: edit(d / "trainer.json", format=99), r"has format 99; this version reads format 2"),
+    "another format": (lambda d: edit(d / "trainer.json", format=99), r"has format 99; this version reads format 3"),
     "not a manifest": (lambda d: (d / "trainer.json").write_text("[]"), r"trainer\.json is damaged"),
 }
 

@@ -318,7 +318,9 @@ class Harness:
     async def open(self) -> None:
         """Open the journal and go on from it, as a Program does."""
         self.restored = await self.queue.open(timeout_s=5.0)
-        self.recorder.go_on_after(self.start.train_step, next_group=self.restored.next_group, live=self.restored.live)
+        restored = self.restored
+        live = restored.live | restored.given_up
+        self.recorder.go_on_after(self.start.train_step, next_group=restored.next_group, live=live)
         self.build(PromptSource(self.order, cursor=self.restored.prompt_cursor, unfinished=self.restored.waiting))
 
     async def run(self, *, timeout_s: float = 20.0) -> bool:

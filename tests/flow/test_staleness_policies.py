@@ -84,9 +84,9 @@ def test_prompts_that_wait_to_be_admitted_again_are_in_the_checkpoint(tmp_path):
     first = Watched(tmp_path, policy="recycle", checkpoint_every=1, **slow_loads)
     states, save = [], first.checkpoints.save
 
-    async def saving(state, *, trainer):
+    async def saving(state, **of):
         states.append(state)
-        return await save(state, trainer=trainer)
+        return await save(state, **of)
 
     first.checkpoints.save = saving
     assert run_in_virtual_time(first.run())

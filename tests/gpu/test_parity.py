@@ -1,8 +1,12 @@
 """The parity table on CUDA, over NCCL: in float32 as on the CPU, in bfloat16 against what that costs one GPU alone.
 
 A layout in bfloat16 is compared with one GPU in float32, as one GPU in bfloat16 is. The first must not be much further
-off than the second: layouts change the order of sums, not their precision.
+off than the second: layouts change the order of sums, not their precision. Transformer Engine's layers, where it is
+installed, are held to the same: one GPU with the local ones says how far bfloat16 goes.
 """
+
+import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,15 +31,30 @@ CELLS = [
     # The live routers of R2 choose other experts in another precision, which is not what is compared here.
     for dtype in (("float32", "bfloat16") if replay == "R3" else ("float32",))
 ]
+ENGINE_CELLS = [
+    Cell(
+        family=family,
+        layout=layout,
+        replay="R3",
+        recompute="full",
+        packing=packing,
+        dtype="bfloat16",
+        layers="transformer_engine",
+    )
+    for layout in ("single", "tp2", "cp2", "ep2", "etp2", "pp2-vpp2", "tp2-cp2")
+    for family in ("qwen3_moe", "deepseek_v3")
+    for packing in ("packed", "padded")
+]
 
 
 def runnable(cell):
-    return LAYOUTS[cell.layout].ranks <= torch.cuda.device_count()
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return LAYOUTS[cell.layout].ranks <= torch.cuda.device_count() and (installed or cell.layers == "local")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    cells = [cell for cell in CELLS if runnable(cell)]
+    cells = [cell for cell in CELLS + ENGINE_CELLS if runnable(cell)]
     return {cell.name: found for cell, found in run_cells(cells, tmp_path_factory.mktemp("parity"))}
 
 
@@ -48,10 +67,20 @@ def test_a_layout_is_within_rounding_of_one_gpu(cell, results):
     if cell.dtype == "float32":
         assert found.largest <= FLOAT32_TOLERANCE, found
         return
-    alone = results[cell.on_one_rank.name]
+    assert_as_close_as_one_gpu(found, results[cell.on_one_rank.name])
+
+
+@pytest.mark.parametrize("cell", ENGINE_CELLS, ids=lambda c: c.name)
+def test_transformer_engine_is_as_close_to_float32_as_the_local_layers(cell, results):
+    if not runnable(cell):
+        pytest.skip(f"{cell.layout} needs {LAYOUTS[cell.layout].ranks} GPUs, and transformer_engine")
+    local = replace(cell.on_one_rank, layers="local", packing="packed")
+    found = results[cell.name]
+    assert not found.error, found.error
+    assert_as_close_as_one_gpu(found, results[local.name])
+
+
+def assert_as_close_as_one_gpu(found, alone):
     for name in ("loss", "logprobs", "gradients"):
-        assert getattr(found, name) <= BFLOAT16_RATIO * max(getattr(alone, name), BFLOAT16_ROUNDOFF), (
-            name,
-            found,
-            alone,
-        )
+        bound = BFLOAT16_RATIO * max(getattr(alone, name), BFLOAT16_ROUNDOFF)
+        assert getattr(found, name) <= bound, (name, found, alone)

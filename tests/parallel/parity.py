@@ -5,6 +5,7 @@ routing of then (R2), of the rollout (R3) and of now (none) are three different 
 compared with the same update on one rank, packed, with nothing recomputed.
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -96,6 +97,7 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
     """Loss, logprobs [S, T] under the moved routers, and gradients by Hugging Face name; collective."""
     from async_rl.train.worker import TrainerRank
     from tests.parallel.broken_replay import FAULTS
+    from tests.parallel.fused_layers import fused_layers
 
     class MovedRank(TrainerRank):
         """Moves its routers between the passes at the start of a batch and the update."""
@@ -110,14 +112,15 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
             self.seen = self._passes.whole_update(share, micro_batches, found)
             return super()._update(share, micro_batches, objective, aux_loss_coefficient)
 
-    trainer = MovedRank(
-        config=cell.config(),
-        optimizer=NO_UPDATE,
-        loss=LOSS,
-        checkpoint=checkpoint,
-        rank=rank,
-        world_size=ranks_of(cell),
-    )
+    with fused_layers() if cell.layers == "fused" else contextlib.nullcontext():
+        trainer = MovedRank(
+            config=cell.config(),
+            optimizer=NO_UPDATE,
+            loss=LOSS,
+            checkpoint=checkpoint,
+            rank=rank,
+            world_size=ranks_of(cell),
+        )
     routing = read_model_info(checkpoint).routing
     planner = Planner(config=cell.config(), loss=LOSS, routing=routing, places=[trainer.place])
     metrics = trainer.train(planner.policy(parity_batch())[0])

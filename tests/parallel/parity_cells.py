@@ -66,7 +66,11 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """fault: a replay that is broken on purpose (tests/parallel/broken_replay.py); empty for none."""
+    """fault: a replay that is broken on purpose (tests/parallel/broken_replay.py); empty for none.
+
+    layers: local, transformer_engine, or fused: the spec of the latter over modules like its own
+        (tests/parallel/fused_layers.py).
+    """
 
     family: str
     layout: str
@@ -75,11 +79,13 @@ class Cell:
     packing: str = "packed"
     dtype: str = "float32"
     fault: str = ""
+    layers: str = "local"
 
     @property
     def name(self) -> str:
         dtype = "" if self.dtype == "float32" else self.dtype
-        parts = (self.family, self.layout, self.replay, self.recompute, self.packing, dtype, self.fault)
+        layers = "" if self.layers == "local" else self.layers
+        parts = (self.family, self.layout, self.replay, self.recompute, self.packing, dtype, layers, self.fault)
         return "/".join(part for part in parts if part)
 
     @property
@@ -101,6 +107,7 @@ class Cell:
             recompute=self.recompute,  # pyright: ignore[reportArgumentType]
             packing=self.packing == "packed",
             dtype=self.dtype,  # pyright: ignore[reportArgumentType]
+            layer_spec="transformer_engine" if self.layers == "transformer_engine" else "local",
             micro_batch_tokens=32,  # several micro-batches on every rank, of sequences of different lengths
             timeout_s=60,
         )

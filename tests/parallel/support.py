@@ -65,20 +65,22 @@ def make_supervised_batch(seed=0):
     )
 
 
-def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, **changes):
-    """A trainer rank with the settings of TRAINER but for `changes`."""
+def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, fused=False, **changes):
+    """A trainer rank with the settings of TRAINER but for `changes`; fused: of the layers in fused_layers.py."""
     from async_rl.train.worker import TrainerRank
+    from tests.parallel.fused_layers import fused_layers
 
     config = replace(TRAINER, **changes)
-    return TrainerRank(
-        config=config,
-        optimizer=optimizer,
-        loss=loss or LossConfig(),
-        checkpoint=checkpoint,
-        rank=rank,
-        world_size=config.ranks,
-        rendezvous=rendezvous,
-    )
+    with fused_layers() if fused else contextlib.nullcontext():
+        return TrainerRank(
+            config=config,
+            optimizer=optimizer,
+            loss=loss or LossConfig(),
+            checkpoint=checkpoint,
+            rank=rank,
+            world_size=config.ranks,
+            rendezvous=rendezvous,
+        )
 
 
 def gradients(trainer):

@@ -15,8 +15,10 @@ from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES,
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
 
 
-def cell(family, layout, replay, recompute, packing, fault=""):
-    return Cell(family=family, layout=layout, replay=replay, recompute=recompute, packing=packing, fault=fault)
+def cell(family, layout, replay, recompute, packing, fault="", layers="local"):
+    return Cell(
+        family=family, layout=layout, replay=replay, recompute=recompute, packing=packing, fault=fault, layers=layers
+    )
 
 
 SOUND = [
@@ -33,8 +35,12 @@ SOUND = [
     cell("qwen3_moe", "pp4", "R3", "full", "packed"),
     cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", ROUNDED),
     cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", ROUNDED),
+    cell("deepseek_v3", "tp2-cp2", "R3", "selective", "packed", layers="fused"),
+    cell("qwen3_moe", "ep2-etp2", "R2", "full", "padded", layers="fused"),
+    cell("qwen3_moe", "tp2-dp2-ep2-etp1", "R3", "full", "packed", layers="fused"),
 ]
 BROKEN = [cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]
+BROKEN += [cell("qwen3_moe", "ep2-etp2", "R3", "none", "packed", "drop-layer", layers="fused")]
 BROKEN += [cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", fault) for fault in ("drop-layer", "shift-token")]
 
 

@@ -30,7 +30,7 @@ QWEN_LINKS = {
     "expert": {"parallel": ParallelConfig(expert=2)},
     "data-split": SPLIT,
     "virtual-pipeline": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2)},
-    "tensor-expert-split": {"parallel": MIX, **SPLIT},
+    "tensor-expert-split-fused": {"parallel": MIX, **SPLIT, "fused": True},
     "context": {"parallel": ParallelConfig(context=2)},
     "expert-tensor": {"parallel": ParallelConfig(expert_tensor=2)},
 }
@@ -38,7 +38,7 @@ QWEN_LINKS = {
 BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": LossConfig(kl_coefficient=0.1)}
 DEEPSEEK_LINKS = {
     "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},
-    "expert": {"parallel": ParallelConfig(expert=2)},
+    "expert-fused": {"parallel": ParallelConfig(expert=2), "fused": True},
     "expert-split": {"parallel": ParallelConfig(expert=2), **SPLIT},
 }
 MODELS = {

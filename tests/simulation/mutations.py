@@ -22,6 +22,7 @@ from message_queue.tickets import EndedTickets
 from message_queue.trajectory import Trajectory
 from message_queue.versions import PublishedVersions
 from tests.simulation.restart_mutations import RESTART_MUTATIONS
+from tests.simulation.shard_mutations import SHARD_MUTATIONS
 from tests.simulation.staleness_mutations import STALENESS_MUTATIONS
 
 
@@ -249,7 +250,7 @@ def a_checkpoint_that_skips_the_prompt_being_admitted(patch):
 
 async def _save(pipeline, state):
     await pipeline._queue.sync()
-    await pipeline._checkpoints.save(state, trainer=pipeline._trainer)
+    await pipeline._checkpoints.save(state, trainer=pipeline._trainer, records=pipeline._recorder)
     await pipeline._queue.checkpointed(pipeline._train_step)
 
 
@@ -291,5 +292,6 @@ MUTATIONS = {
         (a_failed_validation_rollout_that_ends_the_run, ("failure",), "reward fails", "tool is broken", "gives up"),
         *RESTART_MUTATIONS,
         *STALENESS_MUTATIONS,
+        *SHARD_MUTATIONS,
     )
 }

@@ -90,22 +90,22 @@ def a_restart_that_trains_again_what_the_checkpoint_holds(patch):
 
 
 def batches_that_are_not_trained_again_as_they_were(patch):
-    patch.setattr(start, "_replayed", lambda recovered, **of: ())
+    patch.setattr(start, "_replayed", lambda recovered, groups, **of: ())
 
 
 def a_version_that_goes_back_at_a_restart(patch):
-    whole = restart._restored
+    whole = restart.restored_of
 
     def restored(recovered, start, groups):
         made = whole(recovered, start, groups)
         return replace(made, version=max(0, made.version - 1))
 
-    patch.setattr(restart, "_restored", restored)
+    patch.setattr(restart, "restored_of", restored)
 
 
 def weights_that_are_not_made_again_under_their_old_version(patch):
-    whole = restart._restored
-    patch.setattr(restart, "_restored", lambda *of: replace(whole(*of), diverged=False))
+    whole = restart.restored_of
+    patch.setattr(restart, "restored_of", lambda *of: replace(whole(*of), diverged=False))
 
 
 def prompts_that_wait_for_their_turn_and_are_forgotten(patch):

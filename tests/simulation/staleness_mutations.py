@@ -5,7 +5,7 @@ from dataclasses import replace
 from async_rl.batch import prepare
 from async_rl.pipeline import Pipeline
 from async_rl.rollout.rollouter import Rollouter
-from message_queue import restart
+from message_queue import restart, start
 from message_queue.admissions import Admissions
 from message_queue.contract import QueueSnapshot
 from message_queue.journal.state import JournalState
@@ -54,7 +54,8 @@ def a_journal_that_forgets_prompts_that_wait_to_be_admitted_again(patch):
 
 
 def a_restart_that_forgets_how_often_a_prompt_was_recycled(patch):
-    patch.setattr(restart, "_encoded", lambda start, whole=restart._encoded: whole(replace(start, recycles={})))
+    whole = restart.with_ready
+    patch.setattr(restart, "with_ready", lambda start, ready: whole(replace(start, recycles={}), ready))
 
 
 def a_restart_that_forgets_rollouts_that_make_up_for_others(patch):
@@ -86,6 +87,32 @@ def a_rollout_that_failed_and_is_not_made_up_for(patch):
     patch.setattr(Rollouter, "_member", member)
 
 
+def a_restart_that_keeps_what_is_too_old_for_its_policy(patch):
+    patch.setattr(start, "_too_old", lambda *args, **of: {})
+
+
+def a_restart_that_trains_again_what_takes_other_gradient_now(patch):
+    patch.setattr(start, "_is_trained_as_before", lambda *args, **of: True)
+
+
+def a_prompt_that_is_recycled_at_a_restart_and_forgotten(patch):
+    whole = start._give_up
+    patch.setattr(start, "_give_up", lambda group, **of: whole(group, reason=of["reason"]))
+
+
+def weights_of_steps_that_were_not_made_again_that_get_younger(patch):
+    def publish(self, published):
+        self.versions[published.version] = self.update = published.update
+        self._forget_versions()
+
+    patch.setattr(JournalState, "_publish", publish)
+
+
+def a_group_that_is_given_up_at_a_restart_and_ends_twice(patch):
+    whole = restart.restored_of
+    patch.setattr(restart, "restored_of", lambda *of: replace(whole(*of), given_up=frozenset()))
+
+
 FAILS = ("reward fails", "tool is broken", "gives up", "no end of a reward")
 STALENESS_MUTATIONS = (
     (a_recycled_prompt_that_is_forgotten, ("exactly once",)),
@@ -97,6 +124,11 @@ STALENESS_MUTATIONS = (
     (a_restart_that_forgets_rollouts_that_make_up_for_others, ("failure", "exactly once"), *FAILS),
     (old_tokens_that_take_gradient, ("staleness",)),
     (masked_tokens_that_nobody_counts, ("ledger",)),
+    (a_restart_that_keeps_what_is_too_old_for_its_policy, ("failure", "staleness")),
+    (a_restart_that_trains_again_what_takes_other_gradient_now, ("failure", "staleness", "exactly once")),
+    (a_prompt_that_is_recycled_at_a_restart_and_forgotten, ("exactly once",)),
+    (weights_of_steps_that_were_not_made_again_that_get_younger, ("versions", "staleness")),
+    (a_group_that_is_given_up_at_a_restart_and_ends_twice, ("ledger",)),
     (a_rollout_that_failed_and_is_trained, ("provenance", "exactly once"), *FAILS),
     (a_rollout_that_failed_and_is_not_made_up_for, ("failure",), *FAILS),
 )

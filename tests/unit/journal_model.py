@@ -245,13 +245,19 @@ def stored(log: JournalLog, group: int) -> list[tuple]:
 
 
 def opened(
-    disk: Disk, *, train_step: int = 0, update: int = 0, fsync: str = "never", max_file_bytes: int = 1024
+    disk: Disk,
+    *,
+    train_step: int = 0,
+    update: int = 0,
+    fsync: str = "never",
+    max_file_bytes: int = 1024,
+    start: JournalStart | None = None,
 ) -> tuple[JournalLog, Recovered]:
     return open_log(
         disk,
         run=RUN,
         config=JournalConfig(fsync=fsync, max_file_bytes=max_file_bytes),
-        start=JournalStart(train_step=train_step, update=update),
+        start=start or JournalStart(train_step=train_step, update=update),
     )
 
 

@@ -30,9 +30,17 @@ class Saver:
             (directory / name).write_text(self._word)
 
 
+class NoRecords:
+    """A run that wrote nothing down."""
+
+    def sync(self):
+        return
+
+
 async def save(directory, step, word):
     state = RunState(train_step=step, param_version=len(word))
-    await Checkpoints(directory, config=CheckpointConfig(keep=2)).save(state, trainer=Saver(word))
+    checkpoints = Checkpoints(directory, config=CheckpointConfig(keep=2))
+    await checkpoints.save(state, trainer=Saver(word), records=NoRecords())
 
 
 def begin(directory):

@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
 from message_queue.queue import Admission, QueueSnapshot
-from tests.unit.killed_saves import BEFORE
+from tests.unit.killed_saves import BEFORE, NoRecords
 
 STATE = RunState(
     train_step=4,
@@ -37,7 +37,7 @@ class Saver:
 
 
 async def test_the_state_reads_back(tmp_path):
-    path = await Checkpoints(tmp_path, config=CheckpointConfig()).save(STATE, trainer=Saver())
+    path = await Checkpoints(tmp_path, config=CheckpointConfig()).save(STATE, trainer=Saver(), records=NoRecords())
     state = read_run_state(path)
     assert state.version_updates == STATE.version_updates
     assert state.queue == STATE.queue
@@ -46,9 +46,9 @@ async def test_the_state_reads_back(tmp_path):
 
 async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_path):
     checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
-    first = await checkpoints.save(STATE, trainer=Saver())
+    first = await checkpoints.save(STATE, trainer=Saver(), records=NoRecords())
     with pytest.raises(OSError):
-        await checkpoints.save(RunState(train_step=5), trainer=Saver(OSError("disk full")))
+        await checkpoints.save(RunState(train_step=5), trainer=Saver(OSError("disk full")), records=NoRecords())
     assert checkpoints.latest() == first
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
@@ -56,7 +56,9 @@ async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_p
 async def test_a_step_that_is_saved_again_is_the_new_one(tmp_path):
     checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
     for version in (1, 2):
-        path = await checkpoints.save(RunState(train_step=4, param_version=version), trainer=Saver())
+        path = await checkpoints.save(
+            RunState(train_step=4, param_version=version), trainer=Saver(), records=NoRecords()
+        )
     assert read_run_state(path).param_version == 2
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -89,7 +91,7 @@ def test_recovering_a_run_that_never_saved_is_nothing(tmp_path):
 async def test_only_the_newest_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, config=CheckpointConfig(keep=2))
     for step in (2, 9, 10):
-        await checkpoints.save(RunState(train_step=step), trainer=Saver())
+        await checkpoints.save(RunState(train_step=step), trainer=Saver(), records=NoRecords())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-000010"]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from message_queue.journal.errors import JournalFull
-from message_queue.journal.format import FILE_BYTES, RECORD_BYTES, Entry, observation_entry
-from message_queue.journal.records import Admitted, Dropped
+from message_queue.journal.format import FILE_BYTES, NO_GROUP, RECORD_BYTES, Entry, observation_entry
+from message_queue.journal.records import Admitted, Dropped, Marked, Taken, Trained
 from message_queue.journal.state import JournalStart, JournalState
 from message_queue.ledger import LedgerCounts
 from tests.unit.journal_disk import FakeDisk
@@ -141,3 +143,34 @@ def test_a_group_whose_prompt_was_admitted_again_has_ended_though_the_record_of_
     assert [live.group for live in ended] == [0] and list(state.live) == [1]
     assert (state.waiting, state.recycles) == ([], {7: 1})
     assert (state.ledger().error, state.ledger().reasons) == (0, {"lost": 1})
+
+
+def test_a_group_that_the_checkpoint_has_ended_is_not_there_again_where_the_record_of_its_end_is_lost():
+    disk = FakeDisk()
+    log, _ = opened(disk, max_file_bytes=1 << 20)
+    for group in range(4):
+        log.append([Entry(Admitted(group, 0, 0, 1, "append"), group=group)])
+    for group in (0, 3):
+        log.append([Entry(Marked(9, 1, 3), group=group)])
+        log.append([Entry(Taken((group,), group), group=NO_GROUP)])
+    ends = []
+    for body, group in (
+        (Trained((0,), 1, (), (1,)), NO_GROUP),
+        (Dropped("done"), 1),
+        (Trained((3,), 2, (), (0,)), NO_GROUP),
+    ):
+        assert log.append([Entry(body, group=group)]) == [None]
+        ends.append(log.files.current.size)
+    data = disk.files[min(disk.files)].data
+    for end in ends[:2]:
+        data[end - 10] ^= 1
+    counts = LedgerCounts(trained=1, trained_tokens=2, masked_tokens=1)
+    known = JournalStart(train_step=1, next_group=4, waiting=(1,), unfinished=frozenset({2, 3}), ledger=counts)
+    log, recovered = opened(disk.after_kill(), start=known)
+    assert [g.admission.group for g in (*recovered.open, *recovered.ready)] == [2, 3]
+    assert recovered.waiting == (1,)
+    total = replace(counts, admitted=4, dropped=1, open=2, tokens=3, reasons={"lost": 1})
+    assert recovered.ledger == total
+    disk = disk.after_kill()
+    log, recovered = opened(disk, start=replace(known, unfinished=None))
+    assert {g.admission.group for g in (*recovered.open, *recovered.ready)} == {0, 1, 2, 3}, "nobody knew"

@@ -4,41 +4,52 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.micro_batch import Coordinates, pack_rows, router_index, take_rows
+from async_rl.batch.micro_batch import Coordinates, held_tokens, pack_rows, padded_lengths, router_index, take_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 PARTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3)])
 
 
-def rows_of_all_ranks(lengths, tensor, context, packing=True):
-    indices = list(range(len(lengths)))
+def places(tensor, context):
     return [
-        pack_rows(
-            lengths,
-            indices,
-            row_length=max(lengths),
-            at=Coordinates(tensor=tensor, tensor_rank=t, context=context, context_rank=c),
-            packing=packing,
-        )
+        Coordinates(tensor=tensor, tensor_rank=t, context=context, context_rank=c)
         for c in range(context)
         for t in range(tensor)
     ]
 
 
+def rows_of_all_ranks(lengths, tensor, context, packing=True):
+    indices = list(range(len(lengths)))
+    return [
+        pack_rows(lengths, indices, row_length=max(lengths), at=at, packing=packing) for at in places(tensor, context)
+    ]
+
+
 @given(LENGTHS, PARTS, st.booleans())
 def test_the_routers_of_all_ranks_see_every_token_once(lengths, parts, packing):
-    tokens = torch.cat([rows.router_index for rows in rows_of_all_ranks(lengths, *parts, packing)])
+    indices = list(range(len(lengths)))
+    seen = [router_index(lengths, indices, row_length=max(lengths), at=at, packing=packing) for at in places(*parts)]
+    tokens = torch.cat(seen)
     expected = [s * max(lengths) + p for s, n in enumerate(lengths) for p in range(n)]
     assert sorted(tokens[tokens >= 0].tolist()) == expected
 
 
 @given(LENGTHS, PARTS, st.booleans())
-def test_what_a_router_sees_is_found_without_the_rest(lengths, parts, packing):
-    tensor, context = parts
-    at = Coordinates(tensor=tensor, tensor_rank=tensor - 1, context=context, context_rank=context - 1)
-    arguments = (lengths, list(range(len(lengths))))
-    settings = {"row_length": max(lengths), "at": at, "packing": packing}
-    assert torch.equal(router_index(*arguments, **settings), pack_rows(*arguments, **settings).router_index)
+def test_a_router_sees_its_part_of_the_rows_and_of_a_context_rank_what_it_holds(lengths, parts, packing):
+    width = max(lengths)
+    whole = torch.arange(len(lengths) * width).view(len(lengths), width)
+    for at, rows in zip(places(*parts), rows_of_all_ranks(lengths, *parts, packing), strict=True):
+        indices = list(range(len(lengths)))
+        padded = padded_lengths(lengths, indices, at=at, packing=packing)
+        held = held_tokens(torch.tensor(lengths), padded, at=at)
+        positions = held.positions(width=width)
+        assert (positions.diff(dim=1)[positions[:, 1:] >= 0] > 0).all()
+        tokens = torch.where(positions < 0, -1, whole.gather(1, positions.clamp(min=0)))
+        seen = router_index(lengths, indices, row_length=width, at=at, packing=packing)
+        assert torch.equal(take_rows(tokens, rows.router_index, fill=-1), seen)
+        assert torch.equal(rows.router_index, rows.index.chunk(at.tensor)[at.tensor_rank])
+        read = torch.cat((rows.index, rows.next_index)).unique()
+        assert len(read[read >= 0]) == int(held.counts.sum()), "it holds what it reads or predicts, and nothing else"
 
 
 @given(LENGTHS, PARTS)
@@ -52,13 +63,15 @@ def test_ranks_have_rows_of_equal_number_that_tensor_parallelism_divides(lengths
 @given(LENGTHS, PARTS, st.booleans())
 def test_a_row_predicts_the_next_token_of_its_sequence(lengths, parts, packing):
     for rows in rows_of_all_ranks(lengths, *parts, packing):
-        sequence, position = rows.index // max(lengths), rows.index % max(lengths)
-        last = torch.tensor(lengths)[sequence.clamp(min=0)] - 1
-        has_next = (rows.index >= 0) & (position < last)
-        assert torch.equal(rows.next_index >= 0, has_next)
-        assert torch.equal(rows.next_index[has_next], rows.index[has_next] + 1)
         real = rows.index >= 0
-        assert torch.equal(rows.positions[real], position[real])
+        sequence = rows.index[real] // max(lengths)
+        assert torch.equal(sequence, rows.segments[real])
+        assert torch.equal(rows.next_index[real] >= 0, rows.positions[real] < torch.tensor(lengths)[sequence] - 1)
+        assert (rows.next_index[~real] == -1).all()
+        has_next = rows.next_index >= 0
+        assert torch.equal(rows.next_index[has_next], rows.index[has_next] + 1)
+        if parts[1] == 1:
+            assert torch.equal(rows.index[real] % max(lengths), rows.positions[real])
 
 
 @given(LENGTHS, st.booleans())
@@ -97,3 +110,7 @@ def test_rows_are_taken_with_a_fill_for_padding():
     assert take_rows(values, torch.tensor([4, -1, 0]), fill=9).tolist() == [4, 9, 0]
     deep = values.unsqueeze(-1).expand(2, 3, 2)
     assert take_rows(deep, torch.tensor([-1, 5]), fill=-1).tolist() == [[-1, -1], [5, 5]]
+
+
+def test_a_rank_without_tokens_takes_padding():
+    assert take_rows(torch.zeros(0, 1, 2, dtype=torch.int64), torch.tensor([-1, -1]), fill=7).tolist() == [[7, 7]] * 2

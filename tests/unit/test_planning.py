@@ -1,12 +1,14 @@
 """Shares of a batch: together they are the batch, and what is of all ranks is the same for each."""
 
+import pickle
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.batch.micro_batch import Coordinates
+from async_rl.batch.micro_batch import Coordinates, pack_rows, router_index, take_rows
 from async_rl.train.losses import LossConfig, token_weights
 from async_rl.train.model import ParallelConfig
 from async_rl.train.planning import Planner, RankPlace
@@ -14,7 +16,7 @@ from message_queue.tokens import RoutingSpec
 from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, make_batch
 
 ROUTING = RoutingSpec(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
-LENGTHS = st.lists(st.integers(6, 40), min_size=1, max_size=9)
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 PARTS = st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
 
 
@@ -50,19 +52,61 @@ def test_the_ranks_of_a_stage_are_sent_every_sequence_once_and_every_row_once(le
     shares = planner.policy(batch)
     assert len({len(share.updates) for share in shares}) == 1
     sequences = [
-        (place.data_rank, int(token))
+        (place.data_rank, int(group), int(length))
         for place, share in zip(places, shares, strict=True)
         for update in share.updates
-        for token in update.sequences["token_ids"][:, 0]
+        for group, length in zip(update.per_sequence["trajectory"], update.per_sequence["lengths"], strict=True)
     ]
-    firsts = batch["token_ids"][:, 0].tolist()
-    assert sorted(token for _, token in set(sequences)) == sorted(firsts)
-    assert len(sequences) == len(firsts) * parts[1] * parts[2]
+    assert sorted(rest for _, *rest in set(sequences)) == [[i, length] for i, length in enumerate(lengths)]
+    assert len(sequences) == len(lengths) * parts[1] * parts[2]
     rows = torch.cat([rows for share in shares for update in share.updates for rows in update.rows])
     real = torch.cat([batch["routed_experts"][i, :n] for i, n in enumerate(lengths)])
     forwarded = real[(real >= 0).all(-1).all(-1)]
     sent = rows[(rows >= 0).all(-1).all(-1)]
     assert sorted(forwarded.flatten(1).tolist()) == sorted(sent.flatten(1).tolist())
+
+
+@settings(max_examples=30)
+@given(LENGTHS, PARTS, st.booleans())
+def test_a_rank_is_sent_the_tokens_that_it_reads_and_predicts_and_finds_them(lengths, parts, packing):
+    batch = numbered(lengths)
+    whole = batch["token_ids"].flatten()
+    planner, places = planner_of(*parts, packing=packing, micro_batch_tokens=50)
+    predicted = []
+    for place, share in zip(places, planner.whole(batch), strict=True):
+        sequences, of_places = share.sequences(), share.places.tolist()
+        ids, at = sequences["token_ids"], replace(place.at, tensor=1, tensor_rank=0)
+        for indices in share.micro_batches:
+            rows = pack_rows(sequences["lengths"].tolist(), indices, row_length=ids.shape[1], at=at, packing=packing)
+            in_batch = [of_places[i] for i in indices]
+            seen = router_index(lengths, in_batch, row_length=max(lengths), at=at, packing=packing)
+            expected = torch.where(seen >= 0, whole[seen.clamp(min=0)], -1)
+            assert torch.equal(take_rows(ids, rows.index, fill=-1), expected)
+            for name in ("loss_mask", "behaviour_logprobs", "lag", "pure_lag0"):
+                has_next = rows.next_index >= 0
+                taken = sequences[name].flatten()[rows.next_index[has_next]]
+                assert torch.equal(taken, batch[name].flatten()[seen[has_next] + 1])
+            flat = rows.next_index[rows.next_index >= 0]
+            found = share.in_update(flat, rows.positions[rows.next_index >= 0] + 1)
+            assert torch.equal(whole[found], ids.flatten()[flat])
+            predicted += found.tolist() if place.at.tensor_rank == 0 else []
+    held = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    held[:, 0] = False
+    assert sorted(predicted) == held.flatten().nonzero().squeeze(1).tolist()
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [(64,) * 16, (16,) * 15 + (960,)], ids=["equal", "long-tailed"])
+def test_a_context_rank_is_sent_little_more_than_what_it_reads(context, lengths):
+    batch = make_batch(lengths)
+    planner, _ = planner_of(1, context, 1)
+    of_a_token = sum(c.element_size() for c in batch.values() if c.dim() == 2)
+    for share in planner.whole(batch):
+        sent = sum(c.numel() * c.element_size() for c in share.per_token.values())
+        needed = of_a_token * sum(lengths) / context
+        # Of the tokens of a sequence that it predicts, at most two are none that it reads.
+        assert needed <= sent <= needed + (context > 1) * 2 * of_a_token * len(lengths)
+        assert len(pickle.dumps(share.per_token)) <= 1.1 * sent + 6000
 
 
 @settings(max_examples=30)
@@ -80,23 +124,12 @@ def test_what_is_of_the_whole_update_is_the_same_for_every_rank(lengths, parts):
         assert torch.equal(update.token_weights, weights[update.places])
 
 
-@settings(max_examples=30)
-@given(LENGTHS, PARTS)
-def test_a_token_of_a_share_is_found_in_the_update(lengths, parts):
-    batch = numbered(lengths)
-    for update in planner_of(*parts)[0].whole(batch):
-        ids = update.sequences["token_ids"].flatten()
-        whole = update.in_update(torch.arange(len(ids)))
-        assert torch.equal(batch["token_ids"].flatten()[whole], ids)
-        assert update.shape == tuple(batch["token_ids"].shape)
-
-
 def test_sequences_of_a_trajectory_stay_together_where_the_loss_weighs_it_whole():
     batch = make_batch((9, 9, 9, 9))
     batch["trajectory"] = torch.tensor([0, 1, 0, 1])
     planner, _ = planner_of(2, 1, 1, loss=LossConfig(name="gspo"))
     for share in planner.policy(batch):
-        assert len(share.updates[0].sequences["trajectory"].unique()) == 1
+        assert len(share.updates[0].per_sequence["trajectory"].unique()) == 1
 
 
 def test_trajectories_without_an_advantage_are_sent_to_nobody():
@@ -104,5 +137,5 @@ def test_trajectories_without_an_advantage_are_sent_to_nobody():
     batch["informative"][:] = False
     assert [list(share.updates) for share in planner_of(2, 1, 1)[0].policy(batch)] == [[], []]
     batch["informative"][3] = True
-    held = [len(share.updates[0].sequences) for share in planner_of(2, 1, 1)[0].policy(batch)]
+    held = [len(share.updates[0].per_sequence) for share in planner_of(2, 1, 1)[0].policy(batch)]
     assert sorted(held) == [0, 1]

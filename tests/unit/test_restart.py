@@ -60,8 +60,9 @@ def records(group):
 class Run:
     """Drives a queue, and knows in which state each group is."""
 
-    def __init__(self, service, client):
+    def __init__(self, service, client, *, make=group_for):
         self.queue, self.client, self.groups, self.written = service._queue, client, {}, {}
+        self.make = make
         self.step = self.version = self.prompt = self.saved = 0
         self.batch, self.checkpoint = None, None
 
@@ -70,7 +71,7 @@ class Run:
             return
         admission = await self.client.admit(self.prompt)
         self.prompt += 1
-        self.groups[admission.group], self.written[admission.group] = "open", (group_for(admission), 0)
+        self.groups[admission.group], self.written[admission.group] = "open", (self.make(admission), 0)
 
     async def append(self, rng):
         group = self.pick(rng, lambda g: self.groups[g] == "open" and self.written[g][1] < 3)

@@ -62,7 +62,7 @@ async def test_each_data_parallel_rank_is_sent_its_own_sequences_and_rows(puts):
     assert await handle.train(batch) == {"rank": 0}
     assert [method for rank in ranks for method, _ in rank.got] == ["train", "train"]
     shares = [sent_to(rank) for rank in ranks]
-    assert [len(update.sequences) for share in shares for update in share.updates] == [32, 32]
+    assert [len(update.per_sequence) for share in shares for update in share.updates] == [32, 32]
     every_row = int(batch["lengths"].sum()) * len(LAYERS) * TOP_K * 2
     assert [row_bytes(share) for share in shares] == [every_row // 2] * 2
     assert sum(len(pickle.dumps(share)) for share in shares) < 1.15 * len(pickle.dumps(batch))
@@ -92,8 +92,8 @@ async def test_each_data_parallel_rank_is_sent_its_own_examples(puts):
     batch = make_supervised_batch()
     await handle.train_supervised(batch)
     shares = [sent_to(rank) for rank in ranks]
-    assert sum(len(share.sequences) for share in shares) == len(batch)
-    assert all(len(share.sequences) < len(batch) and share.rows is None for share in shares)
+    assert sum(len(share.per_sequence) for share in shares) == len(batch)
+    assert all(len(share.per_sequence) < len(batch) and share.rows is None for share in shares)
 
 
 async def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(puts):

@@ -1,0 +1,116 @@
+"""Rollouts of a real SGLang server that outlive the queue by its journal: they go on as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.rollout.recorded import QueueRolloutLog, RecordedTrajectory
+from message_queue.client import QueueClient, QueueClientConfig
+from message_queue.progress import RolloutRecord, RolloutStep
+from message_queue.restart import JournalPlace, Restored
+from message_queue.service import QueueService
+from message_queue.staleness import StalenessConfig
+from message_queue.start import admission_of
+from message_queue.tokens import RoutingSpec, StopReason
+from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
+from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
+from tests.conformance.engines import TIMEOUT_S, EngineUnderTest, tokens
+from tests.unit.test_queue_client import Handle
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(240),
+]
+LENGTH = 60  # tokens that every trajectory samples
+
+
+class Queue:
+    """A queue with its journal in `directory`, as a driver sees it, and the log of rollouts before it."""
+
+    def __init__(self, directory: Path, *, routing: RoutingSpec, resume_routing: ResumeRouting) -> None:
+        place = JournalPlace(
+            directory=directory, run="run", trajectories=2, resume_routing=resume_routing, routing=routing
+        )
+        handle: Any = Handle(QueueService(batch_groups=1, staleness=StalenessConfig(), journal=place))
+        self.client = QueueClient(handle, name="driver", routing=routing, config=QueueClientConfig(slice_s=0.01))
+        self.log = QueueRolloutLog(self.client)
+
+    async def open(self) -> Restored[PromptGroup]:
+        return await self.client.open(timeout_s=TIMEOUT_S)
+
+    def recorded(self, trajectory: Trajectory, number: int) -> RecordedTrajectory:
+        """One of group 0, written down as it grows."""
+
+        def record(at: int, what: RolloutStep) -> None:
+            self.log.append(RolloutRecord(group=0, trajectory=number, at=at, what=what))
+
+        return RecordedTrajectory(trajectory, record=record, flush=self.log.flush)
+
+
+@pytest.mark.parametrize("server", ["sglang"], indirect=True)
+@pytest.mark.parametrize("resume_routing", ["append", "force"])
+async def test_rollouts_go_on_from_the_journal_under_new_weights(
+    tested: EngineUnderTest, tmp_path: Path, resume_routing: ResumeRouting
+):
+    before = Queue(tmp_path, routing=tested.routing, resume_routing=resume_routing)
+    assert (await before.open()).began
+    admission = await before.client.admit(0)
+    rollouts = [tested.rollout(f"g0-t{i}", resume_routing=resume_routing) for i in range(2)]
+    for number, rollout in enumerate(rollouts):
+        rollout.trajectory = before.recorded(rollout.trajectory, number)
+    tasks = [
+        tested.start(rollout.turn(tokens(20 + 90 * i, seed=i), max_new_tokens=LENGTH))  # the longer in two chunks
+        for i, rollout in enumerate(rollouts)
+    ]
+    await tested.until_sampled(20)
+    await tested.replica.pause()
+    assert await tested.replica.abort() == 2
+    while len(tested.exchanges) < 2:  # noqa: ASYNC110 - nothing tells of an answer
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await before.log.flush()
+    await before.client.close_journal()
+
+    after = Queue(tmp_path, routing=tested.routing, resume_routing=resume_routing)
+    [group] = (await after.open()).open
+    assert admission_of(group) == admission
+    await tested.publish("resume")
+    await after.client.publish(1, update=0)
+    await after.client.loaded(1)
+    for number, (rollout, restored) in enumerate(zip(rollouts, group.trajectories, strict=True)):
+        held = rollout.trajectory
+        assert restored.resume_routing == resume_routing
+        assert held.num_sampled >= 1
+        assert restored.token_ids().tolist() == held.token_ids().tolist()
+        assert restored.behaviour_logprobs().tolist() == held.behaviour_logprobs().tolist()
+        assert np.array_equal(restored.routed_experts(), held.routed_experts())
+        rollout.move(tested, trajectory=after.recorded(restored, number))
+    left = [LENGTH - rollout.trajectory.num_sampled for rollout in rollouts]
+    ends = [rollout.go_on(max_new_tokens=count) for rollout, count in zip(rollouts, left, strict=True)]
+    assert await asyncio.gather(*ends) == [StopReason.LENGTH] * 2
+
+    for rollout in rollouts:
+        first, rest = tested.of_session(rollout.name)
+        assert (versions_of(first), versions_of(rest)) == ([0], [1])
+        assert sampled_of(first) + sampled_of(rest) == LENGTH
+        assert rows_sent([first, rest]) == list(range(len(rollout.trajectory) - 1)), "each row came once"
+        assert (rest.request.forced_experts is not None) == (resume_routing == "force")
+        assert_merged(rollout.trajectory, [first, rest])
+        rollout.trajectory.close(stop_reason=StopReason.LENGTH, reward=0.0)
+    assert_true(tested, tested.exchanges)
+    await after.log.flush()
+    group.trajectories[:] = [rollout.trajectory for rollout in rollouts]
+    await after.client.put(group)
+    [trained] = (await after.client.take()).groups
+    for given, rollout in zip(trained.trajectories, rollouts, strict=True):
+        assert np.array_equal(given.routed_experts(), rollout.trajectory.routed_experts())
+        assert given.row_versions().tolist() == rollout.trajectory.row_versions().tolist()
+    await after.client.close_journal()

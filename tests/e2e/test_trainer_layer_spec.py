@@ -1,0 +1,107 @@
+"""Megatron's Transformer Engine spec, over modules that are laid out like those, gives what the local spec gives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from async_rl.train.losses import LossConfig
+from async_rl.train.optimizer import OptimizerConfig
+from tests import tiny_models
+from tests.e2e.test_trainer_families import exported, saved
+from tests.parallel.parity import relative
+from tests.parallel.support import TRAINER, distance, gradients, largest_difference, make_batch, start_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+MODELS = {
+    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(
+        q_lora_rank=48, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20
+    ),
+    "deepseek_v3-whole-query": lambda: tiny_models.deepseek_v3_config(
+        q_lora_rank=None, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20
+    ),
+    "glm4_moe": lambda: tiny_models.glm4_moe_config(num_hidden_layers=3),
+    "qwen3": lambda: tiny_models.qwen3_dense_config(num_hidden_layers=2),
+}
+# A large eps keeps an update smooth in its gradient.
+ADAM = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=1.0)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory):
+    """A checkpoint, its batch, and trainers of the local spec and of the fused one, which begin alike."""
+    config = MODELS[request.param]()
+    checkpoint = tiny_models.save_checkpoint(config, tmp_path_factory.mktemp("specs"), seed=1, vectors=True)
+    layers = 0 if request.param == "qwen3" else config.num_hidden_layers - 1
+    batch = make_batch((23, 9, 31, 14), routed=layers > 0, layers=layers)
+    settings = {"optimizer": ADAM, "loss": LossConfig(entropy_coefficient=0.01)}
+    settings["router_replay"] = "R3" if layers else "none"
+    trainers = [start_trainer(checkpoint, fused=fused, **settings) for fused in (False, True)]
+    yield checkpoint, batch, *trainers
+    for trainer in reversed(trainers):  # the first owns the process groups
+        trainer.close()
+
+
+def test_a_model_of_either_spec_is_what_the_checkpoint_holds_and_gives_the_same(pair, tmp_path):
+    checkpoint, batch, local, fused = pair
+    names = [name for name, _ in fused.model.chunks[0].named_parameters()]
+    assert any(name.endswith(".layer_norm_weight") for name in names)
+    if fused.model.replay is not None:
+        assert {f"decoder.layers.1.mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(8)} <= {*names}
+        assert not any("local_experts" in name for name in names)
+    whole, held = exported(fused), saved(checkpoint)
+    assert whole.keys() == held.keys() == exported(local).keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in held.items())
+
+    assert relative(fused.logprobs(batch), local.logprobs(batch)) <= 1e-6
+    routings = [trainer.train(batch) for trainer in (local, fused)]
+    assert routings[1] == pytest.approx(routings[0], rel=1e-5, nan_ok=True)
+    assert distance(gradients(fused), gradients(local)) <= 5e-6
+    assert largest_difference(gradients(fused), gradients(local)) <= 5e-5
+
+    # Decay spares the same weights: norms and biases stay within what the gradient moves them by.
+    for optimizer in (t._optimizer._inner for t in (local, fused)):
+        for group in optimizer.param_groups:
+            assert all((p.dim() == 1) == (group["wd_mult"] == 0) for p in group["params"])
+    assert largest_difference(exported(fused), exported(local)) <= 1e-5
+
+    # A checkpoint of the one is continued by the other.
+    for one, other in ((fused, local), (local, fused)):
+        one.save(tmp_path / "state")
+        one.train(batch)
+        other.restore(tmp_path / "state")
+        other.train(batch)
+        assert largest_difference(exported(other), exported(one)) <= 1e-5
+
+
+def test_transformer_engine_is_refused_where_it_cannot_be_used(tmp_path):
+    from async_rl.train.layers import uses_transformer_engine
+
+    cpu = torch.device("cpu")
+    asked = replace(TRAINER, dtype="bfloat16", layer_spec="transformer_engine")
+    with pytest.raises(ValueError, match=r"layer_spec is transformer_engine, but this rank computes on cpu; give it a"):
+        uses_transformer_engine(asked, device=cpu)
+    assert not uses_transformer_engine(replace(asked, layer_spec="auto"), device=cpu)
+    with pytest.raises(ValueError, match=r"with trainer\.dtype=float32.* no kernels .*; use dtype=bfloat16"):
+        replace(asked, dtype="float32")
+    with pytest.raises(ValueError, match=r"trainer\.layer_spec is 'te'; use auto, local or transformer_engine"):
+        replace(TRAINER, layer_spec="te")
+
+
+def test_auto_is_transformer_engine_where_it_is_installed_and_new_enough(monkeypatch):
+    from async_rl.train import layers
+
+    gpu, auto = torch.device("cuda"), replace(TRAINER, dtype="bfloat16")
+    monkeypatch.setattr(layers.gpt_layer_specs, "HAVE_TE", True)
+    for version, used in ((False, False), (True, True)):
+        monkeypatch.setattr(layers, "is_te_min_version", lambda _oldest, version=version: version)
+        assert layers.uses_transformer_engine(auto, device=gpu) is used
+    assert not layers.uses_transformer_engine(replace(auto, dtype="float32"), device=gpu)
+    assert not layers.uses_transformer_engine(replace(auto, layer_spec="local"), device=gpu)
+    monkeypatch.setattr(layers, "is_te_min_version", lambda _oldest: False)
+    with pytest.raises(ValueError, match=r"transformer_engine is .*; install 1\.10\.0 or later"):
+        layers.uses_transformer_engine(replace(auto, layer_spec="transformer_engine"), device=gpu)
+    monkeypatch.setattr(layers.gpt_layer_specs, "HAVE_TE", False)
+    with pytest.raises(ValueError, match=r"cannot be imported; install transformer-engine"):
+        layers.uses_transformer_engine(replace(auto, layer_spec="transformer_engine"), device=gpu)
