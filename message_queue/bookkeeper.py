@@ -30,9 +30,8 @@ class Bookkeeper(QueueService):
 
         Raises: as QueueService.open.
         """
-        if self._place is None or self._journal is not None:
-            raise QueueError("the queue has no journal to open, or opened it before")
-        self._journal, log, start, restored = await open_books(self._place, inventories, policy=self._policy)
+        place = self._place_to_open()
+        self._journal, log, start, restored = await open_books(place, inventories, policy=self._policy)
         self._queue = self._make(restored=start, log=log)
         return restored
 

@@ -43,6 +43,7 @@ class ContentHolder:
         self._next_number = 0
         self._beginning: dict[int, asyncio.Future[None]] = {}
         self._books = NO_BOOKS
+        self._opened = False
 
     async def open(self) -> Inventory:
         """Open the journal, once, before any other call.
@@ -51,8 +52,9 @@ class ContentHolder:
             JournalError: it cannot be used; the message says why and the way out.
             QueueError: it is open.
         """
-        if hasattr(self, "_journal"):
+        if self._opened:
             raise QueueError(f"the journal {self._place.directory} was opened before")
+        self._opened = True
         self._journal, recovered = await open_patiently(self._place, JournalStart())
         self._log = JournaledLog(
             self._journal, trajectories=self._place.trajectories, resume_routing=self._place.resume_routing

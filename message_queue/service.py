@@ -61,6 +61,7 @@ class QueueService:
         self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
         self._queue: TrajectoryQueue[EncodedGroup] = self._make(restored=restored)
         self._place = journal
+        self._opened = False
         self._journal: Journal | None = None
         self._contents = Contents(memory or NoSharedMemory())
         self._handed: dict[str, list[Content]] = {}  # by the ticket of a batch that is not known to have arrived
@@ -77,13 +78,18 @@ class QueueService:
             JournalError: it cannot be used; the message says why and the way out.
             QueueError: it is open, or there is none.
         """
-        if self._place is None or self._journal is not None:
-            raise QueueError("the queue has no journal to open, or opened it before")
-        self._journal, log, start, restored = await open_journal(self._place, policy=self._policy)
+        self._journal, log, start, restored = await open_journal(self._place_to_open(), policy=self._policy)
         self._queue = self._make(restored=start, log=log)
         for admission in start.open:
             self._contents.begin(admission.group)
         return restored
+
+    def _place_to_open(self) -> JournalPlace:
+        """Of the journal. It is opened once: a message that comes twice finds it on its way."""
+        if self._place is None or self._opened:
+            raise QueueError("the queue has no journal to open, or opened it before")
+        self._opened = True
+        return self._place
 
     async def close_journal(self) -> None:
         """Bring everything to the disk and let go of the journal; nothing is recorded after it. Idempotent.

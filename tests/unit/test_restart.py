@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from message_queue.bookkeeper import Bookkeeper
 from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.contract import QueueSnapshot
+from message_queue.contract import QueueError, QueueSnapshot
+from message_queue.holder import ContentHolder
 from message_queue.journal import JournalConfig, JournalFull, JournalRunError, check_owner
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.restart import JournalPlace
@@ -306,3 +308,16 @@ def records_of_two(group):
         (len(trajectory), TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)),
     ]
     return [RolloutRecord(group=group.group, trajectory=0, at=at, what=what) for at, what in steps]
+
+
+@pytest.mark.parametrize("kind", [QueueService, Bookkeeper, ContentHolder])
+async def test_a_journal_that_is_being_opened_is_not_opened_again_when_the_message_comes_twice(kind):
+    at = place(FakeDisk())
+    if kind is ContentHolder:
+        part = ContentHolder(at)
+    else:
+        part = kind(batch_groups=BATCH, staleness=StalenessConfig(max_staleness=1), journal=at)
+    first, second = await asyncio.gather(part.open(), part.open(), return_exceptions=True)
+    assert first.began
+    assert isinstance(second, QueueError) and "opened" in str(second)
+    await part.close_journal()
