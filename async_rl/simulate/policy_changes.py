@@ -80,9 +80,11 @@ class PolicyChanges:
         self, found: Reopened, expected: Expected, *, by: set[StalenessConfig], updates: Mapping[int, int]
     ) -> dict[int, int | None]:
         ended: dict[int, int | None] = {}
-        waiting = set(found.restored.waiting)
+        waiting, steps = set(found.restored.waiting), expected.step_of()
         for group, admission in expected.admitted.items():
-            if group in found.live or group in expected.dropped or group in expected.step_of():
+            if group in found.live or group in expected.dropped:
+                continue
+            if steps.get(group, found.state.train_step + 1) <= found.state.train_step:
                 continue
             age = found.end - min(found.end, updates[admission.admitted_version])
             if any(config.policy == "wait" or age > config.max_staleness for config in by):
@@ -90,8 +92,9 @@ class PolicyChanges:
         return ended
 
     def forget_what_is_trained_otherwise(self, expected: Expected, found: Reopened) -> None:
-        """Take back steps of which other tokens would take gradient now, where a person is told."""
+        """Take back steps of which other tokens would take gradient now, where a person is told, or was to be."""
         told = any("not trained again in the batches they were in" in note for note in found.restored.notes)
+        told = told or found.attempts > 1
         if told and len(self._used) > 1:
             expected.trained = {step: groups for step, groups in expected.trained.items() if step <= found.end}
 

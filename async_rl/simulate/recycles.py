@@ -53,6 +53,12 @@ class Recycles:
         self._prompts = {group: prompt for group, prompt in self._prompts.items() if group in ended}
         self._known &= ended
 
+    def unseen(self, group: int, prompt: int) -> None:
+        """A group was recycled by an attempt to open the journal that was cut off."""
+        if group not in self._known:
+            self._known.add(group)
+            self._prompts[group] = prompt
+
     def ended(self, records: Sequence[Mapping[str, Any]], *, prompt_of: Callable[[int], int]) -> None:
         """Groups ended, in this order."""
         for record in records:
