@@ -139,7 +139,7 @@ async def test_kv_of_a_resumed_request_that_is_computed_again(
         reason = "SGLang also forces what it chose itself over rows that the request only holds"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     rollouts = [tested.rollout(f"again-{i}", resume_routing=resume_routing) for i in range(2)]
-    tasks = [tested.start(rollout.turn(tokens(30, seed=i), max_new_tokens=150)) for i, rollout in enumerate(rollouts)]
+    tasks = [tested.start(rollout.turn(tokens(30, seed=i), max_new_tokens=240)) for i, rollout in enumerate(rollouts)]
     for mode in ("resume", "keep-recompute"):
         await tested.until_more(20)
         await tested.publish(mode)

@@ -40,7 +40,7 @@ def start(directory, warm_starts, *overrides):
     return begin(directory, f"warm_start.cache={warm_starts}", *SMALL, *overrides)
 
 
-def finish(process, *, timeout_s=200):
+def finish(process, *, timeout_s=400):
     """Output of a run that ends by itself within `timeout_s`."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -53,7 +53,7 @@ def lines(directory, name):
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
-def wait_for_step(directory, step, process, *, timeout_s=150):
+def wait_for_step(directory, step, process, *, timeout_s=300):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         path = directory / "metrics.jsonl"

@@ -9,6 +9,7 @@ import torch
 from benchmarks import packing, replay_overhead
 from benchmarks.equal_weights import compare, table
 from benchmarks.routing_mismatch import evaluate
+from benchmarks.support import trainers_side_by_side
 from benchmarks.train_throughput import ADAM, bare_step, build_micro_batches
 from tests.parallel.support import TRAINER, make_batch, save_tiny_moe, start_trainer
 
@@ -50,12 +51,11 @@ def test_the_bare_loop_trains_on_the_micro_batches_of_the_trainer(checkpoint):
 
 
 def test_replay_is_timed_on_the_rows_that_the_live_router_chooses(checkpoint):
-    trainers = replay_overhead.start(checkpoint, threads=1, tokens=64)
-    rows = replay_overhead.compare("tiny", trainers, make_batch(), rounds=2)
+    ways = replay_overhead.variants(threads=1, tokens=64)
+    with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=replay_overhead.ADAM) as trainers:
+        rows = replay_overhead.compare("tiny", trainers, make_batch(), rounds=2)
     assert [row[2] for row in rows] == ["R3 against none", "R2 against none, recording pass"]
     assert {row[-1] for row in rows} == {"100.0%"}
-    for trainer in reversed(trainers.values()):
-        trainer.close()
 
 
 def test_the_limit_of_packing_is_of_the_padded_micro_batches_that_are_trained(checkpoint):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.runs import finish, lines, start, wait_for_step
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 OVERRIDES = ("rollout.groups_per_batch=2", "validation.prompts=0", "checkpoint.every=3")
 
 

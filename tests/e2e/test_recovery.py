@@ -22,7 +22,7 @@ from tests.e2e.runs import (
 )
 from tests.e2e.slow_task import TURNS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 OVERRIDES = (
     "checkpoint.every=3",
     "staleness.max_staleness=2",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.runs import finish, lines, start, wait_for_step
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 SHORT = ("staleness.max_staleness=1",)
 
 

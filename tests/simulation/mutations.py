@@ -274,7 +274,7 @@ MUTATIONS = {
         (rows_that_a_resumed_request_brings_again_are_appended, ("rows",)),
         (rows_that_are_held_are_replaced_on_a_resume, ("rows",)),
         (a_drop_that_is_not_counted, ("ledger",)),
-        (a_group_that_is_trained_without_a_record, ("ledger",)),
+        (a_group_that_is_trained_without_a_record, ("ledger", "failure")),
         (ledger_records_that_are_forgotten_before_they_arrive, ("ledger", "exactly once"), "message twice"),
         (a_version_that_goes_back, ("versions",)),
         (a_replica_that_is_left_out_of_a_publish, ("versions",)),
