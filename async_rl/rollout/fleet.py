@@ -56,6 +56,11 @@ class Member:
     def name(self) -> str:
         return self.replica.name
 
+    def note_answer(self) -> None:
+        """A request was answered."""
+        self.num_answers += 1
+        self.answered.ring()
+
 
 class ReplicaFleet:
     """Replicas with names of their own.

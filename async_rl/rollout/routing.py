@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from agent_loop.engine import GenerateRequest, ReplicaLostError
+from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from message_queue.tokens import TokenOutput
 
@@ -53,11 +53,14 @@ class ReplicaRouter:
             try:
                 async with self._fleet.calling(member):
                     answer = await member.replica.generate(request)
-                member.num_answers += 1
-                member.answered.ring()
-                return answer
             except ReplicaLostError:
                 continue  # the fleet has noted it
+            except EngineError:
+                member.note_answer()  # a bad one is one too
+                raise
+            else:
+                member.note_answer()
+                return answer
             finally:
                 member.in_flight -= 1
 
