@@ -78,6 +78,7 @@ class JournalState:
         self._admitted, self._trained, self._dropped = start.ledger.admitted, start.ledger.trained, start.ledger.dropped
         self._trained_tokens, self._dropped_tokens = start.ledger.trained_tokens, start.ledger.dropped_tokens
         self._masked_tokens = start.ledger.masked_tokens
+        self._lost: list[int] = []  # of which the admission could not be read
         self.waiting = list(start.waiting)
         self.recycles = dict(start.recycles)
 
@@ -178,6 +179,7 @@ class JournalState:
     def lose(self, orphans: Iterable[int]) -> None:
         """Count groups as dropped of which the admission is lost."""
         for group in orphans:
+            self._lost.append(group)
             self._admitted += 1
             self.next_group = max(self.next_group, group + 1)
             self._count_dropped(LOST, tokens=0)
@@ -189,11 +191,15 @@ class JournalState:
         if start.unfinished is None or not self.settled_step <= start.train_step <= self.train_step:
             return []
         settled = self._settle(start.train_step)
-        ended = [g for g in self.live.values() if g.group < start.next_group and g.group not in start.unfinished]
-        trained = min(len(ended), max(0, start.ledger.trained - self._trained))
-        if trained:
-            self._trained += trained
+        in_flight = start.unfinished
+        ended = [g for g in self.live.values() if g.group < start.next_group and g.group not in in_flight]
+        unread = sum(group < start.next_group and group not in in_flight for group in self._lost)
+        missing = max(0, start.ledger.trained - self._trained)
+        trained = min(len(ended), missing)
+        if missing:
             self._trained_tokens, self._masked_tokens = start.ledger.trained_tokens, start.ledger.masked_tokens
+            self._trained += trained
+            self._count_as_trained(min(unread, missing - trained))
         for number, group in enumerate(ended):
             del self.live[group.group]
             if number >= trained:
@@ -291,6 +297,13 @@ class JournalState:
                 live.state, live.train_step, live.trained_tokens = GroupState.TRAINED, trained.train_step, tokens
                 live.trained_update = live.taken_update
         self.train_step = max(self.train_step, trained.train_step)
+
+    def _count_as_trained(self, groups: int) -> None:
+        """So many of those that count as lost were trained."""
+        self._trained += groups
+        self._dropped -= groups
+        self._reasons.subtract({LOST.partition(":")[0]: groups})
+        self._reasons = +self._reasons
 
     def _count_dropped(self, reason: str, *, tokens: int) -> None:
         self._dropped += 1

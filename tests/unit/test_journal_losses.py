@@ -174,3 +174,23 @@ def test_a_group_that_the_checkpoint_has_ended_is_not_there_again_where_the_reco
     disk = disk.after_kill()
     log, recovered = opened(disk, start=replace(known, unfinished=None))
     assert {g.admission.group for g in (*recovered.open, *recovered.ready)} == {0, 1, 2, 3}, "nobody knew"
+
+
+def test_a_group_that_the_checkpoint_has_trained_is_not_counted_as_lost_with_its_admission():
+    disk = FakeDisk()
+    log, _ = opened(disk, max_file_bytes=1 << 20)
+    ends = []
+    for body, group in (
+        (Admitted(0, 0, 0, 1, "append"), 0),
+        (Marked(9, 1, 3), 0),
+        (Taken((0,), 0), NO_GROUP),
+        (Trained((0,), 1, (), (1,)), NO_GROUP),
+    ):
+        assert log.append([Entry(body, group=group)]) == [None]
+        ends.append(log.files.current.size)
+    disk.files[min(disk.files)].data[ends[0] - 10] ^= 1
+    counts = LedgerCounts(trained=1, trained_tokens=2, masked_tokens=1)
+    known = JournalStart(train_step=1, next_group=1, unfinished=frozenset(), ledger=counts)
+    _, recovered = opened(disk.after_kill(), start=known)
+    assert recovered.report.lost_groups == (0,), "it is told"
+    assert recovered.ledger == replace(counts, admitted=1, tokens=3)
