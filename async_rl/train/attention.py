@@ -150,10 +150,41 @@ class _ToRows(torch.autograd.Function):
         return grad.new_zeros((ctx.slots, *grad.shape[1:])).index_copy_(0, row_slot, grad), None
 
 
-class RowAttention(MegatronModule):
-    """Rotary embedding and causal attention within each sequence of the rows.
+class RowModule(MegatronModule):
+    """Rotary embedding, then `attend`, where megatron has its core attention.
 
     Latent attention turns queries and keys itself, before each head gets a copy of the key.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.rotates = not config.multi_latent_attention
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: RowContext | None = None,
+    ) -> Tensor:
+        """[t, 1, heads * value dim] from query [t, 1, heads, dim], key and value [t, 1, kv heads, their dim]."""
+        if packed_seq_params is None:
+            raise ValueError(f"{type(self).__name__} needs packed_seq_params: a RowContext")
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        if self.rotates:
+            q, k = (rotate(x, packed_seq_params.rotary) for x in (q, k))
+        return self.attend(q, k, v, packed_seq_params.rows).reshape(len(q), 1, -1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """[t, ...] of all heads: causal attention within each sequence of the rows. Inputs as of forward, without 1."""
+        raise NotImplementedError
+
+
+class RowAttention(RowModule):
+    """Attention by torch's kernels.
 
     Without context parallelism sequences of similar length form padded batches (see PackedRows.buckets): with padding
     on the right, causality alone keeps real tokens from seeing it. With context parallelism keys and values of all
@@ -173,32 +204,15 @@ class RowAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
     ) -> None:
-        super().__init__(config=config)
+        super().__init__(config)
         self.layer_number = layer_number
         self.context_group = context_group()
-        self.rotates = not config.multi_latent_attention
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: RowContext | None = None,
-    ) -> Tensor:
-        """[t, 1, heads * value dim] from query [t, 1, heads, dim], key and value [t, 1, kv heads, their dim]."""
-        if packed_seq_params is None:
-            raise ValueError("RowAttention needs packed_seq_params: a RowContext")
-        rows = packed_seq_params.rows
-        q, k = query.squeeze(1), key.squeeze(1)
-        if self.rotates:
-            q, k = (rotate(x, packed_seq_params.rotary) for x in (q, k))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """See RowModule."""
         attend = self._across_ranks if self.context_group.size() > 1 else self._in_slots
-        out = attend(q, k, value.squeeze(1), rows)
-        return out.flatten(1).unsqueeze(1)
+        return attend(query, key, value, rows)
 
     def _in_slots(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """[t, heads, dim]."""

@@ -7,15 +7,14 @@ from typing import Any, cast
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from async_rl.batch.micro_batch import PackedRows
-from async_rl.train.attention import RowContext, rotate
+from async_rl.train.attention import RowModule
 
 
-class FusedRowAttention(MegatronModule):
-    """Rotary embedding, then `kernel`: causal attention within each sequence of the rows.
+class FusedRowAttention(RowModule):
+    """Attention by `kernel`.
 
     With context parallelism the kernel passes keys and values around the ranks; its ring takes of each sequence the
     two chunks that `pack_rows` gives a rank.
@@ -25,8 +24,7 @@ class FusedRowAttention(MegatronModule):
     """
 
     def __init__(self, config: Any, *, kernel: Callable[..., Any], **settings: Any) -> None:
-        super().__init__(config=config)
-        self.rotates = not config.multi_latent_attention
+        super().__init__(config)
         if config.multi_latent_attention:
             settings |= {
                 "k_channels": config.qk_head_dim + config.qk_pos_emb_head_dim,
@@ -34,26 +32,10 @@ class FusedRowAttention(MegatronModule):
             }
         self.kernel = kernel(config=config, **settings)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: RowContext | None = None,
-    ) -> Tensor:
-        """[t, 1, heads * value dim] from query [t, 1, heads, dim], key and value [t, 1, kv heads, their dim]."""
-        if packed_seq_params is None:
-            raise ValueError("FusedRowAttention needs packed_seq_params: a RowContext")
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
-        if self.rotates:
-            q, k = (rotate(x, packed_seq_params.rotary) for x in (q, k))
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        packed = packed_sequences(packed_seq_params.rows)
-        out = cast(Tensor, self.kernel(q, k, v, None, AttnMaskType.causal, packed_seq_params=packed))
-        return out.reshape(len(q), 1, -1)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """See RowModule."""
+        q, k, v = (x.contiguous() for x in (query, key, value))
+        return cast(Tensor, self.kernel(q, k, v, None, AttnMaskType.causal, packed_seq_params=packed_sequences(rows)))
 
 
 def packed_sequences(rows: PackedRows) -> PackedSeqParams:
