@@ -27,6 +27,7 @@ from message_queue.journal import Recovered
 from message_queue.ledger import Ledger, LedgerCounts
 from message_queue.policies import StalenessPolicy, WaitPolicy, end_of_expired
 from message_queue.staleness import newest_update
+from message_queue.versions import known_updates
 
 
 class RestoredGroup(QueuedGroup, Protocol):
@@ -119,16 +120,19 @@ def start_of_journal(
         policy: of the queue; groups that it can no longer train are given up.
     """
     budget = policy.budget
-    replay = _replayed(recovered, groups, next_update=next_update, policy=policy)
+    known = known_updates(
+        recovered.version_updates,
+        admitted=((group.admitted_version, group.admitted_update) for group in groups.values()),
+        used=(version for group in groups.values() for version in group.tokens_per_version()),
+    )
+    replay = _replayed(recovered, groups, known, next_update=next_update, policy=policy)
     end = next_update + len(replay) * budget.updates_per_batch
-    sampled = {version: end for group in groups.values() for version in group.tokens_per_version()}
-    known = sampled | dict(recovered.version_updates)  # the record of a version may be lost, and tokens of it not
+    versions = {version: min(update, end) for version, update in known.items()}
     for group in groups.values():
-        group.admitted_update = min(group.admitted_update, end)
+        group.admitted_update = min(group.admitted_update, versions[group.admitted_version])
     replayed = {group for batch in replay for group in batch}
     ready = [groups[g.admission.group] for g in recovered.ready]
     waiting = [groups[g.admission.group] for g in recovered.open] + [g for g in ready if g.group not in replayed]
-    versions = {version: min(update, end) for version, update in known.items()}
     hopeless = _hopeless(waiting, policy, next_update=end)
     too_old = _too_old(recovered, groups, waiting, versions, policy=policy, next_update=end)
     given_up = [
@@ -195,7 +199,12 @@ def without_open_tokens(counts: LedgerCounts) -> LedgerCounts:
 
 
 def _replayed(
-    recovered: Recovered, groups: Mapping[int, QueuedGroup], *, next_update: int, policy: StalenessPolicy
+    recovered: Recovered,
+    groups: Mapping[int, QueuedGroup],
+    updates: Mapping[int, int],
+    *,
+    next_update: int,
+    policy: StalenessPolicy,
 ) -> tuple[tuple[int, ...], ...]:
     """Batches trained after the checkpoint, as long as they are whole, one follows on the other, and the same tokens
     of them take gradient."""
@@ -209,20 +218,22 @@ def _replayed(
         batch = batches.get(update, [])
         if len(batch) != policy.budget.batch_groups:
             return tuple(whole)
-        if not all(_is_trained_as_before(groups[g], recovered, update=update, policy=policy) for g in batch):
-            return tuple(whole)
+        for number in batch:
+            masked = recovered.masked_tokens.get(number, 0)
+            if not _is_trained_as_before(groups[number], updates, masked=masked, update=update, policy=policy):
+                return tuple(whole)
         whole.append(tuple(batch))
 
 
-def _is_trained_as_before(group: QueuedGroup, recovered: Recovered, *, update: int, policy: StalenessPolicy) -> bool:
+def _is_trained_as_before(
+    group: QueuedGroup, updates: Mapping[int, int], *, masked: int, update: int, policy: StalenessPolicy
+) -> bool:
     """Whether the policy gives gradient to the tokens of a group to which the one before gave it, at `update`."""
-    counts = group.tokens_per_version()
-    updates = dict.fromkeys(counts, update) | dict(recovered.version_updates)
     oldest = policy.min_update(next_update=update)
-    young = [updates[version] for version, tokens in counts.items() if tokens and updates[version] >= oldest]
+    young = [updates[v] for v, tokens in group.tokens_per_version().items() if tokens and updates[v] >= oldest]
     if any(policy.budget.is_expired(of, next_update=update) for of in young):
         return False
-    return masked_tokens(group, updates, min_update=oldest) == recovered.masked_tokens.get(group.group, 0)
+    return masked_tokens(group, updates, min_update=oldest) == masked
 
 
 def _hopeless(groups: Iterable[QueuedGroup], policy: StalenessPolicy, *, next_update: int) -> list[int]:

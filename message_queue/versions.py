@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from message_queue.contract import QueueError
 
@@ -60,3 +60,24 @@ class PublishedVersions:
                 f"version {self._newest} is the newest that was published"
             )
         self._served = version
+
+
+def known_updates(
+    published: Mapping[int, int], *, admitted: Iterable[tuple[int, int]], used: Iterable[int]
+) -> dict[int, int]:
+    """Optimizer updates of every version, where what was written of some of them is lost.
+
+    Such a version holds at least as many as the weights before it, so what it sampled is never taken for newer than it
+    is, and at most as many as those after it.
+
+    Args:
+        published: `param_version` -> optimizer updates, of the versions that are known.
+        admitted: (version, updates) that groups were admitted on. used: versions that sampled a token.
+    """
+    pairs = [*published.items(), *admitted]
+    updates = dict(published)
+    for version in {version for version, _ in pairs} | set(used):
+        if version not in published:
+            least = max((update for other, update in pairs if other <= version), default=0)
+            updates[version] = min([least, *(update for other, update in published.items() if other > version)])
+    return updates

@@ -160,12 +160,14 @@ async def changed(seed, calls, before, s_before, policy, s):
 
     # and what it counted as the age of a version stays so
     saved = again.checkpoint or drive.checkpoint
-    _, _, last = await opened(
+    _, client, last = await opened(
         service._place.disk.after_kill(), s=s, policy=policy, step=again.saved or drive.saved, checkpoint=saved
     )
     counted = service._queue._versions.updates
     assert all(counted.get(version, update) == update for version, update in last.version_updates.items())
     assert last.replay == again.step - (again.saved or drive.saved)
+    for admission in (await client.snapshot()).unfinished:
+        assert admission.admitted_update == last.version_updates[admission.admitted_version]
 
 
 # the examples: tokens that were trained and would be masked now, all that is too old, a batch that is, prompts recycled
