@@ -37,7 +37,7 @@ from async_rl.warm_start import WarmStartConfig
 from async_rl.weights.publisher import OnUpdate
 from message_queue.client import QueueClientConfig
 from message_queue.journal import JournalConfig
-from message_queue.shards import MAX_SHARDS
+from message_queue.shards.inventory import MAX_SHARDS
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 

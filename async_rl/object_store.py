@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError
 
-from message_queue.packed import Buffers, SharedMemoryLost
+from message_queue.wire.packed import Buffers, SharedMemoryLost
 
 
 class _Box:

@@ -13,7 +13,7 @@ from async_rl.actors import QueueActor, ShardActor
 from async_rl.object_store import ObjectStore
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.restart import JournalPlace
-from message_queue.sharded import ShardedHandle
+from message_queue.shards.handle import ShardedHandle
 from message_queue.staleness import StalenessConfig
 from message_queue.together import Together
 from message_queue.tokens import RoutingSpec

@@ -12,7 +12,7 @@ from async_rl.folders import make_folder
 from async_rl.observe.recorder import Recorder
 from message_queue.journal import JournalError
 from message_queue.restart import JournalPlace, Restored
-from message_queue.shards import check_journal
+from message_queue.shards.inventory import check_journal
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup
 

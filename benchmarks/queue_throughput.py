@@ -60,7 +60,7 @@ from benchmarks.queue_ways import (
 from benchmarks.support import markdown_table, say
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
-from message_queue.sharded import ShardedHandle
+from message_queue.shards.handle import ShardedHandle
 from message_queue.staleness import StalenessConfig
 from message_queue.together import Together
 

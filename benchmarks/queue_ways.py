@@ -19,7 +19,7 @@ from async_rl.rollout.recorded import QueueRolloutLog
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import Admission, Batch
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
-from message_queue.sharded import ShardedHandle
+from message_queue.shards.handle import ShardedHandle
 from message_queue.together import Together
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory

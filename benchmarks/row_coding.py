@@ -22,10 +22,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from message_queue.rank_code import RankCode
 from message_queue.tokens import ExpertArray, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from message_queue.wire import EncodedSize, encode_trajectory, encoded_size
+from message_queue.wire.rank_code import RankCode
 
 MODELS = {
     "8 of 128, 48 layers": RoutingSpec(layers=tuple(range(48)), num_experts=128, top_k=8),

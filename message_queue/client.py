@@ -16,13 +16,13 @@ from message_queue.content import AppendedLengths, GroupMessage, outgoing_group,
 from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
 from message_queue.journal import JournalError
 from message_queue.ledger import LedgerError, LedgerRecord, LedgerTotal
-from message_queue.packed import Buffers, NoSharedMemory, SharedMemory, SharedMemoryLost
 from message_queue.progress import RolloutRecord
 from message_queue.restart import Restored, decode_restored
 from message_queue.staleness import StalenessError
 from message_queue.tokens import ContractError, RoutingSpec
 from message_queue.trajectory import PromptGroup
 from message_queue.wire import check_rank_code
+from message_queue.wire.packed import Buffers, NoSharedMemory, SharedMemory, SharedMemoryLost
 
 REFUSALS = (QueueError, ContractError, LedgerError, StalenessError, JournalError)
 

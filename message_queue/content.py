@@ -12,7 +12,6 @@ from typing import TypeAlias, assert_never
 import numpy as np
 
 from message_queue.contract import QueueError
-from message_queue.packed import Buffers, Packed, Shared, SharedMemory, share
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.tokens import RoutingSpec, TokenOutput
 from message_queue.trajectory import PromptGroup, Trajectory
@@ -25,7 +24,8 @@ from message_queue.wire import (
     unpack_group,
     unpack_segment,
 )
-from message_queue.wire_format import GROUP, unseal
+from message_queue.wire.format import GROUP, unseal
+from message_queue.wire.packed import Buffers, Packed, Shared, SharedMemory, share
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from message_queue.bookkeeper import Bookkeeper
 from message_queue.client import REFUSALS
-from message_queue.holder import ContentHolder
 from message_queue.service import QueueService
+from message_queue.shards.bookkeeper import Bookkeeper
+from message_queue.shards.holder import ContentHolder
 from message_queue.together import TogetherHost
 
 

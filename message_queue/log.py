@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from message_queue.contract import Admission, QueuedGroup
 from message_queue.journal import Journal
-from message_queue.packed import Shared
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.trajectory import ResumeRouting
 from message_queue.wire import EncodedGroup
+from message_queue.wire.packed import Shared
 
 
 class QueueLog(Protocol):

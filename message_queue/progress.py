@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from message_queue.packed import Packed, Shared
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
+from message_queue.wire.packed import Packed, Shared
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from message_queue.journal.disk import Disk
 from message_queue.journal.writer import StartsWriter, Writer
 from message_queue.log import JournaledLog
 from message_queue.policies import StalenessPolicy
-from message_queue.shards import books_run, shard_name, shard_run
+from message_queue.shards.inventory import books_run, shard_name, shard_run
 from message_queue.start import QueueStart, ended_counts, start_of_journal, with_ready
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting

@@ -19,7 +19,6 @@ from message_queue.content import Content, Contents, GroupMessage
 from message_queue.contract import Admission, Batch, PutResult, QueueError, QueueSnapshot
 from message_queue.journal import Journal
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.packed import Buffers, NoSharedMemory, SharedMemory
 from message_queue.policies import build_policy
 from message_queue.progress import RolloutRecord
 from message_queue.queue import TrajectoryQueue
@@ -27,6 +26,7 @@ from message_queue.restart import JournalPlace, Restored, open_journal
 from message_queue.staleness import StalenessConfig
 from message_queue.tickets import EndedTickets
 from message_queue.wire import EncodedGroup
+from message_queue.wire.packed import Buffers, NoSharedMemory, SharedMemory
 
 
 class QueueService:

@@ -11,7 +11,7 @@ from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import Admission, Batch, PutResult
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.restart import Restored
-from message_queue.sharded import ShardedHandle
+from message_queue.shards.handle import ShardedHandle
 from message_queue.tokens import TokenOutput
 from message_queue.trajectory import PromptGroup
 

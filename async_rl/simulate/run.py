@@ -38,12 +38,12 @@ from async_rl.simulate.processes import Process
 from async_rl.simulate.queue_client import WatchedQueue, WatchedShards
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.trainer import INITIAL, ParityReward, SimulatedTrainer, session_of_task
-from message_queue.bookkeeper import Bookkeeper
 from message_queue.contract import QueueSnapshot
-from message_queue.holder import ContentHolder
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
 from message_queue.service import QueueService
+from message_queue.shards.bookkeeper import Bookkeeper
+from message_queue.shards.holder import ContentHolder
 from message_queue.tokens import RoutingSpec, WeightVersion
 from message_queue.trajectory import Trajectory
 

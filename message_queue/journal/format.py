@@ -7,7 +7,7 @@ record   header (magic, kind, trajectory, sizes, number within its group, sequen
          of 8 bytes after the head and after the payload
 
 The checksum of a record's header starts from the run and the number of the file, so that bytes of another file are no
-record of this one. A segment's head and payload are those of its wire message: `wire_format.py` has them.
+record of this one. A segment's head and payload are those of its wire message: `wire/format.py` has them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import numpy as np
 
 from message_queue.journal.errors import JournalFormatError, JournalRunError
 from message_queue.journal.records import KINDS, Body, Observed, Sampled
-from message_queue.packed import Packed
 from message_queue.tokens import ContractError, Int32Array, TokenOutput
-from message_queue.wire_arrays import NO_GROUP as NO_IDS
-from message_queue.wire_format import (
+from message_queue.wire.arrays import NO_GROUP as NO_IDS
+from message_queue.wire.format import (
     SEGMENT,
     MessageHead,
     RowLayout,
@@ -36,6 +35,7 @@ from message_queue.wire_format import (
     TurnHead,
     unseal,
 )
+from message_queue.wire.packed import Packed
 
 FORMAT = 1
 FILE_MAGIC = b"ARLJOURN"

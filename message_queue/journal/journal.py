@@ -43,9 +43,9 @@ from message_queue.journal.records import (
 )
 from message_queue.journal.state import JournalStart
 from message_queue.journal.writer import Answer, Job, JournalStats, StartsWriter, Writer
-from message_queue.packed import Packed
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting
+from message_queue.wire.packed import Packed
 
 
 class Journal:

@@ -22,7 +22,7 @@ from message_queue.journal.state import JournalStart, JournalState
 from message_queue.ledger import LedgerCounts
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
-from message_queue.wire_arrays import MessageReader
+from message_queue.wire.arrays import MessageReader
 
 S = TypeVar("S")
 

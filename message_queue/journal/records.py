@@ -9,7 +9,7 @@ import msgspec
 from message_queue.ledger import LedgerCounts
 from message_queue.tokens import StopReason
 from message_queue.trajectory import ResumeRouting
-from message_queue.wire_format import MessageHead
+from message_queue.wire.format import MessageHead
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True):

@@ -5,7 +5,7 @@ import os
 from async_rl.object_store import ObjectStore
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
-from message_queue.sharded import ShardedHandle
+from message_queue.shards.handle import ShardedHandle
 from message_queue.together import Together
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from message_queue import holder
-from message_queue.holder import ContentHolder
 from message_queue.journal import Journal
 from message_queue.journal.open import mark_of
+from message_queue.shards import holder
+from message_queue.shards.holder import ContentHolder
 
 
 def a_group_that_is_ready_before_its_holder_has_it_on_the_disk(patch):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from message_queue.bookkeeper import Bookkeeper
 from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.holder import ContentHolder
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
-from message_queue.sharded import ShardedHandle
+from message_queue.shards.bookkeeper import Bookkeeper
+from message_queue.shards.handle import ShardedHandle
+from message_queue.shards.holder import ContentHolder
 from message_queue.staleness import StalenessConfig
 from tests.unit.groups import group_for
 from tests.unit.journal_disk import FakeDisk

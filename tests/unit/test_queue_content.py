@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.content import Recorded
 from message_queue.contract import DuplicateGroup, QueueError
-from message_queue.packed import Packed, Shared, SharedMemoryLost
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.service import QueueService
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from message_queue.wire import WireError, encode_group, pack_group, unpack_group
+from message_queue.wire.packed import Packed, Shared, SharedMemoryLost
 from tests.unit.groups import SPEC, segment
 from tests.unit.test_queue_client import Handle
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue.rank_code import RankCode
 from message_queue.tokens import ContractError
+from message_queue.wire.rank_code import RankCode
 
 SHAPES = [(1, 1), (8, 1), (8, 2), (8, 8), (16, 4), (64, 6), (64, 22), (128, 8), (256, 8), (384, 8), (512, 8)]
 SHAPES += [(70, 66), (512, 10), (768, 12), (512, 22)]  # whose tables or ranks take more than 64 bits

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue.bookkeeper import Bookkeeper
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.contract import QueueError, QueueSnapshot
-from message_queue.holder import ContentHolder
 from message_queue.journal import JournalConfig, JournalFull, JournalRunError, check_owner
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.restart import JournalPlace
 from message_queue.service import QueueService
+from message_queue.shards.bookkeeper import Bookkeeper
+from message_queue.shards.holder import ContentHolder
 from message_queue.staleness import StalenessConfig
 from message_queue.start import HOPELESS
 from message_queue.tokens import StopReason

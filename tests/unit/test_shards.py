@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from message_queue.client import QueueUnavailable
 from message_queue.contract import QueueError
 from message_queue.journal import JournalError, JournalRunError
-from message_queue.shards import Books, check_journal
+from message_queue.shards.inventory import Books, check_journal
 from tests.unit import test_restart as single
 from tests.unit.journal_disk import FakeDisk
 from tests.unit.shards import Disks, Fuse, group_of, opened

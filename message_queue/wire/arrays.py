@@ -9,11 +9,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from message_queue.packed import Buffers, Packed
-from message_queue.rank_code import RankCode
 from message_queue.tokens import ExpertArray, RoutedExperts, RoutingSpec, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
-from message_queue.wire_format import (
+from message_queue.wire.format import (
     MessageHead,
     RowLayout,
     RowsHead,
@@ -23,6 +21,8 @@ from message_queue.wire_format import (
     WireError,
     seal,
 )
+from message_queue.wire.packed import Buffers, Packed
+from message_queue.wire.rank_code import RankCode
 
 NO_GROUP = (0, 0, 0, 0)
 

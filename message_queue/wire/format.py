@@ -1,4 +1,4 @@
-"""Layout of one message: preamble, head, payload. What is in them is written and read by `wire.py`.
+"""Layout of one message: preamble, head, payload. What is in them is written and read by `arrays.py`.
 
 preamble   magic "ARLQ", format, kind, bytes of head and payload, crc32 of all else
 head       msgpack: everything but the arrays, and how long each array is; zeros up to a multiple of 8 bytes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from message_queue.books import open_books
 from message_queue.contract import Admission, Batch, PutResult, QueueError
 from message_queue.progress import RolloutRecord
 from message_queue.restart import Restored
 from message_queue.service import QueueService
-from message_queue.shards import Books, Counted, Inventory
+from message_queue.shards.books import open_books
+from message_queue.shards.inventory import Books, Counted, Inventory
 from message_queue.start import admission_of
 from message_queue.wire import EncodedGroup
 

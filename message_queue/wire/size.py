@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from message_queue.packed import Packed
-from message_queue.wire_format import unseal
+from message_queue.wire.format import unseal
+from message_queue.wire.packed import Packed
 
 _PARTS = ("structure", "tokens", "logprobs", "rows", "total")
 

@@ -16,12 +16,12 @@ from message_queue.contract import Admission, QueueError
 from message_queue.journal import JournalStart
 from message_queue.journal.records import Marked
 from message_queue.log import JournaledLog
-from message_queue.packed import Buffers, NoSharedMemory, SharedMemory
 from message_queue.progress import RolloutRecord
 from message_queue.restart import JournalPlace, open_patiently
-from message_queue.shards import Books, HeldGroup, Inventory, empty_group
+from message_queue.shards.inventory import Books, HeldGroup, Inventory, empty_group
 from message_queue.trajectory import PromptGroup
 from message_queue.wire import encode_group, pack_group
+from message_queue.wire.packed import Buffers, NoSharedMemory, SharedMemory
 
 ENDED = "ended"
 NO_BOOKS = Books(0, frozenset(), frozenset())

@@ -3,7 +3,7 @@
 Rows are those that the merge rule takes, sent once, by the segment that owns them: with `append` and `force` T-1 rows
 for a trajectory of T tokens, whatever happened to it. `replace` sends the rows that are left in the end, `split` those
 of every training sequence. They are never widened, and the RoutingSpec is not sent: the receiver has it.
-`wire_format.py` has the layout.
+`format.py` has the layout.
 
 Rank-coded rows (`rank_code.py`) take about the fewest bytes there are and lose the order within the top-k, which
 training does not need.
@@ -16,42 +16,21 @@ from typing import Any
 
 import msgspec
 
-from message_queue.packed import Buffers, Packed
-from message_queue.rank_code import RankCode
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, Trajectory
-from message_queue.wire_arrays import MessageReader, MessageWriter
-from message_queue.wire_format import (
+from message_queue.wire.arrays import MessageReader, MessageWriter
+from message_queue.wire.format import (
     GROUP,
     SEGMENT,
     TRAJECTORY,
     MessageHead,
     TrajectoryHead,
     TurnHead,
-    WireError,
     seal,
     unseal,
 )
-from message_queue.wire_size import EncodedSize, encoded_size
-
-__all__ = [
-    "EncodedGroup",
-    "EncodedSize",
-    "WireError",
-    "check_rank_code",
-    "decode_group",
-    "decode_segment",
-    "decode_trajectory",
-    "encode_group",
-    "encode_segment",
-    "encode_trajectory",
-    "encoded_size",
-    "pack_group",
-    "pack_segment",
-    "unpack_group",
-    "unpack_segment",
-    "with_ids",
-]
+from message_queue.wire.packed import Buffers, Packed
+from message_queue.wire.rank_code import RankCode
 
 
 def check_rank_code(routing: RoutingSpec) -> None:

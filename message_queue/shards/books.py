@@ -10,7 +10,7 @@ from message_queue.journal import Journal
 from message_queue.log import BooksLog
 from message_queue.policies import StalenessPolicy
 from message_queue.restart import JournalPlace, Restored, open_patiently, restored_of
-from message_queue.shards import HeldGroup, Inventory, empty_group
+from message_queue.shards.inventory import HeldGroup, Inventory, empty_group
 from message_queue.start import QueueStart, admission_of, start_of_journal, with_ready
 from message_queue.wire import EncodedGroup, pack_group, with_ids
 

@@ -6,7 +6,7 @@
                  .trained.remote(...)     -> books                     -> holders: what they may forget
                  .admit.remote(...), ...  -> books
 
-The order is what makes it safe: see `shards.py`.
+The order is what makes it safe: see `message_queue.shards`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 
 from message_queue.content import GroupMessage
 from message_queue.contract import Admission, Batch, PutResult
-from message_queue.packed import Buffers
 from message_queue.progress import RolloutRecord
 from message_queue.restart import Restored, with_open
-from message_queue.shards import Books, Counted, Inventory
+from message_queue.shards.inventory import Books, Counted, Inventory
 from message_queue.wire import EncodedGroup
+from message_queue.wire.packed import Buffers
 
 T = TypeVar("T")
 
