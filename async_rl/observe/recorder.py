@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 from async_rl.folders import make_folder, sync_path
 from async_rl.observe.lengths import Lengths
 from async_rl.observe.metrics import METRICS, metric_of
-from async_rl.observe.rewind import missing_records, rewind, unseen_groups
+from async_rl.observe.rewind import ENDED_UNSEEN, missing_records, rewind, unseen_groups
 from async_rl.rollout.validator import ValidationResult
 
 
@@ -82,6 +82,8 @@ class Recorder:
         self.ledger(unseen)
         for text in lost:
             self.warn(text)
+        if unseen and not lost:
+            self.note(f"ledger.jsonl has {len(unseen)} groups more: {ENDED_UNSEEN}, and why they ended is not known")
 
     def sync(self) -> None:
         """Return once all that was recorded so far survives a loss of power. Blocks; may be called in a thread.

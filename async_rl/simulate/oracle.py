@@ -267,7 +267,7 @@ class Oracle:
     def _check_reason(self, record: Mapping[str, Any]) -> None:
         cause = record["reason"].partition(":")[0]
         failed = {"rollout failed"} if self._excused() else set[str]()
-        allowed = {"admission withdrawn", *_LEFT_BEHIND, *self._policies.reasons(), *failed}
+        allowed = {"admission withdrawn", *_LEFT_BEHIND, *self._policies.reasons(damaged=self._damaged), *failed}
         _require("failure", cause in allowed, "group {} was dropped: {}", record["group"], record["reason"])
 
     # ---- what is trained

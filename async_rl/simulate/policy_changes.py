@@ -98,10 +98,13 @@ class PolicyChanges:
         if told and len(self._used) > 1:
             expected.trained = {step: groups for step, groups in expected.trained.items() if step <= found.end}
 
-    def reasons(self) -> set[str]:
-        """For which groups may have been dropped by now for their age."""
+    def reasons(self, *, damaged: bool) -> set[str]:
+        """For which groups may have been dropped by now for their age.
+
+        damaged: what was trained may be ready again, so that groups behind it find no place within the bound.
+        """
         policies = {used.policy for used in self._used}
-        expired = {"expired"} if len(self._used) > 1 or policies != {"wait"} else set[str]()
+        expired = {"expired"} if damaged or len(self._used) > 1 or policies != {"wait"} else set[str]()
         return expired | ({"recycled"} if "recycle" in policies else set())
 
     @property

@@ -45,6 +45,9 @@ class Sessions:
                     answered = (segment.token_ids for turn in turns for segment in turn.segments)
                     session, calls = session_name(group, i), sum(int((ids == model.CALL).sum()) for ids in answered)
                     self._tool_calls[session] = min(calls, self._tool_calls.get(session, 0))
+                    if session in self._kept:  # the record that it ended may be lost, and what it was with that
+                        length = len(held.trajectories[i]) if i < len(held.trajectories) else 0
+                        self._kept[session] = min(length, self._kept[session])
         if new_driver:
             self._kept = {s: _FINISHED for s, group in of.items() if group not in found.open}
             for group, held in found.open.items():
