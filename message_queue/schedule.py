@@ -86,9 +86,11 @@ class Schedule(Generic[G]):
         return [group for group, admission in self._held.open.items() if self.expiry(admission.admitted_update)]
 
     def expired(self) -> dict[int, str]:
-        """Ready groups that can no longer be trained, and why."""
+        """Ready groups that can no longer be trained, and why. Those to be trained again can, as they were before."""
+        again = {group for batch in self._replay for group in batch}
         reasons = {
             g.group: self.expiry(g.admitted_update, newest_update=self._held.newest_update(g.group))
             for g in self._held.ready.values()
+            if g.group not in again
         }
         return {group: reason for group, reason in reasons.items() if reason is not None}

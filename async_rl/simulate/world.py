@@ -142,9 +142,8 @@ class World:
             self.reopened(result)
         if process != "queue" or self.run is None or self._journal.is_opening:
             return
-        state = self.run.queue_state()
         self.judge(self.oracle.ended, self.run.untold_records())
-        self.judge(self.oracle.admitted, state.unfinished)
+        self.judge(self.oracle.admitted, (state := self.run.queue_state()).unfinished)
         self.judge(self.oracle.queue_called, method, args)
         self.judge(self.oracle.check_ledger, state)
         if method == "checkpointed":
@@ -254,8 +253,9 @@ class World:
 
     def _remember(self, run: Run) -> None:
         self.judge(self.oracle.ended, run.records())
-        self.judge(self.oracle.admitted, run.queue_state().unfinished)
-        self.judge(self.oracle.records, run.records())
+        if not self._journal.is_opening:  # else nobody was told what it goes on from
+            self.judge(self.oracle.admitted, run.queue_state().unfinished)
+            self.judge(self.oracle.records, run.records())
 
     def _require_excuse(self, error: str, fired: list[Fault], *, disk_was_broken: bool) -> None:
         """A run may only fail for what was broken on purpose, and says so."""
