@@ -171,8 +171,8 @@ async def changed(seed, calls, before, s_before, policy, s):
         assert admission.admitted_update == last.version_updates[admission.admitted_version]
 
 
-# the examples: tokens that were trained and would be masked now, all that is too old, a batch that is, prompts recycled, a
-# group that is trained again and was admitted too long ago, though none of its tokens is too old
+# the examples: tokens that were trained and would be masked now, all that is too old, a batch that is, prompts
+# recycled, a group that is trained again and was admitted too long ago, though none of its tokens is too old
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
