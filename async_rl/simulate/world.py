@@ -31,19 +31,16 @@ from async_rl.simulate.disk import Disks
 from async_rl.simulate.engine import Answered
 from async_rl.simulate.journal_watch import OPERATOR_S, JournalWatch, drops_are_excused, may_end, most_starts
 from async_rl.simulate.oracle import Oracle, Violation
-from async_rl.simulate.processes import adopt
 from async_rl.simulate.run import Run
 from async_rl.simulate.scenario import Fault, Scenario
 from async_rl.simulate.trainer import LookupTool, session_of_task
-from async_rl.simulate.virtual_time import Deadlock, NumberedTask, VirtualTimeLoop
+from async_rl.simulate.turns import Turns
+from async_rl.simulate.virtual_time import Deadlock, VirtualTimeLoop
 from message_queue.contract import Batch
 from message_queue.restart import JournalPlace, Restored
 from message_queue.tokens import Int32Array, WeightVersion
 from message_queue.trajectory import PromptGroup
 
-STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
-STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
-CLEAN_UP_TURNS = 2_000
 Event = tuple[float, str, str, tuple[object, ...]]
 
 
@@ -79,14 +76,9 @@ class World:
         self._loop = loop
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
         self._passed: Counter[str] = Counter()
-        self._progress = (0.0, 0)
-        self._turn_faults = {fault.at: fault for fault in scenario.faults if fault.point.startswith("turn/")}
-        self._turn = self._living_turns = self._cleaning = 0
-        self._tasks: dict[NumberedTask, None] = {}
+        self._turns = Turns(loop, scenario, happens=self._fault_of_turn, stands_still=self._stands_still)
         threads = random.Random(f"threads {scenario.seed}")
         loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s
-        loop.on_task = self._on_task
-        loop.on_turn = self._on_turn
         loop.set_exception_handler(lambda _loop, _context: None)
 
     # ---- what the parts ask and tell
@@ -142,8 +134,9 @@ class World:
             self.reopened(result)
         if process != "queue" or self.run is None or self._journal.is_opening:
             return
+        state = self.run.queue_state()
         self.judge(self.oracle.ended, self.run.untold_records())
-        self.judge(self.oracle.admitted, (state := self.run.queue_state()).unfinished)
+        self.judge(self.oracle.admitted, state.unfinished)
         self.judge(self.oracle.queue_called, method, args)
         self.judge(self.oracle.check_ledger, state)
         if method == "checkpointed":
@@ -177,7 +170,7 @@ class World:
     def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
         """The trainer is about to train."""
         self.judge(self.oracle.check_batch, batch, train_step=train_step)
-        self._progress = (self._loop.time(), self._turn)
+        self._turns.progress()
 
     def judge(self, check: Any, *args: Any, **kwargs: Any) -> None:
         """Call a check of the oracle; the first violation ends the world."""
@@ -225,7 +218,7 @@ class World:
         """One start of the run; True at its end or where an invariant is broken."""
         fired = len(self.fired)
         self.note("world", "start", start)
-        self._progress = (self._loop.time(), self._turn)
+        self._turns.progress()
         disk_was_broken = self.disk.is_broken
         self._journal.driver_starts()
         run = self.run = Run(self, number=start)
@@ -268,12 +261,9 @@ class World:
 
     # ---- the loop
 
-    def _on_task(self, task: NumberedTask) -> None:
-        self._tasks[task] = None
-        task.add_done_callback(self._forget)
-        adopt(task)
-
-    def _fault_of_turn(self, run: Run, fault: Fault) -> None:
+    def _fault_of_turn(self, fault: Fault) -> None:
+        if self.run is None:
+            return
         self._happened(fault)
         match fault.kind:
             case "driver dies":
@@ -281,7 +271,7 @@ class World:
             case "machine dies":
                 self.lose_power()
             case "stop is asked for":
-                run.lives.request_stop()
+                self.run.lives.request_stop()
             case _:
                 self.kill(fault.point.removeprefix("turn/"))
 
@@ -289,45 +279,23 @@ class World:
         self.fired.append(fault)
         self.note("fault", str(fault))
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)  # type: ignore[arg-type]
-
-    def _on_turn(self) -> None:
-        self._turn += 1
-        if self._cleaning:
-            if self._turn > self._cleaning + CLEAN_UP_TURNS:
-                raise Deadlock("what a dead driver left behind does not end")
-            return
-        self._living_turns += 1
-        if self._living_turns in self._turn_faults and self.run is not None:
-            self._fault_of_turn(self.run, self._turn_faults[self._living_turns])
-        since, turn = self._progress
-        if self._loop.time() > since + STANDSTILL_S or self._turn > turn + STANDSTILL_TURNS:
-            waited = f"{self._loop.time() - since:.0f} s and {self._turn - turn} turns of the event loop"
-            self._progress = (self._loop.time(), self._turn)
-            self.fail(Violation("progress", f"no train step in {waited}"))
+    def _stands_still(self, waited: str) -> None:
+        self.fail(Violation("progress", f"no train step in {waited}"))
 
     def _kill_driver(self, cause: str) -> None:
         """Stop every task where it is; what they still do on their way out reaches nobody."""
-        self._cleaning = self._turn
         self.note("world", "kill", cause)
         if self.run is not None:
             self.run.cut_off()
-        for task in list(self._tasks):
-            if task.get_name() != "world":
-                task.cancel()
+        self._turns.cut_off()
 
     async def _clean_up(self) -> None:
         """End whatever a run left behind."""
         assert self.run is not None
-        self._cleaning = self._turn
         self.run.cut_off()
-        while left := [task for task in self._tasks if task.get_name() != "world"]:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left)
+        await self._turns.clean_up()
         self.run.recorder.close()
-        self._cleaning = 0
+        self._turns.go_on()
 
 
 def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
