@@ -13,7 +13,10 @@ import psutil
 
 from async_rl.model_info import read_model_info
 from async_rl.resume import Resume
-from message_queue.journal import Journal, JournalError
+from message_queue.journal import JournalError
+from message_queue.restart import open_patiently
+from message_queue.shards.holder import ContentHolder
+from message_queue.wire import decode_group
 
 SMALL = (
     "task.factory=tests.e2e.parity_task:parity_task",
@@ -93,15 +96,33 @@ def read_journal(directory, copy, *, config, checkpoint):
     config = replace(config, output_dir=copy)
     place = replace(Resume(config).journal(read_model_info(checkpoint).routing), busy_s=0.0)
 
-    async def read():
-        journal, recovered = await Journal.open(
-            place.directory, run=place.run, config=place.config, start=place.start()
-        )
-        async with journal:
-            groups = [g.admission.group for g in (*recovered.open, *recovered.ready)]
-            return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
+    return asyncio.run(_read(place) if config.queue.shards == 1 else _read_shards(place, config.queue.shards))
 
-    return asyncio.run(read())
+
+async def _read(place):
+    journal, recovered = await open_patiently(place, place.start())
+    async with journal:
+        groups = [g.admission.group for g in (*recovered.open, *recovered.ready)]
+        return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
+
+
+async def _read_shards(place, shards):
+    """Of a queue whose content is in processes of its own."""
+    holders = [ContentHolder(place.of_shard(shard, shards=shards)) for shard in range(shards)]
+    try:
+        inventories = [await holder.open() for holder in holders]
+        records = {group: held.records for inventory in inventories for group, held in inventory.groups.items()}
+        books = place.of_books(shards=shards)
+        journal, recovered = await open_patiently(books, replace(books.start(), held=records))
+        await journal.close()
+        content = {}
+        for known in (*recovered.open, *recovered.ready):
+            (data,) = await holders[known.admission.group % shards].read([known.admission])
+            content[known.admission.group] = decode_group(data, routing=place.routing)
+        return recovered, content
+    finally:
+        for holder in holders:
+            await holder.close_journal()
 
 
 def peek(directory, copy, *, config, checkpoint):
