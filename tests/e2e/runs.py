@@ -108,10 +108,12 @@ async def _read(place):
 
 async def _read_shards(place, shards):
     """Of a queue whose content is in processes of its own."""
-    holders = [ContentHolder(place.of_shard(shard, shards=shards)) for shard in range(shards)]
+    holders, records = [], {}
     try:
-        inventories = [await holder.open() for holder in holders]
-        records = {group: held.records for inventory in inventories for group, held in inventory.groups.items()}
+        for shard in range(shards):
+            holder = ContentHolder(place.of_shard(shard, shards=shards))
+            records |= {group: held.records for group, held in (await holder.open()).groups.items()}
+            holders.append(holder)
         books = place.of_books(shards=shards)
         journal, recovered = await open_patiently(books, replace(books.start(), held=records))
         await journal.close()
