@@ -246,9 +246,11 @@ class World:
 
     def _remember(self, run: Run) -> None:
         self.judge(self.oracle.ended, run.records())
-        if not self._journal.is_opening:  # else nobody was told what it goes on from
-            self.judge(self.oracle.admitted, run.queue_state().unfinished)
-            self.judge(self.oracle.records, run.records())
+        if self._journal.is_opening:  # nobody was told what it goes on from, and the records are of the run before
+            self.judge(self.oracle.records, run.untold_records())
+            return
+        self.judge(self.oracle.admitted, run.queue_state().unfinished)
+        self.judge(self.oracle.records, run.records())
 
     def _require_excuse(self, error: str, fired: list[Fault], *, disk_was_broken: bool) -> None:
         """A run may only fail for what was broken on purpose, and says so."""
