@@ -1,74 +1,29 @@
-"""Stand-ins for engines, tools and rewards. They honour the contracts, so that what passes here is worth something."""
+"""A stand-in for an engine with the life cycle of a replica, held to the contract of one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
-from agent_loop.loop import Prompt
-from agent_loop.reward import Completion
 from async_rl.engines.replica import ReplicaStats
 from async_rl.engines.spans import cut_into_segments
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import (
     ContractError,
-    Int32Array,
     RoutedExperts,
     RoutingSpec,
     StopReason,
     TokenOutput,
     WeightVersion,
 )
-from message_queue.trajectory import Trajectory
-
-SPEC = RoutingSpec(layers=(1, 2, 4), num_experts=8, top_k=2)
-
-Script = Callable[[Int32Array], int]
-"""Next token, given all tokens so far. Pure, so that an interrupted decode goes on as if nothing had happened."""
-
-
-def fake_weights(version: int) -> WeightVersion:
-    """A version with a digest of its own."""
-    return WeightVersion(version, f"digest-{version}")
-
-
-def fake_logprob(token: int, position: int, version: int) -> float:
-    """Logprob of the token sampled at `position` by `version`."""
-    return -(1 + zlib.crc32(f"{token}/{position}/{version}".encode()) % 1000) / 1000
-
-
-def fake_row(token: int, position: int, version: int, spec: RoutingSpec) -> np.ndarray:
-    """Row of `token` at `position` under `version`, [moe_layers, top_k]; a test can tell which forward gave it."""
-    row = np.empty(spec.row_shape, np.uint8)
-    for at, layer in enumerate(spec.layers):
-        first = zlib.crc32(f"{token}/{position}/{version}/{layer}".encode()) % spec.num_experts
-        row[at] = (first + np.arange(spec.top_k)) % spec.num_experts
-    return row
-
-
-def true_rows(trajectory: Trajectory) -> np.ndarray:
-    """Rows that `trajectory` must hold, int16 [T, moe_layers, top_k], from its tokens and who sampled them.
-
-    The slow, obvious statement of the rule: row p belongs to the first decode that sampled a token after p.
-    """
-    spec = trajectory.routing
-    assert spec is not None
-    tokens, versions = trajectory.token_ids(), trajectory.param_versions()
-    rows = np.full((len(tokens), *spec.row_shape), -1, np.int16)
-    for position in range(len(tokens) - 1):
-        owners = versions[position + 1 :][versions[position + 1 :] >= 0]
-        if len(owners):
-            rows[position] = fake_row(int(tokens[position]), position, int(owners[0]), spec)
-    return rows
+from tests.fakes.sampled import SPEC, Script, fake_logprob, fake_row, fake_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,35 +37,6 @@ class Interruption:
 
 Fault = Callable[[GenerateRequest, list[TokenOutput]], list[TokenOutput]]
 """What becomes of an answer on its way; tests/faults.py has a collection."""
-
-
-class SeededScript:
-    """A random walk over `vocab_size` ids; `stop_token` comes up with probability about 1 / mean_length."""
-
-    def __init__(self, seed: int, *, vocab_size: int, stop_token: int, mean_length: int) -> None:
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._stop_token = stop_token
-        self._mean_length = mean_length
-
-    def __call__(self, token_ids: Int32Array) -> int:
-        draw = zlib.crc32(token_ids.tobytes(), self._seed)
-        if draw % self._mean_length == 0:
-            return self._stop_token
-        return (draw // self._mean_length) % self._vocab_size
-
-
-class TurnScript:
-    """Writes given turns: turn k after the k-th occurrence of `opening` (the tokens that open an assistant turn)."""
-
-    def __init__(self, turns: Sequence[Sequence[int]], *, opening: Sequence[int]) -> None:
-        self._turns = [list(turn) for turn in turns]
-        self._opening = list(opening)
-
-    def __call__(self, token_ids: Int32Array) -> int:
-        ids, width = token_ids.tolist(), len(self._opening)
-        ends = [i + width for i in range(len(ids) - width + 1) if ids[i : i + width] == self._opening]
-        return self._turns[len(ends) - 1][len(ids) - ends[-1]]
 
 
 @dataclass(slots=True, eq=False)
@@ -392,44 +318,3 @@ def check_at_edge(
                 f"routed_experts has rows {given.first_position}..{given.end_position - 1}; need {row}..{end - 2}"
             )
         row = max(row, end - 1)
-
-
-@dataclass(slots=True)
-class FakeTool:
-    """A Tool that records its calls. `behave` gives the reply or raises; `seconds` is how long it takes."""
-
-    behave: Callable[[Mapping[str, Any]], str] = lambda _arguments: "ok"
-    seconds: float = 0.0
-    name: str = "tool"
-    description: str = "a tool"
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    calls: list[Mapping[str, Any]] = field(default_factory=list)
-    cancelled: int = 0
-    started: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        self.calls.append(arguments)
-        self.started.set()
-        try:
-            await asyncio.sleep(self.seconds)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return self.behave(arguments)
-
-
-@dataclass(slots=True)
-class FakeReward:
-    """A Reward that records what it saw."""
-
-    value: float = 1.0
-    seconds: float = 0.0
-    error: Exception | None = None
-    seen: list[Completion] = field(default_factory=list)
-
-    async def score(self, prompt: Prompt, *, completion: Completion) -> float:
-        self.seen.append(completion)
-        await asyncio.sleep(self.seconds)
-        if self.error is not None:
-            raise self.error
-        return self.value

@@ -1,0 +1,33 @@
+"""Stand-ins for engines, tools and rewards. They honour the contracts, so that what passes here is worth something."""
+
+from __future__ import annotations
+
+from tests.fakes.engine import FakeEngine, Fault, Interruption, check_at_edge
+from tests.fakes.sampled import (
+    SPEC,
+    Script,
+    SeededScript,
+    TurnScript,
+    fake_logprob,
+    fake_row,
+    fake_weights,
+    true_rows,
+)
+from tests.fakes.task import FakeReward, FakeTool
+
+__all__ = [
+    "SPEC",
+    "FakeEngine",
+    "FakeReward",
+    "FakeTool",
+    "Fault",
+    "Interruption",
+    "Script",
+    "SeededScript",
+    "TurnScript",
+    "check_at_edge",
+    "fake_logprob",
+    "fake_row",
+    "fake_weights",
+    "true_rows",
+]
