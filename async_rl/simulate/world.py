@@ -218,6 +218,7 @@ class World:
         """One start of the run; True at its end or where an invariant is broken."""
         fired = len(self.fired)
         self.note("world", "start", start)
+        self._turns.go_on()  # a driver may have been killed where none ran
         self._turns.progress()
         disk_was_broken = self.disk.is_broken
         self._journal.driver_starts()
