@@ -52,6 +52,7 @@ from benchmarks.support import (
     make_warm_start,
     markdown_table,
     say,
+    show,
     start_rank,
 )
 from message_queue.tokens import StopReason
@@ -248,8 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {
             name: measure(name, config, trajectories=args.trajectories, folder=Path(folder)) for name in args.models
         }
-    print(f"{args.dtype}, {args.trajectories} trajectories of each model\n")
-    print(table(found))
+    show(f"{args.dtype}, {args.trajectories} trajectories of each model\n")
+    show(table(found))
 
 
 if __name__ == "__main__":

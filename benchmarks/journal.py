@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.support import markdown_table, say
+from benchmarks.support import markdown_table, say, show
 from message_queue.contract import Admission
 from message_queue.journal import Journal, JournalConfig, JournalStart
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
@@ -234,12 +234,12 @@ def main() -> None:
     args = parser.parse_args()
     rows = throughput_rows(args.directory, num_bytes=args.mb * 1_000_000, rounds=args.rounds)
     header = ["segment", "fsync", "journal MB/s", "disk MB/s", "ratio [min, max]", "records/s", "fsyncs/record"]
-    print(markdown_table(header, rows))
+    show(markdown_table(header, rows))
     with scratch(args.directory) as folder:
         rows = asyncio.run(group_rows(folder, groups=args.groups))
     header = ["groups so far", "us/group", "CPU us/group", "process MB", "files", "disk MB", "live MB"]
-    print()
-    print(markdown_table(header, rows))
+    show("")
+    show(markdown_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from async_rl.batch.packing import plan_micro_batches
 from async_rl.model_info import read_model_info
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
-from benchmarks.support import Variant, markdown_table, save_calculator, trainers_side_by_side
+from benchmarks.support import Variant, markdown_table, save_calculator, show, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns
 
 ADAM = OptimizerConfig(lr=1e-6)
@@ -113,8 +113,8 @@ def main() -> None:
         "of the limit, CPU",
         "real tokens in arrival order",
     )
-    print(f"micro-batches of {config.micro_batch_tokens} tokens, {config.threads} threads\n")
-    print(markdown_table(header, rows))
+    show(f"micro-batches of {config.micro_batch_tokens} tokens, {config.threads} threads\n")
+    show(markdown_table(header, rows))
 
 
 if __name__ == "__main__":

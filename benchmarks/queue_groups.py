@@ -191,7 +191,7 @@ async def points(*, groups: int, policy: str) -> list[Point]:
 
 
 def main() -> None:
-    from benchmarks.support import markdown_table
+    from benchmarks.support import markdown_table, show
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1_000_000)
@@ -211,7 +211,7 @@ def main() -> None:
         for p in found
     ]
     header = ["groups so far", "CPU us/group", "of the first", "live", "snapshot kB", "Summary kB", "process MB"]
-    print(markdown_table(header, rows))
+    show(markdown_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ from benchmarks.queue_ways import (
     kimi_k2,
     qwen3,
 )
-from benchmarks.support import markdown_table, say
+from benchmarks.support import markdown_table, say, show
 from message_queue.journal import JournalConfig
 from message_queue.restart import JournalPlace
 from message_queue.shards.handle import ShardedHandle
@@ -281,7 +281,7 @@ def main() -> None:
     finally:
         ray.shutdown()
     header = ["groups", "way", "groups/s", "GB/s", "stored", "sockets", "queue / way", "journaled / way"]
-    print(markdown_table(header, rows))
+    show(markdown_table(header, rows))
 
 
 if __name__ == "__main__":

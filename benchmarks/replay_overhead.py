@@ -31,7 +31,7 @@ from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.worker import TrainerRank
 from benchmarks.equal_weights import save_random
 from benchmarks.routing_mismatch import evaluate
-from benchmarks.support import Variant, markdown_table, save_calculator, trainers_side_by_side
+from benchmarks.support import Variant, markdown_table, save_calculator, show, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns
 
 ADAM = OptimizerConfig(lr=1e-9)  # the live router goes on choosing the rows
@@ -123,8 +123,8 @@ def main() -> None:
         "more CPU time",
         "rows as the live router",
     )
-    print(f"{arguments.threads} threads, {arguments.rounds} rounds; goal for R3: at most {GOAL:.0%} more\n")
-    print(markdown_table(header, rows))
+    show(f"{arguments.threads} threads, {arguments.rounds} rounds; goal for R3: at most {GOAL:.0%} more\n")
+    show(markdown_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from agent_loop.loop import TurnLimits
 from agent_loop.segments import SegmentDecoder, observe_prompt
 from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.model_info import ModelInfo, read_model_info
+from benchmarks.support import show
 from message_queue.trajectory import Trajectory
 
 GOAL = 0.95
@@ -132,7 +133,7 @@ def report(rates: dict[str, list[Speed]]) -> None:
         verdict = "" if values is base else f"  goal {GOAL}: {'met' if median >= GOAL else 'MISSED'}"
         rate = f"{statistics.median(value.per_second for value in values):8.0f} tokens/s"
         spread = f"ratio {median:.3f} [{low:.3f} .. {high:.3f}]   CPU {cpu[1]:.3f} [{cpu[0]:.3f} .. {cpu[2]:.3f}]"
-        print(f"{name:22} {rate}   {spread}{verdict}")
+        show(f"{name:22} {rate}   {spread}{verdict}")
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -157,7 +158,7 @@ def main() -> None:
             from tests.tiny_models import qwen3_moe_config, save_checkpoint
 
             checkpoint = save_checkpoint(qwen3_moe_config(vocab_size=512), Path(folder), seed=0)
-        print(
+        show(
             f"{args.concurrency} concurrent, {args.prompt} prompt + {args.tokens} sampled tokens, {args.rounds} rounds"
         )
         report(asyncio.run(compare(args, config, checkpoint)))

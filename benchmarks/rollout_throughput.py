@@ -47,7 +47,7 @@ from async_rl.engines.vllm_segment import sampling_params
 from async_rl.handles import ReplicaHandle
 from async_rl.model_info import ModelInfo, read_model_info
 from async_rl.rollout.routing import ReplicaRouter
-from benchmarks.support import CpuClock, markdown_table, say
+from benchmarks.support import CpuClock, markdown_table, say, show
 from message_queue.tokens import Int32Array
 from message_queue.trajectory import Trajectory
 from recipes.calculator.reward import ExactAnswer
@@ -304,8 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start_ray(config.cluster)
         try:
             size = f"{min(budgets)} to {max(budgets)} tokens each"
-            print(f"{args.requests} requests, {args.concurrency} at a time, {size}\n")
-            print(
+            show(f"{args.requests} requests, {args.concurrency} at a time, {size}\n")
+            show(
                 uvloop.run(compare(config, checkpoint=checkpoint, load=load, rounds=args.rounds, profile=args.profile))
             )
         finally:

@@ -55,6 +55,7 @@ from benchmarks.support import (
     markdown_table,
     roll_groups,
     say,
+    show,
     start_rank,
 )
 from message_queue.trajectory import PromptGroup
@@ -328,9 +329,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stops = train_and_compare(rank, batch, training, config=config, stops=sorted(set(args.updates)))
         rank.close()
     tokens = int(batch["loss_mask"].sum())
-    print(f"{args.dtype}, {args.trajectories} trajectories, {tokens} sampled tokens\n")
-    print(summary(stops) + "\n")
-    print(by_change(stops))
+    show(f"{args.dtype}, {args.trajectories} trajectories, {tokens} sampled tokens\n")
+    show(summary(stops) + "\n")
+    show(by_change(stops))
 
 
 if __name__ == "__main__":

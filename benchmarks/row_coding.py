@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.support import show
 from message_queue.tokens import ExpertArray, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from message_queue.wire import EncodedSize, encode_trajectory, encoded_size
@@ -126,13 +127,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     for name, spec in MODELS.items():
-        print("\n".join(speed_lines(name, measure(spec, rows=args.rows, rounds=args.rounds))))
+        show("\n".join(speed_lines(name, measure(spec, rows=args.rows, rounds=args.rounds))))
     spec = next(iter(MODELS.values()))
     trajectory = resumed_trajectory(spec)
     sizes: list[EncodedSize] = [encoded_size(encode_trajectory(trajectory, rank_coded=r)) for r in (False, True)]
-    print(f"\n10 turns, 5 resumes, {next(iter(MODELS))}:")
+    show(f"\n10 turns, 5 resumes, {next(iter(MODELS))}:")
     for size in sizes:
-        print(size.report())
+        show(size.report())
 
 
 if __name__ == "__main__":

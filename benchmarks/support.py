@@ -223,6 +223,12 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
+def show(text: str) -> None:
+    """A part of the result, on stdout."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table with padded columns."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

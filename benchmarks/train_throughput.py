@@ -28,7 +28,7 @@ from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.step import MicroBatch, MicroBatchBuilder
 from async_rl.train.worker import TrainerRank
-from benchmarks.support import Variant, save_calculator, trainers_side_by_side
+from benchmarks.support import Variant, save_calculator, show, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, time_in_turns
 from message_queue.tokens import RoutingSpec
 from recipes.calculator.task import CalculatorTask
@@ -98,12 +98,12 @@ def compare(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig, *, r
     }
     taken = time_in_turns(steps, rounds=rounds)
     rates = {name: tokens / statistics.median(of_one.wall) for name, of_one in taken.items()}
-    print(f"{len(batch)} sequences, {tokens} tokens, {len(micro_batches)} micro-batches, {config.threads} threads")
-    print(f"bare megatron loop  {rates['bare']:8.0f} tokens/s")
-    print(f"TrainerRank.train   {rates['trainer']:8.0f} tokens/s")
+    show(f"{len(batch)} sequences, {tokens} tokens, {len(micro_batches)} micro-batches, {config.threads} threads")
+    show(f"bare megatron loop  {rates['bare']:8.0f} tokens/s")
+    show(f"TrainerRank.train   {rates['trainer']:8.0f} tokens/s")
     for what, clock in (("wall time", "wall"), ("CPU time", "cpu")):
         ratio = paired_ratio(getattr(taken["bare"], clock), getattr(taken["trainer"], clock))
-        print(f"ratio by {what:<10} {ratio.value:8.3f} [{ratio.low:.3f}, {ratio.high:.3f}]   (goal {GOAL})")
+        show(f"ratio by {what:<10} {ratio.value:8.3f} [{ratio.low:.3f}, {ratio.high:.3f}]   (goal {GOAL})")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ from benchmarks.support import (
     markdown_table,
     roll_groups,
     say,
+    show,
     start_rank,
 )
 from message_queue.trajectory import PromptGroup, ResumeRouting
@@ -286,10 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint = make_warm_start(float32, task=task, folder=folder)
         say(f"checkpoint {checkpoint}")
         found = asyncio.run(run(config, checkpoint=checkpoint, folder=folder, task=task, args=args))
-    print(
-        f"{args.engine}, {args.dtype}, {args.trajectories} trajectories per row, {args.updates} updates from A to B\n"
-    )
-    print(found)
+    show(f"{args.engine}, {args.dtype}, {args.trajectories} trajectories per row, {args.updates} updates from A to B\n")
+    show(found)
 
 
 if __name__ == "__main__":
