@@ -25,6 +25,7 @@ from message_queue.wire import (
     unpack_segment,
 )
 from message_queue.wire.format import GROUP, unseal
+from message_queue.wire.messages import group_of
 from message_queue.wire.packed import Buffers, Packed, Shared, SharedMemory, share
 
 
@@ -126,7 +127,6 @@ def read_group(message: GroupMessage, shared: Iterator[Buffers], *, routing: Rou
 
 def _replayed(message: Recorded, shared: Iterator[Buffers], routing: RoutingSpec | None) -> PromptGroup:
     head, _ = unseal(message.head, kind=GROUP)
-    group, prompt, admitted_version, admitted_update = head.ids
     trajectories = [Trajectory(routing=routing, resume_routing=t.resume_routing) for t in head.trajectories]
     for record in message.records:
         trajectory, what = trajectories[record.trajectory], record.what
@@ -139,13 +139,7 @@ def _replayed(message: Recorded, shared: Iterator[Buffers], routing: RoutingSpec
                 pass
             case _:
                 trajectory.observe(what)
-    return PromptGroup(
-        group=group,
-        prompt=prompt,
-        admitted_version=admitted_version,
-        admitted_update=admitted_update,
-        trajectories=trajectories,
-    )
+    return group_of(head, trajectories)
 
 
 def _read_segment(

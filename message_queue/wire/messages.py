@@ -97,13 +97,13 @@ def decode_group(data: bytes, *, routing: RoutingSpec | None) -> PromptGroup:
         ContractError: the content breaks the contract of tokens and trajectories.
     """
     head, payload = unseal(data, kind=GROUP)
-    return _group(head, MessageReader(head, payload, routing).trajectories())
+    return group_of(head, MessageReader(head, payload, routing).trajectories())
 
 
 def unpack_group(data: bytes, buffers: Buffers, *, routing: RoutingSpec | None) -> PromptGroup:
     """The group that `pack_group` was given, as views of the buffers; `data` is the head. Raises as `decode_group`."""
     head, _ = unseal(data, kind=GROUP)
-    return _group(head, MessageReader(head, buffers, routing).trajectories())
+    return group_of(head, MessageReader(head, buffers, routing).trajectories())
 
 
 def decode_trajectory(data: bytes, *, routing: RoutingSpec | None) -> Trajectory:
@@ -187,7 +187,8 @@ def _ids(group: PromptGroup) -> tuple[int, int, int, int]:
     return group.group, group.prompt, group.admitted_version, group.admitted_update
 
 
-def _group(head: MessageHead, trajectories: list[Trajectory]) -> PromptGroup:
+def group_of(head: MessageHead, trajectories: list[Trajectory]) -> PromptGroup:
+    """The group that a head is of."""
     group, prompt, admitted_version, admitted_update = head.ids
     return PromptGroup(
         group=group,
