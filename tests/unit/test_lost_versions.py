@@ -4,6 +4,7 @@ import asyncio
 import random
 from typing import get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,8 +81,6 @@ def test_the_bound_holds_where_records_of_versions_are_lost(seed, calls, policy,
     def published(self, version, *, update):
         return WRITTEN if fate.random() < lost else write(self, version, update=update)
 
-    JournaledLog.published = published
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JournaledLog, "published", published)
         asyncio.run(restarted(seed, calls, policy, s))
-    finally:
-        JournaledLog.published = write

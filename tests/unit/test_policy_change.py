@@ -172,7 +172,8 @@ async def changed(seed, calls, before, s_before, policy, s):
 
 
 # the examples: tokens that were trained and would be masked now, all that is too old, a batch that is, prompts
-# recycled, a group that is trained again and was admitted too long ago, though none of its tokens is too old
+# recycled, a group that is trained again and was admitted too long ago, though none of its tokens is too old,
+# and one that stays open over two restarts, admitted on weights of which updates were taken back
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -187,5 +188,6 @@ async def changed(seed, calls, before, s_before, policy, s):
 @example(seed=71, calls=70, before="wait", s_before=2, policy="wait", s=1)
 @example(seed=39, calls=120, before="wait", s_before=1, policy="recycle", s=0)
 @example(seed=716, calls=97, before="drop", s_before=3, policy="recycle", s=2)
+@example(seed=734, calls=60, before="mask", s_before=3, policy="drop", s=1)
 def test_what_is_too_old_by_the_policy_of_now_ends_at_the_restart(seed, calls, before, s_before, policy, s):
     asyncio.run(changed(seed, calls, before, s_before, policy, s))
