@@ -17,9 +17,12 @@ from tests.conformance.engines import EngineUnderTest, Exchange
 from tests.conformance.reference import LOGPROB_TOLERANCE, Reference, logprob_gap, routing_mismatches, settled_rows
 
 
-def gap_of(tested: EngineUnderTest, exchange: Exchange) -> float:
-    """Largest |dlogp| of any token against its own version; infinite where a row differs or is not where it belongs."""
-    return max(_gap_of_segment(tested, exchange, at) for at in range(len(exchange.answer)))
+def gap_of(tested: EngineUnderTest, exchange: Exchange, *, strict: bool = False) -> float:
+    """Largest |dlogp| of any token against its own version; infinite where a row differs or is not where it belongs.
+
+    strict: a numerical tie that was decided the other way differs too, where it otherwise ends the comparison.
+    """
+    return max(_gap_of_segment(tested, exchange, at, strict=strict) for at in range(len(exchange.answer)))
 
 
 def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> None:
@@ -48,7 +51,7 @@ def whole(exchange: Exchange) -> np.ndarray[Any, Any]:
     return np.concatenate([exchange.request.token_ids, *(s.token_ids for s in exchange.answer)])
 
 
-def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int) -> float:
+def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int, *, strict: bool) -> float:
     request, answer = exchange.request, exchange.answer
     segment, rows = answer[at], answer[at].routed_experts
     starts = np.cumsum([len(request.token_ids), *map(len, answer)]).tolist()
@@ -61,7 +64,7 @@ def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int) -> flo
         return np.inf
     expected = _expected(tested, exchange, at)
     seen = np.concatenate([s.routed_experts.experts for s in answer[: at + 1] if s.routed_experts is not None])
-    settled = settled_rows(expected, seen, start=request.rows_held)
+    settled = rows.end_position if strict else settled_rows(expected, seen, start=request.rows_held)
     if routing_mismatches(expected, rows.experts, start=first_row, settled=settled):
         return np.inf
     return logprob_gap(expected, whole(exchange), segment.logprobs, start=starts[at], settled=settled)

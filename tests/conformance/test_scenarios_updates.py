@@ -81,7 +81,10 @@ async def test_keep_goes_on_in_the_engine_and_is_split_at_the_token(tested: Engi
         assert rollout.trajectory.num_sampled == 150
         assert_whole(tested, rollout)
         for by in (-1, 1):
-            assert gap_of(tested, with_boundary_moved(exchange, by=by)) > LOGPROB_TOLERANCE, "exact at the token"
+            moved = with_boundary_moved(exchange, by=by)
+            assert gap_of(tested, moved, strict=True) > LOGPROB_TOLERANCE, "exact at the token"
+    exact = [gap_of(tested, exchange, strict=True) <= LOGPROB_TOLERANCE for exchange in tested.exchanges]
+    assert sum(exact) >= 2, "with a numerical tie in most requests this shows nothing"
 
 
 @WITH_KV
@@ -93,7 +96,7 @@ async def test_kept_and_recomputed_kv_can_be_told_apart(tested: EngineUnderTest)
     assert_true(tested, tested.exchanges)
     tested.kept[1] = "recompute"
     for exchange in tested.exchanges:
-        assert gap_of(tested, exchange) > 100 * LOGPROB_TOLERANCE
+        assert gap_of(tested, exchange, strict=True) > 100 * LOGPROB_TOLERANCE
 
 
 async def test_drain_lets_everything_end_under_the_old_weights(tested: EngineUnderTest):
@@ -174,4 +177,4 @@ async def test_without_a_salt_a_kept_prefix_cache_gives_rows_of_the_old_weights(
     truth = {version: tested.truth([(version, len(whole(stale)))], whole(stale), forced=None) for version in (0, 1)}
     assert routing_mismatches(truth[0], rows.experts[:cached], start=0) == 0, "what was cached is of version 0"
     assert routing_mismatches(truth[1], rows.experts[:cached], start=0) > 10, "and not of version 1"
-    assert np.isinf(gap_of(tested, stale))
+    assert np.isinf(gap_of(tested, stale, strict=True))

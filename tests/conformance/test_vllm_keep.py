@@ -39,21 +39,25 @@ async def test_tokens_and_rows_are_of_the_version_that_they_name(replica: VllmRe
     await until_sampled(replica, 60)
     assert await update_frozen(replica, models.update_second, kv) == 6
     assert replica.weights == models.update_second.weights
+    exact = 0
     for ask, task in zip(asks, tasks, strict=True):
         segments = await task
         assert [s.weights for s in segments] == [models.update_first.weights, models.update_second.weights]
         assert [s.stop_reason for s in segments] == [StopReason.ABORT, StopReason.LENGTH]
         assert sum(map(len, segments)) == 120
         assert gap_of(models, ask, segments, [kv]) <= LOGPROB_TOLERANCE
+        exact += gap_of(models, ask, segments, [kv], strict=True) <= LOGPROB_TOLERANCE
         for by in (-1, 1):
-            assert gap_of(models, ask, moved_boundary(segments, by), [kv]) > LOGPROB_TOLERANCE, "exact at the token"
+            moved = moved_boundary(segments, by)
+            assert gap_of(models, ask, moved, [kv], strict=True) > LOGPROB_TOLERANCE, "exact at the token"
         other = KINDS[1 - KINDS.index(kv)]
-        assert gap_of(models, ask, segments, [other]) > LOGPROB_TOLERANCE, "the two ways differ, or this shows nothing"
+        assert gap_of(models, ask, segments, [other], strict=True) > LOGPROB_TOLERANCE, "the two ways differ"
         trajectory = Trajectory(routing=read_model_info(models.first).routing)
         trajectory.observe(ask.token_ids)
         for segment in segments:
             trajectory.extend(segment)
         assert trajectory.num_rows == len(trajectory) - 1
+    assert exact >= 4, "with a numerical tie in most requests this shows nothing"
 
 
 @pytest.mark.parametrize("kvs", list(itertools.product(KINDS, repeat=3)), ids="-".join)

@@ -53,14 +53,24 @@ def several(name: str, count: int, *, length: int = 20, step: int = 17, tokens: 
 
 
 def gap_of(
-    models: Models, ask: GenerateRequest, segments: list[TokenOutput], kvs: Sequence[KeptKV], *, old_prefill: int = 0
+    models: Models,
+    ask: GenerateRequest,
+    segments: list[TokenOutput],
+    kvs: Sequence[KeptKV],
+    *,
+    old_prefill: int = 0,
+    strict: bool = False,
 ) -> float:
     """Largest |dlogp| of any token against its own version; infinite where a row differs.
 
     kvs: how the load before each further segment treated the K/V. old_prefill: positions that weights 0 forwarded
-    before an update under the prefill of a request that weights 1 sampled alone.
+    before an update under the prefill of a request that weights 1 sampled alone. strict: a numerical tie that was
+    decided the other way differs too, where it otherwise ends the comparison.
     """
-    gaps = [gaps_of_segment(models, ask, segments, kvs, at=at, old_prefill=old_prefill) for at in range(len(segments))]
+    gaps = [
+        gaps_of_segment(models, ask, segments, kvs, at=at, old_prefill=old_prefill, strict=strict)
+        for at in range(len(segments))
+    ]
     return float(np.concatenate(gaps).max())
 
 
@@ -72,6 +82,7 @@ def gaps_of_segment(
     *,
     at: int,
     old_prefill: int = 0,
+    strict: bool = False,
 ) -> np.ndarray[Any, Any]:
     """|dlogp| of every token of segment `at`; infinite where the row that gave the token, or one before it, differs."""
     by_version = [models.reference_first, models.reference_second]
@@ -86,7 +97,7 @@ def gaps_of_segment(
     expected = reference_of_parts([(by_version[0], old_prefill), *parts], held, forced=forced)
     positions = np.arange(starts[at], starts[at + 1])
     gaps = np.abs(expected.logprobs[positions - 1, held[positions]] - segments[at].logprobs)
-    settled = settled_rows(expected, rows, start=0)
+    settled = len(rows) if strict else settled_rows(expected, rows, start=0)
     gaps[max(0, settled + 1 - starts[at]) :] = 0.0
     differs = (np.sort(rows[:settled], -1) != expected.experts[:settled]).any((1, 2))
     row_start = starts[at] - 1 if at else 0
