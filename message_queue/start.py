@@ -42,7 +42,7 @@ class RestoredGroup(QueuedGroup, Protocol):
 G = TypeVar("G", bound=QueuedGroup)
 R = TypeVar("R", bound=RestoredGroup)
 STOPPED = "stopped before it was trained: its prompt is admitted again"
-HOPELESS = "expired: more groups were in flight than can be trained within the bound after the restart"
+HOPELESS = "recycled: more groups were in flight than can be trained within the bound after the restart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def start_of_journal(
     hopeless = _hopeless(waiting, policy, next_update=end)
     too_old = _too_old(recovered, groups, waiting, versions, policy=policy, next_update=end)
     given_up = [
-        *(_give_up(groups[group], reason=HOPELESS) for group in hopeless),
+        *(_give_up(groups[group], reason=HOPELESS, again=True) for group in hopeless),
         *(_give_up(groups[group], reason=reason, again=again) for group, (reason, again) in too_old.items()),
     ]
     gone = {ended.admission.group for ended in given_up}
@@ -239,7 +239,8 @@ def _is_trained_as_before(
 def _hopeless(groups: Iterable[QueuedGroup], policy: StalenessPolicy, *, next_update: int) -> list[int]:
     """Groups that find no place before their deadline, those admitted last among those that compete.
 
-    Policy wait would wait for them for ever; the others give up what is too old, when it is.
+    Policy wait would wait for them for ever, so their prompts start again; the others give up what is too old, when it
+    is.
     """
     if not isinstance(policy, WaitPolicy):
         return []

@@ -104,8 +104,9 @@ class PolicyChanges:
         damaged: what was trained may be ready again, so that groups behind it find no place within the bound.
         """
         policies = {used.policy for used in self._used}
-        expired = {"expired"} if damaged or len(self._used) > 1 or policies != {"wait"} else set[str]()
-        return expired | ({"recycled"} if "recycle" in policies else set())
+        without_place = "wait" in policies and (damaged or len(self._used) > 1)
+        expired = {"expired"} if policies != {"wait"} else set[str]()
+        return expired | ({"recycled"} if "recycle" in policies or without_place else set())
 
     @property
     def _used(self) -> set[StalenessConfig]:

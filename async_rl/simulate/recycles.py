@@ -8,6 +8,7 @@ from typing import Any
 
 from async_rl.simulate.restarts import Reopened
 from message_queue.contract import Admission
+from message_queue.start import HOPELESS
 
 
 def is_recycled(record: Mapping[str, Any]) -> bool:
@@ -71,12 +72,13 @@ class Recycles:
             prompt = prompt_of(record["group"])
             if expired:
                 times = self._times(prompt)
-                self._require("exactly once", times == self._max, "prompt {} given up after {} times", prompt, times)
+                self._require("exactly once", times >= self._max, "prompt {} given up after {} times", prompt, times)
                 continue
             self._prompts[record["group"]] = prompt
             self._new.append(prompt)
             times = self._times(prompt)
-            self._require("exactly once", times <= self._max, "prompt {} is recycled {} times", prompt, times)
+            allowed = times <= self._max or record["reason"] == HOPELESS
+            self._require("exactly once", allowed, "prompt {} is recycled {} times", prompt, times)
 
     def admitted(self, admission: Admission) -> bool:
         """Whether a group is of a prompt that is admitted again."""

@@ -96,7 +96,7 @@ def read_journal(directory, copy, *, config, checkpoint):
     config = replace(config, output_dir=copy)
     place = replace(Resume(config).journal(read_model_info(checkpoint).routing), busy_s=0.0)
 
-    return asyncio.run(_read(place) if config.queue.shards == 1 else _read_shards(place, config.queue.shards))
+    return asyncio.run(_read(place) if config.queue.shards == 1 else read_shards(place, config.queue.shards))
 
 
 async def _read(place):
@@ -106,8 +106,8 @@ async def _read(place):
         return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
 
 
-async def _read_shards(place, shards):
-    """Of a queue whose content is in processes of its own."""
+async def read_shards(place, shards):
+    """Of a queue whose content is in processes of its own: (recovered, group -> content)."""
     holders, records = [], {}
     try:
         for shard in range(shards):

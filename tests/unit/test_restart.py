@@ -183,20 +183,25 @@ async def test_batches_of_another_size_are_not_trained_again_as_they_were_but_as
     assert [(await client.take()).groups[0].group for _ in range(4)] == [0, 1, 2, 3]
 
 
-async def test_groups_that_no_batch_within_a_smaller_bound_is_left_for_are_given_up_with_a_reason():
+async def test_prompts_of_groups_that_no_batch_within_a_smaller_bound_is_left_for_are_admitted_again():
     disk = FakeDisk()
     service, _ = await filled(disk, 6, s=2)
     await service.close_journal()
     left = disk.after_kill()
     service, client, restored = await opened(left, s=0)
-    assert restored.live == {0, 1}
+    assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5))
     counts = (await client.snapshot()).ledger
-    assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {"expired": 4})
+    assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {"recycled": 4})
     assert {r["reason"] for r in await client.drain_records()} == {HOPELESS}
     assert {g.group for g in (await client.take()).groups} == {0, 1}
     await service.close_journal()
-    _, _, restored = await opened(left.after_kill(), s=0)
-    assert restored.live == {0, 1}
+    _, client, restored = await opened(left.after_kill(), s=0)
+    assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5))
+    await client.take()
+    await client.trained([0, 1], train_step=1)
+    await client.publish(1, update=1)
+    await client.loaded(1)
+    assert [(await client.admit(prompt)).group for prompt in restored.waiting[:2]] == [6, 7]
 
 
 async def test_a_queue_without_a_journal_left_goes_on_from_the_snapshot():

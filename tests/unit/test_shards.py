@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from message_queue.client import QueueUnavailable
 from message_queue.contract import QueueError
 from message_queue.journal import JournalError, JournalRunError
-from message_queue.shards.inventory import Books, check_journal
+from message_queue.journal.disk import OsDisk
+from message_queue.restart import JournalPlace
+from message_queue.shards.inventory import Books, check_journal, shard_name
+from tests.e2e.runs import read_shards
 from tests.unit import test_restart as single
 from tests.unit.journal_disk import FakeDisk
 from tests.unit.shards import Disks, Fuse, group_of, opened
@@ -264,3 +267,20 @@ async def test_books_of_a_beginning_that_come_twice_cost_no_group():
     with pytest.raises(QueueError, match="were begun before"):
         await made.holders[0].begin(Books(0, frozenset(), frozenset()))
     assert (await made.client.put(group)).accepted
+
+
+async def test_a_person_reads_all_content_from_the_folders_of_a_run_with_shards(tmp_path):
+    disks = Disks(OsDisk(tmp_path), [OsDisk(tmp_path / shard_name(shard)) for shard in range(2)])
+    many = await opened(disks)
+    run = Run(many.service, many.client, make=group_of)
+    await drive(run, random.Random(3), 60)
+    await many.close()
+    recovered, content = await read_shards(JournalPlace(directory=tmp_path, run="run", trajectories=1), 2)
+    live = {g for g, state in run.groups.items() if state != "dropped" and state not in range(run.saved + 1)}
+    assert content.keys() == live and len({group % 2 for group in live}) == 2
+    for group, (made, written) in ((group, run.written[group]) for group in live):
+        whole = told(made)[0][0]
+        held = len(made.trajectories[0]) if written > 1 else 2 * written
+        assert content[group].prompt == made.prompt
+        assert told(content[group])[0][0] == whole[:held]
+    assert len(recovered.ready) == sum(run.groups[group] != "open" for group in live)
