@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 MAX_PARTS = 1024  # IOV_MAX of Linux
+FLUSH_BYTES = 1 << 20  # written since the disk was last set to work
 
 
 class DiskFile(Protocol):
@@ -68,13 +70,18 @@ class Disk(Protocol):
 
 
 class OsFile:
-    """A file of the operating system."""
+    """A file of the operating system, which is told to keep none of it in memory: a journal is hardly ever read."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._flushed = 0
 
     def write(self, parts: Sequence[bytes | memoryview], offset: int) -> int:
-        return os.pwritev(self._descriptor, parts, offset)
+        count = os.pwritev(self._descriptor, parts, offset)
+        if offset + count - self._flushed >= FLUSH_BYTES:  # the disk works while the next records gather
+            self._let_go(self._flushed, offset + count - self._flushed)
+            self._flushed = offset + count
+        return count
 
     def read(self, offset: int, size: int) -> memoryview:
         data = memoryview(bytearray(size))
@@ -91,15 +98,22 @@ class OsFile:
 
     def truncate(self, size: int) -> None:
         os.ftruncate(self._descriptor, size)
+        self._flushed = min(self._flushed, size)
 
     def sync(self) -> None:
         os.fdatasync(self._descriptor)
+        self._let_go(0, 0)
 
     def duplicate(self) -> OsFile:
         return OsFile(os.dup(self._descriptor))
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def _let_go(self, offset: int, size: int) -> None:
+        """Linux writes what is not on the disk yet, without waiting for it, and forgets what is. size 0: to the end."""
+        with suppress(OSError):  # advice
+            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 class OsDisk:
