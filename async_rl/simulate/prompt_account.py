@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from async_rl.checkpoints import RunState
 from async_rl.simulate.restarts import Reopened
@@ -28,6 +28,11 @@ class PromptAccount:
         self._tokens: dict[int, int] = {}  # with gradient, by train step
         self._again: list[int] = []
         self._next = 0
+
+    def given_up(self, dropped: Iterable[int], *, again: Iterable[int]) -> None:
+        """As the journal was opened; groups of `again` may have been dropped before, of which nothing was recorded."""
+        self.dropped.update(dropped)
+        self.dropped.difference_update(again)
 
     def reopened(self, found: Reopened, *, losses: bool, recycled: Collection[int]) -> None:
         """The run goes on from a checkpoint and a journal.

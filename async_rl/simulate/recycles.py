@@ -31,7 +31,7 @@ class Recycles:
         self._require = require
         self._before: dict[int, int] = {}  # prompt -> times, by groups that nobody knows any more
         self._prompts: dict[int, int] = {}  # of groups that were recycled
-        self._known: set[int] = set()
+        self._known: dict[int, str] = {}  # reasons; an end that was not recorded may be another one later
         self._waiting: deque[int] = deque()
         self._new: deque[int] = deque()  # found at this look: admissions of the same look may be older
 
@@ -52,20 +52,21 @@ class Recycles:
             self._prompts = {}
         ended = set(range(found.restored.next_group)).difference(found.live)
         self._prompts = {group: prompt for group, prompt in self._prompts.items() if group in ended}
-        self._known &= ended
+        self._known = {group: reason for group, reason in self._known.items() if group in ended}
 
-    def unseen(self, group: int, prompt: int) -> None:
-        """A group was recycled by an attempt to open the journal that was cut off."""
-        if group not in self._known:
-            self._known.add(group)
-            self._prompts[group] = prompt
+    def unseen(self, prompts: Mapping[int, int]) -> None:
+        """Groups -> prompts that were recycled as the journal was opened, maybe by an attempt that was cut off."""
+        self._known = dict.fromkeys(prompts, "") | self._known
+        self._prompts |= prompts
 
     def ended(self, records: Sequence[Mapping[str, Any]], *, prompt_of: Callable[[int], int]) -> None:
         """Groups ended, in this order."""
         for record in records:
-            if record.get("group") is None or record["group"] in self._known or record["outcome"] != "dropped":
+            if record.get("group") is None or record["outcome"] != "dropped":
                 continue
-            self._known.add(record["group"])
+            if self._known.get(record["group"]) == record["reason"]:
+                continue
+            self._known[record["group"]] = record["reason"]
             expired = record["reason"].startswith("expired") and self.recycling
             if not (is_recycled(record) or expired):
                 continue

@@ -41,6 +41,7 @@ FOUND = {  # by 20,000 seeds, and what went wrong there
     13759: "the same, for ready groups",
     9619: "a batch that is trained again was given up for the age of an admission",
     19016: "a driver that was killed where none ran left the next one as if it were dead",
+    3482: "a group was dropped, nothing of that was recorded, and it ended otherwise after the restart",
 }
 
 
