@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,17 @@ from benchmarks.routing_mismatch import CHANGES, Stop, by_change, changed_rows, 
 from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table
 from benchmarks.train_steps import paired_ratio, time_in_turns
 from message_queue.contract import Admission
+
+ROOT = Path(__file__).parents[2]
+IMPORT_EACH = """
+import runpy, sys
+path = list(sys.path)
+for script in sys.argv[1:]:
+    runpy.run_path(script, run_name="benchmark")
+    sys.path[:] = path
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+"""
 
 NONE, CONTEXT, OWN = (CHANGES.index(name) for name in ("none", "context", "own"))
 
@@ -231,3 +244,12 @@ def test_a_shape_knows_the_bytes_of_its_arrays(make):
 def test_the_ratio_of_a_way_to_itself_is_one():
     assert queue_throughput.ratio([2.0, 1.0], [2.0, 1.0]) == "1.00 [1.00 .. 1.00]"
     assert queue_throughput.ratio([1.0, 2.0], [2.0, 8.0]).startswith("3.00")
+
+
+def test_every_script_finds_its_imports_when_it_is_run_by_its_path(tmp_path):
+    scripts = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
+    assert len(scripts) >= 12
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT_EACH, *map(str, scripts)]
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-2000:]
