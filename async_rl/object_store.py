@@ -1,8 +1,8 @@
 """Ray's object store as the memory that the queue shares with its clients.
 
 An object costs milliseconds of several processes, whatever its size, and so does each process that reads it. So what is
-put in one turn of the event loop becomes one object, up to `object_bytes`. It is made when a reference of it is first
-pickled, that is when the message goes out.
+put in one turn of the event loop becomes one object, up to `object_bytes`. It is made by `store`, before the message with
+its reference is pickled: Ray keeps for ever what is put while it pickles something else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class _Box:
         self.num_bytes = 0
         self.reference: Any = None
         self._buffers: list[Any] = []
+
+    def has_room(self, size: int, *, limit: int) -> bool:
+        """For so many bytes more."""
+        return self.reference is None and self.num_bytes + size <= limit
 
     def add(self, buffers: Buffers) -> int:
         """The place of the first of them."""
@@ -55,7 +59,9 @@ class Piece:
         return self._box.store()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _stored, (self._box.store(), self.first, self.count)
+        if self._box.reference is None:
+            raise RuntimeError("a message goes out before ObjectStore.store(); give its Together before_send=memory.store")
+        return _stored, (self._box.reference, self.first, self.count)
 
 
 def _stored(reference: Any, first: int, count: int) -> Piece:
@@ -77,7 +83,7 @@ class ObjectStore:
     def __init__(self, *, min_bytes: int = 128 << 10, object_bytes: int = 8 << 20) -> None:
         self.min_bytes = min_bytes
         self._object_bytes = object_bytes
-        self._box = _Box()
+        self._unstored: list[_Box] = []
         self._fetching: dict[Any, asyncio.Task[Buffers]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,10 +91,16 @@ class ObjectStore:
 
     def put(self, buffers: Buffers) -> Piece:
         """See SharedMemory."""
-        size, box = sum(len(buffer) for buffer in buffers), self._box
-        if box.reference is not None or (box.num_bytes and box.num_bytes + size > self._object_bytes):
-            self._box = box = _Box()
+        size = sum(len(buffer) for buffer in buffers)
+        if not self._unstored or not self._unstored[-1].has_room(size, limit=self._object_bytes):
+            self._unstored.append(_Box())
+        box = self._unstored[-1]
         return Piece(box, box.add(buffers), len(buffers))
+
+    def store(self) -> None:
+        """Make the objects of all that was put. Call it before a message with a reference goes out."""
+        while self._unstored:
+            self._unstored.pop(0).store()
 
     async def get(self, references: Sequence[Piece]) -> list[Buffers]:
         """See SharedMemory."""

@@ -36,9 +36,10 @@ class QueueHandle(QueueClient):
         shards: Sequence[ActorHandle[Any]] = (),
     ) -> None:
         self._actors = [actor, *shards]
-        self._parts = [Together(part, name=name) for part in self._actors]
+        memory = ObjectStore()
+        self._parts = [Together(part, name=name, before_send=memory.store) for part in self._actors]
         handle = ShardedHandle(self._parts[0], self._parts[1:]) if shards else self._parts[0]
-        super().__init__(handle, name=name, routing=routing, config=config, memory=ObjectStore())
+        super().__init__(handle, name=name, routing=routing, config=config, memory=memory)
 
     async def pids(self, *, timeout_s: float) -> dict[str, int]:
         """Process ids of the actors by name, once they run."""

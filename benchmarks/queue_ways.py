@@ -133,13 +133,15 @@ class QueueEnd:
         self._next: asyncio.Task[Batch[PromptGroup]] | None = None
 
     async def open(self, shape: Shape) -> None:
-        books, *holders = (Together(actor, name=self._name) for actor in (self._actor, *self._shards))
+        memory = ObjectStore(min_bytes=self._min_bytes)
+        actors = (self._actor, *self._shards)
+        books, *holders = (Together(actor, name=self._name, before_send=memory.store) for actor in actors)
         self._client = QueueClient(
             ShardedHandle(books, holders) if holders else books,
             name=self._name,
             routing=shape.routing,
             config=QueueClientConfig(),
-            memory=ObjectStore(min_bytes=self._min_bytes),
+            memory=memory,
         )
         self._log = QueueRolloutLog(self._client)
 

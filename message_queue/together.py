@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,11 +58,13 @@ class Together:
     Args:
         handle: whose `together` and `collect` have `.remote(...)` that returns an awaitable.
         name: unique among all who call that process.
+        before_send: called before each message with calls; where it raises, that is what became of them.
     """
 
-    def __init__(self, handle: Any, *, name: str) -> None:
+    def __init__(self, handle: Any, *, name: str, before_send: Callable[[], None] | None = None) -> None:
         self._handle = handle
         self._name = name
+        self._before_send = before_send or (lambda: None)
         self._numbers = itertools.count()
         self._outbox: list[Call] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -87,6 +89,7 @@ class Together:
         calls, self._outbox = self._outbox, []
         numbers = [call.number for call in calls]
         try:
+            self._before_send()
             message = self._handle.together.remote(self._name, calls)
         except Exception as error:  # noqa: BLE001 - it cannot be sent: what became of these calls
             self._fail(numbers, error)

@@ -23,9 +23,11 @@ class Rollouter:
     """Hands groups of one trajectory in."""
 
     def __init__(self, queue, shards=()):
-        calls, *others = (Together(actor, name="rollouter") for actor in (queue, *shards))
+        memory = ObjectStore()
+        actors = (queue, *shards)
+        calls, *others = (Together(actor, name="rollouter", before_send=memory.store) for actor in actors)
         calls = ShardedHandle(calls, others) if shards else calls
-        self.queue = QueueClient(calls, name="rollouter", routing=SPEC, config=CONFIG, memory=ObjectStore())
+        self.queue = QueueClient(calls, name="rollouter", routing=SPEC, config=CONFIG, memory=memory)
 
     async def roll(self, prompt, *, appended):
         admission, content = await self.queue.admit(prompt), made()

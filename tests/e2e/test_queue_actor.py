@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from ray._private.internal_api import node_stats
 
 from async_rl.actors import ClusterConfig, QueueActor, start_ray
 from async_rl.object_store import ObjectStore
@@ -75,6 +77,33 @@ async def test_groups_outlive_their_rollouter_and_with_a_journal_their_queue(tmp
         again.kill()
 
 
+def stored():
+    """Bytes in the object store: (now, made since Ray was started)."""
+    node = ray.nodes()[0]
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
+    return stats.object_store_bytes_used, stats.cumulative_created_bytes
+
+
+@pytest.mark.parametrize("journaled", [True, False])
+async def test_what_was_trained_leaves_the_object_store(tmp_path, journaled):
+    queue, (_, before) = queue_of(tmp_path if journaled else None), stored()
+    if journaled:
+        await queue.open(timeout_s=60)
+    rollouter = ray.remote(Rollouter).options(num_cpus=0).remote(*queue._actors)
+    for step in range(1, 5):
+        await asyncio.gather(*(rollouter.roll.remote(2 * step + i, appended=journaled) for i in range(2)))
+        await queue.trained([group.group for group in (await queue.take()).groups], train_step=step)
+        if journaled:
+            await queue.checkpointed(step)
+    went_through = stored()[1] - before
+    assert went_through > 8 * made().routed_experts().nbytes
+    async with asyncio.timeout(30):
+        while stored()[0] > went_through / 4:  # the answer to the last take is kept until the next call
+            await asyncio.sleep(0.1)
+    queue.kill()
+    ray.kill(rollouter)
+
+
 async def a_killed_holder_is_a_lost_queue(queue):
     pids = await queue.pids(timeout_s=60)
     assert list(pids) == ["queue", "queue-shard-0", "queue-shard-1"]
@@ -87,6 +116,9 @@ async def a_killed_holder_is_a_lost_queue(queue):
 
 async def test_what_is_put_in_one_turn_is_one_object_up_to_its_size():
     store = ObjectStore(object_bytes=10_000)
+    with pytest.raises(RuntimeError, match=r"before ObjectStore.store\(\)"):
+        pickle.dumps(store.put((np.zeros(10, np.uint8),)))
+    store.store()
     sent = [tuple(np.full(size, i, np.uint8) for size in (4000, 10)) for i in range(3)]
     first, second, third = (store.put(buffers) for buffers in sent)
     assert first.reference == second.reference

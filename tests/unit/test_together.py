@@ -50,6 +50,24 @@ def make():
     return Together(handle, name="driver"), handle, service
 
 
+async def test_what_comes_before_a_message_comes_once_for_all_its_calls_and_may_refuse_them():
+    _, handle, service = make()
+    seen = []
+
+    def before():
+        seen.append(list(handle.calls))
+        if len(seen) == 2:
+            raise Refusal("no room")
+
+    calls = Together(handle, name="driver", before_send=before)
+    assert await asyncio.gather(*(calls.echo.remote(i) for i in range(3))) == [0, 1, 2]
+    refused = await asyncio.gather(*(calls.echo.remote(i) for i in range(3)), return_exceptions=True)
+    assert [str(error) for error in refused] == ["no room"] * 3
+    assert await calls.echo.remote("again") == "again"
+    assert (seen, handle.calls) == ([[], ["together"], ["together"]], ["together"] * 2)
+    assert service.begun == [0, 1, 2, "again"]
+
+
 async def test_calls_of_one_turn_are_one_message_and_begin_in_order():
     calls, handle, service = make()
     assert await asyncio.gather(*(calls.echo.remote(i) for i in range(5))) == [0, 1, 2, 3, 4]
