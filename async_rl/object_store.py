@@ -1,8 +1,8 @@
 """Ray's object store as the memory that the queue shares with its clients.
 
-An object costs milliseconds of several processes, whatever its size, and so does each process that reads it. So what is
-put in one turn of the event loop becomes one object, up to `object_bytes`. It is made by `store`, before the message with
-its reference is pickled: Ray keeps for ever what is put while it pickles something else.
+An object costs milliseconds of several processes, whatever its size, and so does each process that reads it. So what
+is put in one turn of the event loop becomes one object, up to `object_bytes`. It is made by `store`, before the message
+with its reference is pickled: Ray keeps for ever what is put while it pickles something else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Piece:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._box.reference is None:
-            raise RuntimeError("a message goes out before ObjectStore.store(); give its Together before_send=memory.store")
+            raise RuntimeError(
+                "a message goes out before ObjectStore.store(); give its Together before_send=memory.store"
+            )
         return _stored, (self._box.reference, self.first, self.count)
 
 
