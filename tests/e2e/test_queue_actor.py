@@ -86,7 +86,7 @@ def stored():
 
 @pytest.mark.parametrize("journaled", [True, False])
 async def test_what_was_trained_leaves_the_object_store(tmp_path, journaled):
-    queue, (_, before) = queue_of(tmp_path if journaled else None), stored()
+    queue, (there, before) = queue_of(tmp_path if journaled else None), stored()
     if journaled:
         await queue.open(timeout_s=60)
     rollouter = ray.remote(Rollouter).options(num_cpus=0).remote(*queue._actors)
@@ -98,8 +98,8 @@ async def test_what_was_trained_leaves_the_object_store(tmp_path, journaled):
     went_through = stored()[1] - before
     assert went_through > 8 * made().routed_experts().nbytes
     async with asyncio.timeout(30):
-        # the answer to the last take is kept until the next call
-        while stored()[0] > went_through / 4:  # noqa: ASYNC110 - Ray tells nobody
+        # the answer to the last take, a quarter of it, is kept until the next call
+        while stored()[0] - there > went_through / 2:  # noqa: ASYNC110 - Ray tells nobody
             await asyncio.sleep(0.1)
     queue.kill()
     ray.kill(rollouter)
