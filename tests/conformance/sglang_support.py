@@ -145,6 +145,17 @@ async def until_used(replica: SglangReplica, tokens: int) -> None:
         figures = await loads(replica)
 
 
+async def idle(replica: SglangReplica) -> bool:
+    """Whether SGLang itself has nothing to do, at once or a moment later: it hears of a cancellation by a call,
+    and answers before it counts."""
+    for _ in range(100):
+        figures = await loads(replica)
+        if not figures["num_running_reqs"] and not figures["num_waiting_reqs"]:
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
 def assert_agrees(model: Any, before: Any, segment: TokenOutput, *, forced: Any = None) -> None:
     """Tokens, logprobs and all rows of one segment that followed `before`."""
     tokens = np.concatenate([before, segment.token_ids])

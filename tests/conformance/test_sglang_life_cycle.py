@@ -21,8 +21,8 @@ from tests.conformance.sglang_support import (
     assert_agrees,
     config,
     generate,
+    idle,
     load_frozen,
-    loads,
     make_models,
     prompt,
     publish,
@@ -65,16 +65,6 @@ def submit(replica: SglangReplica, count: int, *, name: str, max_new_tokens: int
     """Start `count` long requests."""
     asks = [request(f"{name}-{i}", prompt(20, seed=i), max_new_tokens=max_new_tokens) for i in range(count)]
     return [asyncio.create_task(generate(replica, ask)) for ask in asks]
-
-
-async def idle(replica: SglangReplica) -> bool:
-    """Whether SGLang itself has nothing to do, at once or a moment later: it hears of a cancellation by a call."""
-    for _ in range(100):
-        figures = await loads(replica)
-        if not figures["num_running_reqs"] and not figures["num_waiting_reqs"]:
-            return True
-        await asyncio.sleep(0.05)
-    return False
 
 
 async def test_a_paused_replica_holds_new_requests_and_lets_running_ones_end(replica: SglangReplica):

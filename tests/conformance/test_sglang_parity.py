@@ -20,8 +20,8 @@ from tests.conformance.sglang_support import (
     Models,
     assert_agrees,
     generate,
+    idle,
     load_frozen,
-    loads,
     prompt,
     request,
     until_used,
@@ -180,4 +180,4 @@ async def test_an_answer_that_breaks_the_contract_is_refused_and_the_replica_ser
         with pytest.raises(AnswerError, match=r"replica-0: request bad\.: TokenOutput.logprobs\[2\] is nan"):
             await generate(sglang_replica, request("bad", prompt(10)))
     assert len(await generate(sglang_replica, request("bad", prompt(10)))) == 24
-    assert (await loads(sglang_replica))["num_running_reqs"] == 0
+    assert await idle(sglang_replica)
