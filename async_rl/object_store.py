@@ -79,7 +79,7 @@ class ObjectStore:
 
     Args:
         min_bytes: smaller arrays travel with their message.
-        object_bytes: of an object that more than one message shares; it stays until the last of them is read.
+        object_bytes: of an object that more than one message shares; it stays until the last of them is done with.
     """
 
     def __init__(self, *, min_bytes: int = 128 << 10, object_bytes: int = 8 << 20) -> None:
