@@ -127,9 +127,9 @@ class Oracle:
         again = expected.replay(state.train_step)[: found.restored.replay]
         self._replayed = dict(enumerate(again, state.train_step + 1))
         losses = damaged and found.losses_are_told
-        again = {group: self._admissions[group].prompt for group, prompt in given_up.items() if prompt is None}
-        self._recycles.unseen(again)
-        self._prompts.given_up((p for p in given_up.values() if p is not None), again=again.values())
+        recycled = {group: self._admissions[group].prompt for group, prompt in given_up.items() if prompt is None}
+        self._recycles.unseen(recycled)
+        self._prompts.given_up((p for p in given_up.values() if p is not None), again=recycled.values())
         self._recycles.reopened(found, losses=losses)
         self._prompts.reopened(found, losses=losses, recycled=self._recycles.prompts)
         self._go_on_with(found, new_driver=new_driver)

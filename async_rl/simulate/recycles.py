@@ -32,6 +32,7 @@ class Recycles:
         self._before: dict[int, int] = {}  # prompt -> times, by groups that nobody knows any more
         self._prompts: dict[int, int] = {}  # of groups that were recycled
         self._known: dict[int, str] = {}  # reasons; an end that was not recorded may be another one later
+        self._without_place: set[int] = set()  # prompts that started again for that, which no limit forbids
         self._waiting: deque[int] = deque()
         self._new: deque[int] = deque()  # found at this look: admissions of the same look may be older
 
@@ -71,9 +72,12 @@ class Recycles:
             if not (is_recycled(record) or expired):
                 continue
             prompt = prompt_of(record["group"])
+            if record["reason"] == HOPELESS:
+                self._without_place.add(prompt)
             if expired:
                 times = self._times(prompt)
-                self._require("exactly once", times >= self._max, "prompt {} given up after {} times", prompt, times)
+                allowed = times == self._max or (times > self._max and prompt in self._without_place)
+                self._require("exactly once", allowed, "prompt {} given up after {} times", prompt, times)
                 continue
             self._prompts[record["group"]] = prompt
             self._new.append(prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
 import tracemalloc
 from dataclasses import replace
@@ -18,7 +19,7 @@ from message_queue.journal import (
     JournalFull,
     JournalStart,
 )
-from message_queue.journal.disk import OsDisk
+from message_queue.journal.disk import FLUSH_BYTES, OsDisk
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 from tests.unit.groups import segment
 from tests.unit.journal_calls import admission, finish, open_journal, prompt
@@ -285,3 +286,23 @@ def test_an_os_disk_writes_in_parts_and_reads_back(tmp_path):
     disk.sync()
     assert bytes(again.read(0, 5)) == b"abcde"
     assert disk.names() == []
+
+
+def test_the_disk_works_early_and_no_memory_is_kept_but_a_refusal_does_no_harm(tmp_path, monkeypatch):
+    advised = []
+
+    def refuse(_, offset, size, advice):
+        advised.append((offset, size, advice))
+        raise OSError(errno.EINVAL, "no such advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    file, piece = OsDisk(tmp_path).create("file"), bytes(FLUSH_BYTES // 2)
+    for number in range(3):
+        assert file.write([piece], number * len(piece)) == len(piece)
+    file.truncate(len(piece))
+    assert file.write([piece, piece], len(piece)) == FLUSH_BYTES
+    file.sync()
+    forget = os.POSIX_FADV_DONTNEED
+    assert advised == [(0, FLUSH_BYTES, forget), (len(piece), FLUSH_BYTES, forget), (0, 0, forget)]
+    assert file.read(0, 2 * FLUSH_BYTES) == bytes(3 * len(piece))
+    file.close()
