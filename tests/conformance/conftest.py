@@ -225,9 +225,16 @@ async def publish(replica: VllmReplica, update: WeightUpdate) -> int:
 
 
 async def until_sampled(replica: VllmReplica, tokens: int) -> None:
-    """Return when the requests in flight have sampled `tokens` together; vLLM has no event for it."""
+    """Return when the requests in flight have sampled `tokens` together; vLLM has no event for it.
+
+    Raises:
+        AssertionError: all of them ended before.
+    """
     states: Any = replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
-    while sum(state.detokenizer.num_output_tokens() for state in states.values()) < tokens:  # noqa: ASYNC110
+    started = False
+    while sum(state.detokenizer.num_output_tokens() for state in states.values()) < tokens:
+        assert states or not started, f"all requests ended before {tokens} tokens were seen in flight"
+        started = bool(states)
         await asyncio.sleep(0.005)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,15 @@ async def loads(replica: SglangReplica) -> dict[str, Any]:
     return (await replica._server.get("/v1/loads?include=core"))["loads"][0]
 
 
-async def until_used(replica: SglangReplica, tokens: int) -> None:
-    """Return when the requests in flight hold `tokens` K/V slots together; SGLang has no event for it."""
+async def until_used(replica: SglangReplica, tokens: int, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Return when the requests in flight hold `tokens` K/V slots together; SGLang has no event for it.
+
+    Raises:
+        AssertionError: one of `tasks`, which make those requests, ended before.
+    """
     begun, figures = time.time(), await loads(replica)
     while figures["num_used_tokens"] < tokens or figures["timestamp"] < begun:
+        assert not any(task.done() for task in tasks), f"a request ended before {tokens} slots were seen in use"
         await asyncio.sleep(0.005)
         figures = await loads(replica)
 

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(models: Models) -> AsyncIterator[SglangReplica]:
     replica = await SglangReplica.start(
-        config(kv_cache_tokens=3000, max_num_seqs=8), name="replica-0", checkpoint=models.paths[0]
+        config(kv_cache_tokens=4096, max_num_seqs=8), name="replica-0", checkpoint=models.paths[0]
     )
     yield replica
     await replica.close()
@@ -61,19 +61,22 @@ async def replica(server: SglangReplica, models: Models) -> SglangReplica:
     return server
 
 
-def submit(replica: SglangReplica, count: int, *, name: str, max_new_tokens: int = 400) -> list[asyncio.Task[Any]]:
-    """Start `count` long requests."""
+LONG = 480  # tokens: seconds of decoding, so that what is called in flight still is when the call arrives
+
+
+def submit(replica: SglangReplica, count: int, *, name: str, max_new_tokens: int = LONG) -> list[asyncio.Task[Any]]:
+    """Start `count` requests, long ones unless told otherwise."""
     asks = [request(f"{name}-{i}", prompt(20, seed=i), max_new_tokens=max_new_tokens) for i in range(count)]
     return [asyncio.create_task(generate(replica, ask)) for ask in asks]
 
 
 async def test_a_paused_replica_holds_new_requests_and_lets_running_ones_end(replica: SglangReplica):
-    running = submit(replica, 2, name="running", max_new_tokens=40)
-    await until_used(replica, 40)
+    running = submit(replica, 2, name="running")
+    await until_used(replica, 40, running)
     await replica.pause()
     held = submit(replica, 3, name="held", max_new_tokens=5)
     await replica.drain()
-    assert [len(await task) for task in running] == [40, 40]
+    assert [len(await task) for task in running] == [LONG, LONG]
     done, _ = await asyncio.wait(held, timeout=0.3)
     assert not done
     assert (await replica.stats()).in_flight == 0
@@ -83,7 +86,7 @@ async def test_a_paused_replica_holds_new_requests_and_lets_running_ones_end(rep
 
 async def test_an_abort_returns_every_partial_segment_running_and_waiting(replica: SglangReplica, models: Models):
     tasks = submit(replica, 40, name="abort")  # more than the 8 that run at once
-    await until_used(replica, 200)
+    await until_used(replica, 200, tasks)
     assert await replica.abort() == 40
     segments = await asyncio.gather(*tasks)
     assert {s.stop_reason for s in segments} == {StopReason.ABORT}
@@ -120,7 +123,7 @@ async def test_an_abort_before_the_server_knows_a_request_still_ends_it(
 
 async def test_two_aborts_at_once_and_one_after_the_end_do_no_harm(replica: SglangReplica):
     tasks = submit(replica, 4, name="twice")
-    await until_used(replica, 90)
+    await until_used(replica, 90, tasks)
     assert set(await asyncio.gather(replica.abort(), replica.abort())) == {4}
     assert all(len(s) for s in await asyncio.gather(*tasks))
     await asyncio.gather(*submit(replica, 2, name="ended", max_new_tokens=2))
@@ -142,7 +145,7 @@ async def test_a_load_is_refused_while_serving_or_with_requests_in_flight(replic
     with pytest.raises(EngineError, match="replica-0: load of version 1 while serving; call pause"):
         await replica.load(models.updates[1])
     tasks = submit(replica, 2, name="busy")
-    await until_used(replica, 40)
+    await until_used(replica, 40, tasks)
     await replica.pause()
     with pytest.raises(EngineError, match="load of version 1 with 2 requests in flight"):
         await replica.load(models.updates[1])
@@ -157,8 +160,8 @@ async def test_a_freeze_needs_a_pause_and_what_is_frozen_neither_moves_nor_drain
 ):
     with pytest.raises(EngineError, match="freeze while serving"):
         await replica.freeze()
-    tasks = submit(replica, 12, name="frozen", max_new_tokens=60)
-    await until_used(replica, 200)
+    tasks = submit(replica, 12, name="frozen")
+    await until_used(replica, 200, tasks)
     await replica.pause()
     assert await replica.freeze() == await replica.freeze() == 12
     with pytest.raises(EngineError, match="drain with 12 frozen requests"):
@@ -166,12 +169,12 @@ async def test_a_freeze_needs_a_pause_and_what_is_frozen_neither_moves_nor_drain
     done, _ = await asyncio.wait(tasks, timeout=0.5)
     assert not done
     await replica.resume()
-    assert [len(s) for s in await asyncio.gather(*tasks)] == [60] * 12
+    assert [len(s) for s in await asyncio.gather(*tasks)] == [LONG] * 12
 
 
 async def test_an_abort_of_frozen_requests_returns_what_they_have(replica: SglangReplica, models: Models):
     tasks = submit(replica, 12, name="thaw")
-    await until_used(replica, 200)
+    await until_used(replica, 200, tasks)
     await replica.pause()
     await replica.freeze()
     assert await replica.abort() == 12
@@ -196,8 +199,8 @@ async def test_a_frozen_load_with_nothing_in_flight_is_a_load(replica: SglangRep
 async def test_a_digest_that_is_not_the_published_one_is_refused_until_a_good_load(
     replica: SglangReplica, models: Models
 ):
-    frozen = submit(replica, 2, name="suspect", max_new_tokens=100)
-    await until_used(replica, 60)
+    frozen = submit(replica, 2, name="suspect")
+    await until_used(replica, 60, frozen)
     await replica.pause()
     await replica.freeze()
     wrong = WeightUpdate(models.updates[1].path, WeightVersion(7, "0" * 32))
@@ -238,13 +241,13 @@ async def test_an_update_that_is_not_tensor_for_tensor_of_the_checkpoint_changes
 
 
 async def test_a_cancelled_caller_frees_its_place_and_disturbs_nobody(replica: SglangReplica):
-    tasks = submit(replica, 6, name="cancel", max_new_tokens=60)
-    await until_used(replica, 150)
+    tasks = submit(replica, 6, name="cancel")
+    await until_used(replica, 150, tasks)
     for task in tasks[:2]:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(r, asyncio.CancelledError) for r in results[:2]] == [True, True]
-    assert [len(r) for r in results[2:] if not isinstance(r, BaseException)] == [60] * 4
+    assert [len(r) for r in results[2:] if not isinstance(r, BaseException)] == [LONG] * 4
     assert (await replica.stats()).in_flight == 0
     assert await idle(replica)
 
@@ -279,7 +282,7 @@ async def test_a_request_that_cannot_be_served_is_refused_before_it_is_sent(repl
 
 async def test_an_id_that_is_in_flight_or_a_prefix_of_one_is_refused(replica: SglangReplica):
     running = submit(replica, 3, name="same")
-    await until_used(replica, 60)
+    await until_used(replica, 60, running)
     with pytest.raises(EngineError, match=r"request same-0\. is already in flight"):
         await submit(replica, 1, name="same")[0]
     for name in ("same-1.more", "same-", "s"):
@@ -293,7 +296,7 @@ async def test_an_id_that_is_in_flight_or_a_prefix_of_one_is_refused(replica: Sg
 async def test_stats_count_partial_segments_and_busy_time(replica: SglangReplica, models: Models):
     before = await replica.stats()
     tasks = submit(replica, 3, name="stats")
-    await until_used(replica, 80)
+    await until_used(replica, 80, tasks)
     assert (await replica.stats()).in_flight == 3
     await publish(replica, models.updates[0])
     segments = [await task for task in tasks]

@@ -104,7 +104,7 @@ async def test_a_kept_request_that_is_retracted_later_keeps_the_rows_it_sampled_
         asyncio.create_task(sglang_replica.generate(request(f"later{i}", t, max_new_tokens=110)))
         for i, t in enumerate(prompts)
     ]
-    await until_used(sglang_replica, 500)
+    await until_used(sglang_replica, 500, tasks)
     await load_frozen(sglang_replica, sglang_models.updates[1], "keep")
     results = await asyncio.gather(*tasks)
     retracted = {answer["id"] for answer in answers if answer["num_retractions"]}
@@ -118,8 +118,8 @@ async def test_an_abort_of_a_retracted_request_returns_its_tokens_with_their_row
     sglang_replica: SglangReplica, sglang_models: Models
 ):
     tokens = prompt(30)
-    task = asyncio.create_task(generate(sglang_replica, request("waits", tokens, max_new_tokens=300)))
-    await until_used(sglang_replica, 60)
+    task = asyncio.create_task(generate(sglang_replica, request("waits", tokens, max_new_tokens=480)))
+    await until_used(sglang_replica, 60, [task])
     await sglang_replica.pause()
     await sglang_replica.freeze()
     await sglang_replica._pause_engine("retract")

@@ -52,10 +52,10 @@ async def test_a_family_agrees_fresh_forced_updated_and_resumed(tmp_path: Path, 
         segment = await generate(replica, request("forced", prompts[3], forced_experts=forced))
         assert_agrees(models.models[0], prompts[3], segment, forced=rows)
 
-        running = asyncio.create_task(replica.generate(request("cut", prompts[1], max_new_tokens=300)))
-        await until_used(replica, len(prompts[1]) + 20)
+        running = asyncio.create_task(replica.generate(request("cut", prompts[1], max_new_tokens=440)))
+        await until_used(replica, len(prompts[1]) + 20, [running])
         assert await load_frozen(replica, models.updates[1], "recompute") == 1
-        await until_used(replica, len(prompts[1]) + 60)
+        await until_used(replica, len(prompts[1]) + 60, [running])
         assert await publish(replica, models.updates[0]) == 1
         before, after = await running
         assert (before.weights.version, after.weights.version) == (0, 1)
