@@ -73,7 +73,7 @@ def _stored(reference: Any, first: int, count: int) -> Piece:
 
 
 class ObjectStore:
-    """See `message_queue.packed.SharedMemory`.
+    """See `message_queue.wire.packed.SharedMemory`.
 
     A reference dies with the process that put it. A buffer that is held does not, so the queue holds what it refers to.
 

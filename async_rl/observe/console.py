@@ -26,7 +26,7 @@ _COLUMNS = (
     ("stale mean", "staleness/mean", "{:.2f}"),
     ("stale max", "staleness/max", "{:.0f}"),
     ("k3", "mismatch/k3", "{:.0e}"),
-    ("part- ial", "partial/resumed_fraction", "{:.0%}"),
+    ("partial", "partial/resumed_fraction", "{:.0%}"),
     ("ready", "queue/ready", "{:.0f}"),
     ("open", "queue/open", "{:.0f}"),
     ("idle train", "idle/trainer", "{:.0%}"),

@@ -10,6 +10,14 @@ from dataclasses import replace
 from async_rl.simulate.outcome import Outcome, run_seed
 
 COLLECT_EVERY = 20  # seeds; a run leaves cycles behind
+NEW_OBJECTS = 50_000  # between two looks for short cycles, of which a run makes few
+
+
+def spare_imports() -> None:
+    """Once in a process that runs seeds: what it has imported is not looked through for cycles again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS)
 
 
 def run_chunk(seeds: Sequence[int]) -> list[Outcome]:
