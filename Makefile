@@ -41,7 +41,7 @@ seeds: setup
 		--out outputs/calculator-seeds
 
 test: setup setup-sglang
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(TESTS) $(ARGS)
 
 # Every layout, replay mode, recomputation and packing against one rank; ARGS choose cells (--help says how).
 parity: setup

@@ -12,13 +12,15 @@ it would without.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 COLLECT_S = 10.0  # longest wait for answers in one message
+RESEND_S = 10.0  # after which an answer that nobody says has arrived is sent again
 GATHER_TURNS = 8  # turns of the event loop in which answers gather once there is one
 
 
@@ -68,6 +70,7 @@ class Together:
         self._numbers = itertools.count()
         self._outbox: list[Call] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._received: list[int] = []  # what the other process has not been told of
         self._tasks: set[asyncio.Task[None]] = set()
         self._collecting = False
 
@@ -90,11 +93,16 @@ class Together:
         numbers = [call.number for call in calls]
         try:
             self._before_send()
-            message = self._handle.together.remote(self._name, calls)
+            message = self._message(self._handle.together, calls)
         except Exception as error:  # noqa: BLE001 - it cannot be sent: what became of these calls
             self._fail(numbers, error)
             return
         self._start(self._exchange(message, numbers))
+
+    def _message(self, method: Any, *args: Any) -> Awaitable[Sequence[Answer]]:
+        message = method.remote(self._name, self._received, *args)
+        self._received = []
+        return message
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -113,7 +121,7 @@ class Together:
     async def _collect(self) -> None:
         try:
             while self._waiting:
-                self._settle(await self._handle.collect.remote(self._name))
+                self._settle(await self._message(self._handle.collect))
         except Exception as error:  # noqa: BLE001 - whoever waits is told
             self._fail(list(self._waiting), error)
         finally:
@@ -121,16 +129,20 @@ class Together:
 
     def _settle(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
+            self._received.append(answer.number)
             future = self._waiting.get(answer.number)
             if future is None or future.done():
-                continue  # its caller gave up
+                continue  # its caller gave up, or it came before
             if answer.error is None:
                 future.set_result(answer.result)
             else:
                 future.set_exception(answer.error)
 
     def _fail(self, numbers: Sequence[int], error: Exception) -> None:
-        self._settle([Answer(number, None, error) for number in numbers])
+        for number in numbers:
+            future = self._waiting.get(number)
+            if future is not None and not future.done():
+                future.set_exception(error)
 
 
 class TogetherHost:
@@ -143,36 +155,47 @@ class TogetherHost:
     def __init__(self, service: Any, *, refusals: tuple[type[Exception], ...]) -> None:
         self._service = service
         self._refusals = refusals
-        self._answers: dict[str, list[Answer]] = {}
-        self._changed: dict[str, asyncio.Event] = {}
+        self._clients: dict[str, _Client] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    async def together(self, client: str, calls: Sequence[Call]) -> list[Answer]:
-        """Begin calls; answers of the client that there are, once there is one."""
-        for call in calls:
-            task = asyncio.ensure_future(self._run(client, Call(*call)))
+    async def together(self, name: str, received: Sequence[int], calls: Sequence[Call]) -> list[Answer]:
+        """Begin calls, each once; then as `collect`."""
+        client = self._client(name)
+        for call in map(Call._make, calls):
+            if call.number in client.begun:
+                continue
+            client.begun.add(call.number)
+            task = asyncio.ensure_future(self._run(client, call))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-        return await self.collect(client)
+        return await self.collect(name, received)
 
-    async def collect(self, client: str) -> list[Answer]:
-        """Answers of the client that there are, once there is one; none after COLLECT_S."""
-        changed = self._changed.setdefault(client, asyncio.Event())
-        try:
+    async def collect(self, name: str, received: Sequence[int]) -> list[Answer]:
+        """Answers for the client that were not sent, once there is one or after COLLECT_S, and those that got lost.
+
+        Args:
+            received: numbers of answers that arrived.
+        """
+        client = self._client(name)
+        for number in received:
+            client.begun.discard(number)
+            client.kept.pop(number, None)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COLLECT_S):
-                await changed.wait()
-        except TimeoutError:
-            return []
+                await client.answered.wait()
         known = 0
         for _ in range(GATHER_TURNS):
             await asyncio.sleep(0)
-            if len(self._answers.get(client, ())) == known:
+            if len(client.unsent) == known:
                 break
-            known = len(self._answers.get(client, ()))
-        changed.clear()
-        return self._answers.pop(client, [])
+            known = len(client.unsent)
+        client.answered.clear()
+        return client.sent(asyncio.get_running_loop().time())
 
-    async def _run(self, client: str, call: Call) -> None:
+    def _client(self, name: str) -> _Client:
+        return self._clients.setdefault(name, _Client())
+
+    async def _run(self, client: _Client, call: Call) -> None:
         result = error = None
         try:
             result = await getattr(self._service, call.method)(*call.args, **call.kwargs)
@@ -180,5 +203,25 @@ class TogetherHost:
             error = refusal
         except Exception as failure:  # noqa: BLE001 - the caller is told
             error = RemoteError("".join(traceback.format_exception(failure)))
-        self._answers.setdefault(client, []).append(Answer(call.number, result, error))
-        self._changed.setdefault(client, asyncio.Event()).set()
+        client.unsent.append(Answer(call.number, result, error))
+        client.answered.set()
+
+
+@dataclass(slots=True)
+class _Client:
+    """Calls of one who calls. begun: numbers of those whose answers are not known to have arrived.
+
+    unsent: answers. kept: those that were sent and may not have arrived: number -> (when, answer).
+    """
+
+    begun: set[int] = field(default_factory=set)
+    unsent: list[Answer] = field(default_factory=list)
+    kept: dict[int, tuple[float, Answer]] = field(default_factory=dict)
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def sent(self, now: float) -> list[Answer]:
+        """What is to be sent, which is kept from now on."""
+        lost = [answer for at, answer in self.kept.values() if at <= now - RESEND_S]
+        answers, self.unsent = [*lost, *self.unsent], []
+        self.kept |= {answer.number: (now, answer) for answer in answers}
+        return answers

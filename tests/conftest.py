@@ -13,6 +13,7 @@ settings.load_profile("shared")
 SERVERS = {"engine", "sglang_server", "server"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         shares_server = SERVERS & set(getattr(item, "fixturenames", ()))

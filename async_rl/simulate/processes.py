@@ -1,14 +1,15 @@
 """Processes of a simulated cluster: calls that take their time, get lost, come twice, or find nobody alive.
 
 A process takes the calls of one caller in the order in which they were made, as Ray's actors do; answers come back in
-any order. A dead process does nothing any more and fails every call on it; a hung one never answers.
+any order. A dead process does nothing any more and fails every call on it; a hung one never answers. Calls may travel
+together, as those to the queue of a run do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, copy_context
 from typing import Any, Protocol
 
@@ -16,7 +17,10 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from async_rl.simulate.scenario import Fault
 from async_rl.simulate.virtual_time import NumberedTask
+from message_queue.client import REFUSALS
+from message_queue.together import Together, TogetherHost
 
+CLIENT = "driver"
 LEAST_S = 1e-6  # between two calls that a process takes
 
 _process: ContextVar[Process | None] = ContextVar("process", default=None)
@@ -64,17 +68,28 @@ class Process:
 
     Args:
         host: what runs in the process.
+        together: calls are made through `in_messages`.
         latency_s: mean of one way.
     """
 
-    def __init__(self, name: str, host: object, *, world: Surroundings, latency_s: float, draw: random.Random) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: object,
+        *,
+        world: Surroundings,
+        latency_s: float,
+        draw: random.Random,
+        together: bool = False,
+    ) -> None:
         self.process_name = name
         self.tasks: dict[NumberedTask, None] = {}
         self.dead: str | None = None
         self.hung = False
         self.on_death: Callable[[], None] = lambda: None
         self._cut_off = False
-        self._host = host
+        self._together = together
+        self._host = TogetherHost(_Observed(host, self), refusals=REFUSALS) if together else host
         self._world = world
         self._latency_s = latency_s
         self._draw = draw
@@ -84,6 +99,10 @@ class Process:
         if name.startswith("_"):
             raise AttributeError(name)
         return _Method(self, name)
+
+    def in_messages(self) -> Any:
+        """The handle for those calls that are to travel together, where any do."""
+        return Together(self, name=CLIENT) if self._together else self
 
     def forget(self, task: asyncio.Task[Any]) -> None:
         """A task of this process has ended."""
@@ -122,7 +141,8 @@ class Process:
             return reply
         delay = self._latency()
         fault = self._world.fault(f"message/{self.process_name}")
-        fault = self._world.fault(f"call/{self.process_name}.{method}") or fault
+        for called in self._called_by(method, args):
+            fault = self._world.fault(f"call/{self.process_name}.{called}") or fault
         again = None
         match fault and fault.kind:
             case "late message":
@@ -146,6 +166,12 @@ class Process:
             loop.call_at(self._free_at + again, self._deliver, method, args, kwargs, loop.create_future())
         return reply
 
+    def _called_by(self, method: str, args: tuple[Any, ...]) -> list[str]:
+        """Methods that a message calls."""
+        if not self._together:
+            return [method]
+        return [call.method for call in args[-1]] if method == "together" else []
+
     def _deliver(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]) -> None:
         if self.hung or self._cut_off:
             return
@@ -168,20 +194,45 @@ class Process:
             error = RayActorError()
         except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
             error = RayTaskError(method, "", cause).as_instanceof_cause()
+        if not self._together:
+            self.answers(method, args, result=result, error=error)
+        if self.dead is not None:
+            error = RayActorError()
+        if not self.hung:
+            self._answer(reply, result=result, error=error)
+
+    def answers(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
+        """Tell the world what came of a call, where anybody will hear of it."""
         if self.dead is None and not self.hung and not self._cut_off:
             self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
             if error is None:
                 self._world.called(self.process_name, method, args, result)
-        elif self.dead is not None:
-            error = RayActorError()
-        if not self.hung:
-            self._answer(reply, result=result, error=error)
 
     def _answer(self, reply: asyncio.Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
         asyncio.get_running_loop().call_later(self._latency(), _settle, reply, result, error)
 
     def _latency(self) -> float:
         return self._latency_s * self._draw.expovariate(1.0)
+
+
+class _Observed:
+    """What runs in a process; the world is told what came of each call, as an answer may wait for others."""
+
+    def __init__(self, host: object, process: Process) -> None:
+        self._host = host
+        self._process = process
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = await getattr(self._host, method)(*args, **kwargs)
+            except Exception as error:
+                self._process.answers(method, args, result=None, error=error)
+                raise
+            self._process.answers(method, args, result=result, error=None)
+            return result
+
+        return call
 
 
 def _settle(reply: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

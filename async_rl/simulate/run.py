@@ -234,10 +234,11 @@ class Run:
             max_ready=config.queue.max_ready,
             journal=place,
         )
-        process = self._process("queue", self._service)
+        process = self._process("queue", self._service, together=world.scenario.together)
         process.on_death = end
         holders = [self._holder(journal, shard, disk) for shard, disk in enumerate(world.disk.holders)]
-        handle = WatchedShards(process, holders, opened=world.reopened) if holders else process
+        handle, parts = process.in_messages(), [holder.in_messages() for holder in holders]
+        handle = WatchedShards(handle, parts, opened=world.reopened) if parts else handle
 
         def kill() -> None:
             world.before_queue_ends()
@@ -267,7 +268,7 @@ class Run:
     def _holder(self, journal: JournalPlace, shard: int, disk: SimulatedDisk) -> Process:
         """A process that holds content of the queue."""
         place, end = self._mounted(journal.of_shard(shard, shards=self._config.queue.shards), disk)
-        process = self._process(disk.of, ContentHolder(place))
+        process = self._process(disk.of, ContentHolder(place), together=self._world.scenario.together)
         process.on_death = end
         return process
 
@@ -289,10 +290,12 @@ class Run:
 
         return replace(journal, disk=mount, start_writer=start_writer), end
 
-    def _process(self, name: str, host: object) -> Process:
+    def _process(self, name: str, host: object, *, together: bool = False) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.seed}")
         latency_s = self._world.scenario.latency_s
-        made = self.processes[name] = Process(name, host, world=self._world, latency_s=latency_s, draw=draw)
+        made = self.processes[name] = Process(
+            name, host, world=self._world, latency_s=latency_s, draw=draw, together=together
+        )
         self._all.append(made)
         return made
 

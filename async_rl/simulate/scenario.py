@@ -138,6 +138,7 @@ class Scenario:
     later_staleness: of the driver's starts after the first, in turn; none: the same for all.
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
     fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision. shards: of the queue.
+    together: calls to the queue travel as in `message_queue.together`.
     """
 
     seed: int
@@ -171,6 +172,7 @@ class Scenario:
     load_s: float
     tool_s: float
     shards: int
+    together: bool
     faults: tuple[Fault, ...]
 
     def staleness_of(self, start: int) -> StalenessConfig:
@@ -225,6 +227,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
         shards=num_shards,
+        together=seed % 5 == 3,
         faults=_with_shards(
             shards,
             _draw_faults(draw, seed, replicas=replicas, goes_on_otherwise=bool(later)),

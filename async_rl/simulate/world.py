@@ -1,7 +1,7 @@
 """The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
 
 driver     Lives, Resume, Pipeline, Rollouter, agent loops, Publisher, Supervisor, Recorder, Checkpoints   (real)
-messages   QueueClient, ReplicaHandle (real) -> Process (simulated: late, twice, never)
+messages   QueueClient, Together, ReplicaHandle (real) -> Process (simulated: late, twice, never)
 queue      QueueService, or Bookkeeper and ContentHolders, with their Journals (real) -> SimulatedDisk
 replica    ReplicaHost, RequestInbox, RequestGate (real) -> SimulatedReplica
 trainer    SimulatedTrainer; tools and reward are simulated too

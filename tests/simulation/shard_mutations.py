@@ -1,4 +1,4 @@
-"""Defects planted in what the books of a queue and the holders of its content tell each other."""
+"""Defects planted in what the books of a queue, the holders of its content and the driver tell each other."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ from message_queue.journal import Journal
 from message_queue.journal.open import mark_of
 from message_queue.shards import holder
 from message_queue.shards.holder import ContentHolder
+from message_queue.together import TogetherHost
 
 
 def a_group_that_is_ready_before_its_holder_has_it_on_the_disk(patch):
@@ -33,8 +34,19 @@ def holders_that_keep_content_of_groups_that_nobody_knows(patch):
     patch.setattr(holder.ContentHolder, "begin", begin)
 
 
+def answers_that_are_taken_for_received_when_they_are_sent(patch):
+    whole = TogetherHost.collect
+
+    async def collect(self, name, received):
+        self._client(name).kept.clear()
+        return await whole(self, name, received)
+
+    patch.setattr(TogetherHost, "collect", collect)
+
+
 SHARD_MUTATIONS = (
     (a_group_that_is_ready_before_its_holder_has_it_on_the_disk, ("exactly once",), "machine dies"),
     (holders_that_forget_what_was_trained_and_is_in_no_checkpoint, ("exactly once", "failure")),
+    (answers_that_are_taken_for_received_when_they_are_sent, ("failure",), "message twice"),
     (holders_that_keep_content_of_groups_that_nobody_knows, ("failure", "exactly once"), "machine dies"),
 )

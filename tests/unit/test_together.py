@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from message_queue import together
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.service import QueueService
 from message_queue.staleness import StalenessConfig
-from message_queue.together import RemoteError, Together, TogetherHost
+from message_queue.together import Call, RemoteError, Together, TogetherHost
 from tests.unit.groups import group_for
 from tests.unit.test_queue import waits
 from tests.unit.test_queue_client import Handle
@@ -91,6 +92,31 @@ async def test_a_call_that_waits_holds_up_no_other():
     assert not calls._waiting
 
 
+async def test_an_answer_that_is_not_known_to_have_arrived_is_sent_again_after_a_while(monkeypatch):
+    host = TogetherHost(Service(), refusals=())
+
+    async def answered(received, number):
+        answers = await host.together("driver", received, [Call(number, "echo", (number,), {})])
+        return [answer.number for answer in answers]
+
+    assert await answered([], 0) == [0]
+    assert await answered([], 1) == [1], "it may still be on its way"
+    monkeypatch.setattr(together, "RESEND_S", 0.0)
+    assert await answered([1], 2) == [0, 2]
+    assert await answered([0, 2], 3) == [3]
+
+
+async def test_a_message_that_comes_twice_begins_its_calls_once():
+    service = Service()
+    host = TogetherHost(service, refusals=())
+    message = ("driver", [], [Call(0, "wait", ("long",), {}), Call(1, "echo", ("short",), {})])
+    assert [answer.number for answer in await host.together(*message)] == [1]
+    again = await waits(host.together(*message))
+    assert service.begun == ["long", "short"]
+    service.gates["long"].set()
+    assert [answer.number for answer in await asyncio.wait_for(again, 1)] == [0]
+
+
 async def test_refusals_arrive_as_they_are_and_other_errors_as_text():
     calls, _, _ = make()
     with pytest.raises(Refusal, match="no"):
@@ -128,11 +154,11 @@ async def test_a_process_that_dies_while_answers_are_waited_for_fails_them():
     assert "collect" in handle.calls
     broken = handle.service
 
-    async def collect(client):
+    async def collect(*_):
         raise OSError("the actor died")
 
     broken.collect = collect
-    broken._changed["driver"].set()  # the collect under way comes back with nothing
+    broken._clients["driver"].answered.set()  # the collect under way comes back with nothing
     with pytest.raises(OSError, match="the actor died"):
         await asyncio.wait_for(waiting, 1)
 
@@ -166,7 +192,7 @@ def test_every_call_gets_its_own_answer_once(seed):
         async with asyncio.timeout(5):
             assert await asyncio.gather(*(one(number) for number in range(20))) == list(range(20))
         assert sorted(service.begun) == list(range(20))
-        assert not any(host._answers.values())
+        assert not any(client.unsent for client in host._clients.values())
         assert not any(client._waiting for client in clients)
 
     asyncio.run(run())
