@@ -227,7 +227,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
         shards=num_shards,
-        together=seed % 5 == 3,
+        together=seed % 5 == 0,
         faults=_with_shards(
             shards,
             _draw_faults(draw, seed, replicas=replicas, goes_on_otherwise=bool(later)),
