@@ -6,7 +6,7 @@
                              ... ---> collect()            <---- answers that came later
 
 A message to another process costs far more than a call in this one. A call alone takes one message and its answer, as
-it would without.
+it would without. Each message says which answers have arrived; the others are kept, and sent again after a while.
 """
 
 from __future__ import annotations

@@ -74,14 +74,22 @@ def logprob_gap(
 
     settled: from `settled_rows`; tokens that a later row predicts do not count.
     """
-    at = np.arange(start, start + len(logprobs))
-    gaps = np.abs(expected.logprobs[at - 1, token_ids[at]] - logprobs)
+    gaps = _gaps(expected, token_ids, logprobs, start=start)
     return float(gaps[: None if settled is None else max(0, settled + 1 - start)].max(initial=0.0))
 
 
 def tolerance_of(model: Any) -> float:
     """Of logprobs, for a transformers model in float32."""
     return MIXTRAL_LOGPROB_TOLERANCE if model.config.model_type == "mixtral" else LOGPROB_TOLERANCE
+
+
+def assert_logprobs_agree(
+    model: Any, expected: Reference, token_ids: np.ndarray[Any, Any], logprobs: Any, *, start: int
+) -> None:
+    """All within what float32 of `model` allows, and nine of ten within LOGPROB_TOLERANCE; see `logprob_gap`."""
+    gaps = _gaps(expected, token_ids, logprobs, start=start)
+    assert gaps.max(initial=0.0) <= tolerance_of(model)
+    assert len(gaps) == 0 or np.quantile(gaps, 0.9) <= LOGPROB_TOLERANCE
 
 
 def routing_mismatches(expected: Reference, experts: Any, *, start: int, settled: int | None = None) -> int:
@@ -105,6 +113,12 @@ def settled_rows(expected: Reference, experts: np.ndarray[Any, Any], *, start: i
     tie[start:] &= _differs(expected, experts, start=start)
     found = np.flatnonzero(tie.any(-1))
     return int(found[0]) if len(found) else start + len(experts)
+
+
+def _gaps(expected: Reference, token_ids: np.ndarray[Any, Any], logprobs: Any, *, start: int) -> np.ndarray[Any, Any]:
+    """float64 [len(logprobs)], |difference| of each."""
+    at = np.arange(start, start + len(logprobs))
+    return np.abs(expected.logprobs[at - 1, token_ids[at]] - logprobs)
 
 
 def _differs(expected: Reference, experts: np.ndarray[Any, Any], *, start: int) -> np.ndarray[Any, Any]:

@@ -17,11 +17,11 @@ from message_queue.tokens import RoutedExperts
 from tests.conformance.conftest import VOCAB, generate, prompt, publish, request, until_sampled
 from tests.conformance.reference import (
     LOGPROB_TOLERANCE,
+    assert_logprobs_agree,
     logprob_gap,
     reference,
     reference_of_parts,
     routing_mismatches,
-    settled_rows,
     tolerance_of,
 )
 
@@ -34,8 +34,7 @@ CONFIG = VllmConfig(
 
 def assert_agrees(model: Any, tokens: Any, logprobs: Any, rows: Any, *, start: int, forced: Any = None) -> None:
     expected = reference(model, tokens, forced=forced)
-    settled = settled_rows(expected, rows, start=0)
-    assert logprob_gap(expected, tokens, logprobs, start=start, settled=settled) <= tolerance_of(model)
+    assert_logprobs_agree(model, expected, tokens, logprobs, start=start)
     assert routing_mismatches(expected, rows, start=0) == 0
 
 

@@ -106,6 +106,14 @@ async def test_an_answer_that_is_not_known_to_have_arrived_is_sent_again_after_a
     assert await answered([0, 2], 3) == [3]
 
 
+async def test_only_what_may_not_have_arrived_is_kept():
+    calls, handle, _ = make()
+    for value in range(3):
+        assert await calls.echo.remote(value) == value
+    client = handle.service._clients["driver"]
+    assert (list(client.kept), client.begun) == ([2], {2}), "the next message says of the others that they arrived"
+
+
 async def test_a_message_that_comes_twice_begins_its_calls_once():
     service = Service()
     host = TogetherHost(service, refusals=())
