@@ -242,6 +242,10 @@ class TrainerActor:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._rank, method)(*args, **kwargs)
 
+    def sees(self, path: Path) -> tuple[bool, str]:
+        """Whether `path` exists on this node, and the node's address."""
+        return path.exists(), ray.util.get_node_ip_address()
+
     def pid(self) -> int:
         return os.getpid()
 

@@ -7,9 +7,9 @@ value is refused before any process starts, with the field, the value and the wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 from annotated_types import Ge
@@ -41,6 +41,7 @@ from message_queue.shards.inventory import MAX_SHARDS
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
+Config = TypeVar("Config")
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 RECIPES = ROOT / "recipes"
@@ -147,13 +148,14 @@ class RunConfig:
     """One run. resume: `auto` continues what `output_dir` holds, `never` refuses to, or a checkpoint folder.
 
     schedule: run directory to whose schedule this run keeps; null leaves it free. See `async_rl.rollout.schedule`.
+    Paths are absolute: other processes, on other nodes too, have working directories of their own.
     """
 
     name: str
     output_dir: Path
     total_train_steps: Annotated[int, Ge(0)]
     seed: int
-    resume: str
+    resume: Literal["auto", "never"] | Path
     schedule: Path | None
     model: ModelConfig
     engine: EngineConfig
@@ -226,9 +228,21 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     if unknown:
         raise ConfigError(f"unknown config key: {', '.join(unknown)}")
     try:
-        return TypeAdapter(RunConfig).validate_python(values)
+        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(values))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """The config with each path, at any depth, resolved against the working directory of this process."""
+    changed: dict[str, Any] = {}
+    for name in (f.name for f in fields(cast(Any, config))):
+        value = getattr(config, name)
+        if isinstance(value, Path):
+            changed[name] = value.expanduser().absolute()
+        elif is_dataclass(value):
+            changed[name] = _with_absolute_paths(value)
+    return replace(cast(Any, config), **changed)
 
 
 def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -18,8 +18,8 @@ def problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with a config; nothing where it can be started."""
     yield from _rollout_problems(config)
     yield from _trainer_problems(config)
-    if config.resume not in ("auto", "never") and not (Path(config.resume) / "run.json").is_file():
-        yield f"resume is {config.resume!r}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
+    if isinstance(config.resume, Path) and not (config.resume / "run.json").is_file():
+        yield f"resume is {config.resume}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
     yield from _model_problems(config)
 
 

@@ -251,7 +251,25 @@ class TrainerHandle:
         return await self._everywhere("export", directory, version=version)
 
     async def save(self, directory: Path) -> None:
+        """Write the state of all ranks; return when this process sees all of it.
+
+        Raises:
+            TrainerError: a rank failed, or has written to a directory that this process does not see.
+        """
         await self._everywhere("save", directory)
+        await asyncio.to_thread(_require_complete, directory)
+
+    async def require_visible(self, path: Path) -> None:
+        """Check that every rank sees a file or directory of this process.
+
+        Raises:
+            TrainerError: a rank does not; names rank, node and path.
+        """
+        for rank, (seen, node) in enumerate(await self._all("sees", [a.sees.remote(path) for a in self._actors])):
+            if not seen:
+                raise TrainerError(
+                    f"trainer rank {rank} on node {node} does not see {path}; give an output_dir that every node shares"
+                )
 
     async def restore(self, directory: Path) -> None:
         await self._everywhere("restore", directory)
@@ -289,6 +307,19 @@ class TrainerHandle:
         return await _answer(
             ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
         )
+
+
+def _require_complete(directory: Path) -> None:
+    """Raise TrainerError unless this process sees all that the ranks have saved."""
+    from async_rl.train.checkpoint import TrainerCheckpointError, require_complete  # imports megatron
+
+    try:
+        require_complete(directory)
+    except TrainerCheckpointError as error:
+        raise TrainerError(
+            f"the ranks have saved a checkpoint that is not complete here: {error}; "
+            "give an output_dir that every node shares"
+        ) from error
 
 
 async def _answer(

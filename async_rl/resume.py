@@ -46,7 +46,7 @@ class Resume:
         """Where the journal is, and what it has to agree with."""
         config = self._config
         return JournalPlace(
-            directory=config.output_dir.resolve() / "journal",
+            directory=config.output_dir / "journal",
             run=run_name(config),
             config=config.journal,
             checkpoint=None if self.checkpoint is None else self.state.queue,
@@ -130,4 +130,4 @@ def _checkpoint_to_resume(config: RunConfig) -> Path | None:
                 )
             return None
         case path:
-            return Path(path)
+            return path

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import tempfile
-from collections.abc import Awaitable, Callable
+import shutil
+import uuid
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import cast
 
@@ -106,7 +107,10 @@ class Workers:
     # ---- inside
 
     def _initial_checkpoint(self) -> Path:
-        path = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="async_rl-"))) / "initial"
+        """The model that the task builds, in the run directory, as ranks and replicas on other nodes read it."""
+        path = self._config.output_dir / "initial"
+        self._stack.callback(shutil.rmtree, path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
         self._task.save_initial_checkpoint(path)
         return path
 
@@ -122,6 +126,8 @@ class Workers:
         )
         self._stack.push_async_callback(self._closing(trainer))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(await trainer.pids())})
+        with _probe(config.output_dir) as probe:
+            await trainer.require_visible(probe)
         return trainer
 
     async def _start_replicas(self) -> list[ReplicaHandle]:
@@ -161,3 +167,14 @@ class Workers:
                 await part.close(timeout_s=self._config.cluster.stop_timeout_s)
 
         return close
+
+
+@contextlib.contextmanager
+def _probe(directory: Path) -> Generator[Path]:
+    """A file in `directory` that no other directory has."""
+    path = directory / f".probe-{uuid.uuid4().hex}"
+    path.touch()
+    try:
+        yield path
+    finally:
+        path.unlink()

@@ -128,6 +128,17 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: Ranks) ->
     return document.manifest
 
 
+def require_complete(directory: Path) -> None:
+    """Check that this process sees every file of checkpoint `directory`; their content is checked on a restore.
+
+    Raises:
+        TrainerCheckpointError: the folder, its manifest or a file of a rank is missing.
+    """
+    missing = sorted(name for name in _read_document(directory).files if not (directory / name).is_file())
+    if missing:
+        raise TrainerCheckpointError(f"{directory} lacks {', '.join(missing)}, which the ranks have written elsewhere")
+
+
 def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Tensors in the place of the shards in `state`. Collective; after `read_manifest`.
 

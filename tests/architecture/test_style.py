@@ -1,4 +1,4 @@
-"""Rules that keep the event loops running and the files readable."""
+"""Rules that keep the event loops running and the actors in one place."""
 
 import ast
 
@@ -6,7 +6,6 @@ import pytest
 
 from tests.architecture.test_imports import MODULES, ROOT, name_of
 
-MAX_LINES = 350
 BLOCKING = {"ray.get", "ray.wait", "ray.util.wait", "time.sleep"}
 ACTORS = "async_rl/actors.py"
 
@@ -71,12 +70,6 @@ def test_no_coroutine_blocks_its_event_loop(path):
 @pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) != ACTORS], ids=name_of)
 def test_actors_are_made_in_one_place(path):
     assert not remote_classes(path.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_file_holds_one_idea(path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines; split off its second idea"
 
 
 def test_there_are_modules_to_look_at():

@@ -1,6 +1,8 @@
 """Bad input is refused before any process starts, with the field, the value and the way out."""
 
 import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 
@@ -125,6 +127,39 @@ def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
     for part in parts:
         assert part in str(caught.value), str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2, "one clear error, not a page"
+
+
+def paths_of(config, prefix=""):
+    """Dotted name and value of each path, at any depth."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Path):
+            yield f"{prefix}{field.name}", value
+        elif is_dataclass(value):
+            yield from paths_of(value, f"{prefix}{field.name}.")
+
+
+def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
+    monkeypatch.chdir(dense_checkpoint)
+    (dense_checkpoint / "run.json").touch()
+    config = load_config(
+        [
+            *("model=hugging_face", "model.checkpoint=.", "trainer.router_replay=none", "engine=sglang"),
+            *("output_dir=runs/one", "resume=.", "schedule=plan", "task.prompt_file=prompts.jsonl"),
+            *("sync.transport=disk", "sync.directory=weights", "warm_start.cache=warm", "engine.python=bin/python"),
+        ]
+    )
+    found = dict(paths_of(config))
+    assert {name: str(path.relative_to(dense_checkpoint)) for name, path in found.items()} == {
+        "output_dir": "runs/one",
+        "resume": ".",
+        "schedule": "plan",
+        "model.checkpoint": ".",
+        "engine.python": "bin/python",
+        "sync.directory": "weights",
+        "warm_start.cache": "warm",
+        "task.prompt_file": "prompts.jsonl",
+    }
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)

@@ -1,14 +1,17 @@
 """The driver's side of the trainer: what each rank is sent."""
 
 import asyncio
+import json
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from async_rl import handles
 from async_rl.batch.micro_batch import Coordinates
 from async_rl.batch.routed_experts import RoutingError
+from async_rl.train.checkpoint import FORMAT
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import ParallelConfig
 from async_rl.train.planning import Planner, RankPlace
@@ -103,3 +106,39 @@ async def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(puts):
     with pytest.raises(RoutingError, match=r"an expert id outside 0\.\.7: .* sequence 1, position 2, layer 1"):
         await handle.train(batch)
     assert not puts and not any(rank.got for rank in ranks)
+
+
+class RankElsewhere(FakeRank):
+    """A rank on a node of its own: what it writes is not seen here, and it sees nothing of this node."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.sees = SimpleNamespace(remote=self._sees)
+
+    async def _sees(self, path):
+        return False, "10.0.0.7"
+
+
+def handle_elsewhere():
+    ranks = [RankElsewhere(i) for i in range(2)]
+    planner = Planner(config=replace(TRAINER, ranks=2), loss=LossConfig(), routing=ROUTING, places=())
+    return handles.TrainerHandle(ranks, planner=planner, timeout_s=5)
+
+
+@pytest.mark.parametrize("first_rank_is_here", [True, False])
+async def test_a_checkpoint_that_ranks_wrote_elsewhere_is_refused(tmp_path, first_rank_is_here):
+    if first_rank_is_here:
+        document = {"format": FORMAT, "files": {"__0_0.distcp": "", "__1_0.distcp": ""}}
+        manifest = {"model": {}, "layout": {}, "updates": 0, "steps": 0, "reference": False}
+        (tmp_path / "trainer.json").write_text(json.dumps(document | {"manifest": manifest}))
+        (tmp_path / "__0_0.distcp").touch()
+    with pytest.raises(handles.TrainerError) as caught:
+        await handle_elsewhere().save(tmp_path)
+    assert "output_dir" in str(caught.value)
+    assert ("__1_0.distcp" if first_rank_is_here else "trainer.json") in str(caught.value)
+
+
+async def test_a_rank_that_does_not_see_the_run_directory_is_named(tmp_path):
+    with pytest.raises(handles.TrainerError) as caught:
+        await handle_elsewhere().require_visible(tmp_path)
+    assert all(part in str(caught.value) for part in ("rank 0", "10.0.0.7", str(tmp_path), "output_dir"))
