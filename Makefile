@@ -7,9 +7,12 @@ TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
+FAST_TESTS := tests/architecture tests/unit tests/flow tests/simulation/test_found.py tests/conformance/test_vllm_parity.py \
+	tests/e2e/test_trainer.py
 TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run seeds test parity simulate kills lint format types contracts setup setup-sglang staleness bench clean
+.PHONY: run seeds test test-fast parity simulate kills lint format types contracts setup setup-sglang staleness bench clean
 
 setup: $(VENV)/.ready
 
@@ -41,7 +44,11 @@ seeds: setup
 		--out outputs/calculator-seeds
 
 test: setup setup-sglang
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(TESTS) $(ARGS)
+	$(PYTEST) $(TESTS) $(ARGS)
+
+# At most five minutes on two idle cores: without servers and whole runs, but with one vLLM engine and one trainer.
+test-fast: setup
+	$(PYTEST) $(FAST_TESTS) $(ARGS)
 
 # Every layout, replay mode, recomputation and packing against one rank; ARGS choose cells (--help says how).
 parity: setup

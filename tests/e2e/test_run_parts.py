@@ -1,0 +1,55 @@
+"""Runs with the parts and policies that the default run does not use, each resumed and stale on purpose."""
+
+import pytest
+
+from tests.e2e.runs import finish, lines, start
+
+pytestmark = pytest.mark.timeout(900)
+STEPS = 6
+UNEVEN = (
+    "task.factory=tests.e2e.uneven_task:uneven_task",
+    "rollout.groups_per_batch=2",
+    "rollout.limits.max_tokens=360",
+    "engine.max_model_len=384",
+    f"total_train_steps={STEPS}",
+    "validation.prompts=0",
+)
+
+
+def run(directory, *overrides):
+    """Train steps and groups of a run with late groups, which ended by itself."""
+    process = start(
+        directory, directory / "warm_start", *UNEVEN, f"+task.options.run_directory={directory}", *overrides
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    steps, groups = lines(directory, "metrics.jsonl"), lines(directory, "ledger.jsonl")
+    assert [s["train_step"] for s in steps] == list(range(1, STEPS + 1))
+    for s in steps:
+        assert s["ledger/error"] == 0 and s["ledger/token_error"] == 0
+        assert s["staleness/max"] <= 1
+        assert s["routing/missing_fraction"] == 0
+        assert s["mismatch/k3_lag0"] is None or s["mismatch/k3_lag0"] <= 1e-6
+    assert max(s["partial/resumed_fraction"] for s in steps) > 0, "no publish met a rollout in the engine"
+    return steps, groups[:-1]
+
+
+def test_vllm_on_two_workers_and_two_trainer_ranks_under_drop(tmp_path):
+    _, groups = run(tmp_path, "engine.tensor_parallel=2", "trainer.ranks=2", "staleness=drop")
+    expired = [g for g in groups if g["outcome"] == "dropped" and "expired" in g["reason"]]
+    assert expired and all(g["tokens"] > 0 for g in expired)
+
+
+def test_vllm_and_two_pipeline_stages_under_recycle(tmp_path):
+    stages = ("trainer.ranks=2", "trainer.parallel.pipeline=2")
+    steps, groups = run(tmp_path, *stages, "staleness=recycle", "rollout.on_update=keep")
+    recycled = [g for g in groups if g["outcome"] == "dropped" and g["reason"].startswith("recycled")]
+    assert recycled and steps[-1]["ledger/recycled"] >= 1
+
+
+def test_sglang_and_two_tensor_parallel_ranks_under_mask(tmp_path):
+    ranks = ("trainer.ranks=2", "trainer.parallel.tensor=2", "task.options.dense_first_layer=false")
+    steps, groups = run(tmp_path, "engine=sglang", "engine.kv_cache_tokens=16384", *ranks, "staleness=mask")
+    assert max(s["staleness/masked_tokens"] for s in steps) > 0
+    masked = [g for g in groups if g["outcome"] == "trained" and g["masked_tokens"] > 0]
+    assert masked and all(g["masked_tokens"] < g["tokens"] for g in masked)
