@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from pydantic import Field
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agent_loop.engine import GenerateRequest
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from async_rl.train.planning import RankPlace
 
 T = TypeVar("T")
+EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
 _remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know their own keyword arguments
 MAX_QUEUE_CALLS = 16_384  # concurrent calls of the queue, most of them waiting
 MAX_BULK_CALLS = 64  # concurrent calls that hand requests over or wait for answers, of one replica
@@ -44,6 +46,9 @@ class ClusterConfig:
     num_cpus: logical CPUs of a started one; may exceed the cores, it only counts actors.
     object_store_bytes: shared memory of a started one.
     cpus_per_rank, gpus_per_rank: of one trainer rank; cpus_per_replica, gpus_per_replica: of one engine replica.
+        gpus_per_replica null is engine.tensor_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank > 0
+        with engine.device=auto), else 0.
+    rank_env, replica_env: environment variables of the processes of trainer ranks, and of replicas and their engines.
     strategy: placement strategy. start_timeout_s: bound on placing and starting all actors.
     call_timeout_s: bound on one trainer call. stop_timeout_s: bound on closing one actor.
     """
@@ -54,7 +59,9 @@ class ClusterConfig:
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     cpus_per_replica: float = 1.0
-    gpus_per_replica: float = 0.0
+    gpus_per_replica: float | None = None
+    rank_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
+    replica_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
     strategy: str = "PACK"
     start_timeout_s: float = 300.0
     call_timeout_s: float = 600.0
@@ -63,9 +70,12 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if self.strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
             raise ValueError(f"cluster.strategy is {self.strategy!r}; use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
-        for field in ("start_timeout_s", "call_timeout_s", "stop_timeout_s", "object_store_bytes", "num_cpus"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"cluster.{field} is {getattr(self, field)}; must be > 0")
+        for name in ("start_timeout_s", "call_timeout_s", "stop_timeout_s", "object_store_bytes", "num_cpus"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"cluster.{name} is {getattr(self, name)}; must be > 0")
+        for name in ("cpus_per_rank", "gpus_per_rank", "cpus_per_replica", "gpus_per_replica"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"cluster.{name} is {getattr(self, name)}; must be >= 0")
 
 
 def start_ray(config: ClusterConfig) -> None:
@@ -85,23 +95,32 @@ def start_ray(config: ClusterConfig) -> None:
     )
 
 
+class PlacementError(RuntimeError):
+    """The run does not fit the nodes of the cluster; names the field and the way out."""
+
+
 class Placement:
     """One bundle per actor: trainer ranks first, then replicas, then the queue and its shards.
 
     Args:
+        gpus_per_replica: of one replica; see ClusterConfig.
         shards: processes that hold the content of the queue; 0 where the queue itself does.
 
     Raises:
+        PlacementError: an actor needs more than any node has.
         TimeoutError: from `ready`, when the cluster cannot hold the run.
     """
 
-    def __init__(self, config: ClusterConfig, *, ranks: int, replicas: int, shards: int = 0) -> None:
-        rank = {"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank}
-        replica = {"CPU": config.cpus_per_replica, "GPU": config.gpus_per_replica}
+    def __init__(
+        self, config: ClusterConfig, *, ranks: int, replicas: int, gpus_per_replica: float, shards: int = 0
+    ) -> None:
+        rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
+        replica = _without_zero({"CPU": config.cpus_per_replica, "GPU": gpus_per_replica})
+        _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
+        _require_node(replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel)")
         self._ranks, self._queue = ranks, ranks + replicas
-        self._config = config
-        queue = [{"CPU": 1.0}] * (1 + shards)
-        self._bundles = [_without_zero(b) for b in (*[rank] * ranks, *[replica] * replicas, *queue)]
+        self._config, self._gpus_per_replica = config, gpus_per_replica
+        self._bundles = [*[rank] * ranks, *[replica] * replicas, *[{"CPU": 1.0}] * (1 + shards)]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
 
     async def ready(self) -> None:
@@ -115,15 +134,28 @@ class Placement:
                 f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks, replicas or queue.shards"
             ) from error
 
+    def require_shared_memory(self) -> None:
+        """Check that every replica is on the node of trainer rank 0, which writes the weights into shared memory there.
+
+        Raises:
+            PlacementError: one is not.
+        """
+        nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        away = [i for i in range(self._queue - self._ranks) if nodes[self._ranks + i] != nodes[0]]
+        if away:
+            raise PlacementError(
+                f"sync.transport is 'shm', but of {self._queue - self._ranks} replicas {len(away)} are on other nodes "
+                "than trainer rank 0, whose shared memory they cannot read; set sync.transport=disk "
+                "sync.directory=<a directory that all nodes see>"
+            )
+
     def rank(self, index: int) -> dict[str, Any]:
         """Actor options of trainer rank `index`."""
         return self._options(index, cpus=self._config.cpus_per_rank, gpus=self._config.gpus_per_rank)
 
     def replica(self, index: int) -> dict[str, Any]:
         """Actor options of replica `index`."""
-        return self._options(
-            self._ranks + index, cpus=self._config.cpus_per_replica, gpus=self._config.gpus_per_replica
-        )
+        return self._options(self._ranks + index, cpus=self._config.cpus_per_replica, gpus=self._gpus_per_replica)
 
     def queue(self) -> dict[str, Any]:
         """Actor options of the queue."""
@@ -152,8 +184,18 @@ class ReplicaHost:
     """A replica in a process of its own."""
 
     @_method(concurrency_group="generate")
-    async def start(self, config: EngineConfig, *, name: str, checkpoint: Path, capture_routing: bool) -> None:
-        self._serve(await start_replica(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing))
+    async def start(
+        self, config: EngineConfig, *, name: str, checkpoint: Path, capture_routing: bool, force_routing: bool
+    ) -> None:
+        self._serve(
+            await start_replica(
+                config,
+                name=name,
+                checkpoint=checkpoint,
+                capture_routing=capture_routing,
+                force_routing=force_routing,
+            )
+        )
 
     def _serve(self, replica: Replica) -> None:
         """Take calls from now on, on the event loop of the caller."""
@@ -248,6 +290,14 @@ class TrainerActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _require_node(bundle: dict[str, float], *, fields: str) -> None:
+    """Raise PlacementError if no node of the cluster can hold `bundle`, even when it is empty."""
+    nodes = [cast(dict[str, float], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes):
+        most = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in bundle}
+        raise PlacementError(f"{fields} ask for {bundle} on one node, but no node has more than {most}; lower them")
 
 
 def _without_zero(bundle: dict[str, float]) -> dict[str, float]:

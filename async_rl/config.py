@@ -190,6 +190,14 @@ class RunConfig:
         recomputes = self.rollout.on_update == "keep" and self.rollout.kv == "recompute"
         return self.captures_routing and (self.rollout.resume_routing == "force" or recomputes)
 
+    @property
+    def gpus_per_replica(self) -> float:
+        """GPUs that Ray reserves for one replica."""
+        if (given := self.cluster.gpus_per_replica) is not None:
+            return given
+        on_gpus = self.engine.device == "cuda" or (self.engine.device == "auto" and self.cluster.gpus_per_rank > 0)
+        return float(self.engine.tensor_parallel) if on_gpus else 0.0
+
 
 def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
     """Compose `config_name` with Hydra overrides and check everything that can be checked without a process.

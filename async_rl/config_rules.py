@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_rl.engines.select import check_engine
+from async_rl.engines.select import check_engine, own_variables
+from async_rl.engines.serving import known_device
 from async_rl.engines.vllm_config import VllmConfig
 from async_rl.model_info import CheckpointError, read_model_info
+from async_rl.train.model import rank_environment
 
 if TYPE_CHECKING:
     from async_rl.config import RunConfig
@@ -18,6 +20,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with a config; nothing where it can be started."""
     yield from _rollout_problems(config)
     yield from _trainer_problems(config)
+    yield from _cluster_problems(config)
     if isinstance(config.resume, Path) and not (config.resume / "run.json").is_file():
         yield f"resume is {config.resume}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
     yield from _model_problems(config)
@@ -84,10 +87,38 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
             f"{trainer.router_replay}; rows are only captured for R3, so set trainer.router_replay=R3, or "
             "rollout.resume_routing=append"
         )
-    if trainer.router_replay == "R3" and isinstance(config.engine, VllmConfig) and not config.engine.enforce_eager:
+
+
+def _cluster_problems(config: RunConfig) -> Iterator[str]:
+    """What the processes of a run are given."""
+    engine, cluster = config.engine, config.cluster
+    gpus = config.gpus_per_replica
+    asked = f"cluster.gpus_per_replica is {cluster.gpus_per_replica}"
+    if engine.device == "cpu" and gpus > 0:
+        yield f"{asked} with engine.device=cpu, which uses none; set cluster.gpus_per_replica=null, or engine.device"
+    elif engine.device == "cuda" and gpus == 0:
+        yield f"{asked} with engine.device=cuda; set cluster.gpus_per_replica=null, or engine.device=cpu"
+    elif engine.device == "auto" and gpus == 0 and cluster.gpus_per_rank > 0:
         yield (
-            "engine.enforce_eager is false with trainer.router_replay=R3: compiled graphs return wrong expert ids "
-            "without a word; set engine.enforce_eager=true, or trainer.router_replay=none"
+            f"{asked} with engine.device=auto and cluster.gpus_per_rank={cluster.gpus_per_rank}; set "
+            "cluster.gpus_per_replica=null for replicas on GPUs, or engine.device=cpu"
+        )
+    elif gpus > 0 and (gpus > 1 or engine.tensor_parallel > 1) and (gpus % 1 or gpus < engine.tensor_parallel):
+        yield (
+            f"{asked} with engine.tensor_parallel={engine.tensor_parallel}: a replica needs one whole GPU per worker, "
+            "and only a replica of one worker may take a part of one; set cluster.gpus_per_replica=null"
+        )
+    for field, given, own in (
+        ("rank_env", cluster.rank_env, set(rank_environment(config.trainer))),
+        ("replica_env", cluster.replica_env, own_variables(engine)),
+    ):
+        if taken := sorted(own & set(given)):
+            yield f"cluster.{field} sets {', '.join(taken)}, which the run sets itself; leave out {taken[0]}"
+    device = known_device(engine, on_this_machine=cluster.address is None)
+    if config.captures_routing and isinstance(engine, VllmConfig) and not engine.enforce_eager and device == "cpu":
+        yield (
+            "engine.enforce_eager is false with trainer.router_replay=R3 on the CPU, where compiled graphs return "
+            "wrong expert ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
         )
 
 
@@ -111,6 +142,7 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
             checkpoint=config.model.checkpoint,
             capture=config.captures_routing,
             force=config.forces_routing,
+            on_this_machine=config.cluster.address is None,
         )
     except ValueError as error:
         yield str(error)

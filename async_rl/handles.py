@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.model_info import read_model_info
 from async_rl.train.losses import LossConfig
-from async_rl.train.model import TrainerConfig
+from async_rl.train.model import TrainerConfig, rank_environment
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.planning import BatchShare, Planner, UpdateShare
 from async_rl.weights.transport import WeightUpdate
@@ -58,10 +58,21 @@ class ReplicaHandle:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, name: str, checkpoint: Path, capture_routing: bool, options: dict[str, Any]
+        cls,
+        config: EngineConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        capture_routing: bool,
+        force_routing: bool = False,
+        options: dict[str, Any],
+        variables: Mapping[str, str] | None = None,
     ) -> ReplicaHandle:
-        """Start the actor and its engine."""
-        environment = {"env_vars": actor_environment(config)}
+        """Start the actor and its engine.
+
+        variables: of the environment, beside those that the engine needs.
+        """
+        environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote()
         handle = cls(
             actor,
@@ -69,7 +80,13 @@ class ReplicaHandle:
             generate_timeout_s=config.generate_timeout_s,
             control_timeout_s=config.load_timeout_s,
         )
-        started = actor.start.remote(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)
+        started = actor.start.remote(
+            config,
+            name=name,
+            checkpoint=checkpoint,
+            capture_routing=capture_routing,
+            force_routing=force_routing,
+        )
         try:
             await handle._call("start", started, config.start_timeout_s)
         except BaseException:
@@ -205,9 +222,13 @@ class TrainerHandle:
         checkpoint: Path,
         placement: Placement,
         timeout_s: float,
+        variables: Mapping[str, str] | None = None,
     ) -> TrainerHandle:
-        """Start all ranks; they meet at an address of rank 0."""
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}}
+        """Start all ranks; they meet at an address of rank 0.
+
+        variables: of the environment, beside those that a rank needs.
+        """
+        environment = {"env_vars": {**(variables or {}), **rank_environment(config)}}
         actors = [
             TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote()
             for i in range(config.ranks)
@@ -246,9 +267,13 @@ class TrainerHandle:
         ranks = zip(self._actors, shares, strict=True)
         return (await self._all(method, [actor.call.remote(method, put[id(share)]) for actor, share in ranks]))[0]
 
-    async def export(self, directory: Path, *, version: int) -> WeightUpdate:
-        """Write the current weights as `version`."""
-        return await self._everywhere("export", directory, version=version)
+    async def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate:
+        """Write the current weights as `version`, on the node of rank 0; remove those before `keep_version` there."""
+        return await self._everywhere("export", directory, version=version, keep_version=keep_version)
+
+    async def remove_updates(self, directory: Path) -> None:
+        """Remove what `export` wrote."""
+        await self._everywhere("remove_updates", directory)
 
     async def save(self, directory: Path) -> None:
         """Write the state of all ranks; return when this process sees all of it.
@@ -281,10 +306,12 @@ class TrainerHandle:
         """Process ids of the ranks."""
         return await self._all("pid", [a.pid.remote() for a in self._actors])
 
-    async def close(self, *, timeout_s: float) -> None:
-        """Close every rank; one that does not answer is killed."""
+    async def close(self, *, timeout_s: float, remove_updates: Path | None = None) -> None:
+        """Close every rank, after `remove_updates` if given; a rank that does not answer is killed."""
         try:
             async with asyncio.timeout(timeout_s):
+                if remove_updates is not None:
+                    await self.remove_updates(remove_updates)
                 await self._everywhere("close")
         finally:
             for actor in self._actors:

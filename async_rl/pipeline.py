@@ -45,7 +45,7 @@ from async_rl.rollout.tokens import require_closed
 from async_rl.rollout.validations import Validations
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher, PublishReport
-from async_rl.weights.transport import WeightUpdate, discard_updates
+from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch
 from message_queue.restart import Restored
 from message_queue.start import admission_of
@@ -93,6 +93,7 @@ class Pipeline:
         self._trace = trace
         self._train_step = start.train_step
         self._version = start.param_version
+        self._loaded_version = 0
         self._version_updates = dict(start.version_updates)
         self._restored = restored
         self._replayed = start.train_step + (0 if restored is None else restored.replay)
@@ -184,7 +185,9 @@ class Pipeline:
             self._version += 1
             self._version_updates[self._version] = self._train_step
             await self._queue.publish(self._version, update=self._train_step)
-        update = await self._trainer.export(self._config.weights_directory, version=self._version)
+        update = await self._trainer.export(
+            self._config.weights_directory, version=self._version, keep_version=self._loaded_version
+        )
         self._last_publish = await self._publisher.publish(update)
         await self._loaded(update)
         if not known:
@@ -267,7 +270,6 @@ class Pipeline:
                 await self._conductor.may_load(self._version_updates[update.weights.version])
                 self._last_publish = await self._publisher.publish(update)
             await self._loaded(update)
-            discard_updates(self._config.weights_directory, keep_version=update.weights.version)
             self._updates.task_done()
 
     # ---- parts of the train stage
@@ -314,12 +316,15 @@ class Pipeline:
     async def _export(self) -> None:
         self._version += 1
         self._version_updates[self._version] = self._train_step
-        update = await self._trainer.export(self._config.weights_directory, version=self._version)
+        update = await self._trainer.export(
+            self._config.weights_directory, version=self._version, keep_version=self._loaded_version
+        )
         await self._queue.publish(self._version, update=self._train_step)
         await self._updates.put(update)
 
     async def _loaded(self, update: WeightUpdate) -> None:
         """Every replica serves it."""
+        self._loaded_version = update.weights.version
         self._conductor.loaded(self._version_updates[update.weights.version])
         await self._queue.loaded(update.weights.version)
 

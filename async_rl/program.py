@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -76,18 +76,25 @@ class Program:
                 config.cluster,
                 ranks=config.trainer.ranks,
                 replicas=config.engine.replicas,
+                gpus_per_replica=config.gpus_per_replica,
                 shards=config.queue.holders,
             )
             await placement.ready()
+            if config.sync.transport == "shm":
+                placement.require_shared_memory()
+            weights_directory = self._weights_directory
+            stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
             workers = Workers(
                 config,
                 task=self._task,
                 placement=placement,
                 stack=stack,
+                weights_directory=weights_directory,
                 processes=self._directory / "processes.json",
             )
             trainer, replicas, checkpoint = await workers.start(console)
-            lasting = self._build_lasting(workers, replicas, checkpoint, recorder, trace, stack)
+            await trainer.remove_updates(weights_directory)  # those of a killed run
+            lasting = self._build_lasting(workers, replicas, checkpoint, recorder, trace)
             held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
             lives = Lives(config, lasting, order=self._order, held_out=held_out, resume=self._resume)
             async with stop_on_interrupt(lives.request_stop, note=recorder.note):
@@ -98,20 +105,14 @@ class Program:
 
     # ---- parts
 
-    @contextlib.contextmanager
-    def _weights_directory(self) -> Generator[Path]:
-        """Where published versions are written: removed at the end, and what a killed run left at the start."""
+    @property
+    def _weights_directory(self) -> Path:
+        """Where trainer rank 0 writes published versions, on its node."""
         sync = self._config.sync
         parent = Path("/dev/shm") if sync.transport == "shm" else sync.directory
         assert parent is not None
         name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
-        path = parent / f"async_rl-weights-{name}"
-        remove_directory(path)
-        path.mkdir()
-        try:
-            yield path
-        finally:
-            remove_directory(path)
+        return parent / f"async_rl-weights-{name}"
 
     def _build_lasting(
         self,
@@ -120,7 +121,6 @@ class Program:
         checkpoint: Path,
         recorder: Recorder,
         trace: Trace,
-        stack: contextlib.AsyncExitStack,
     ) -> Lasting[TrainerHandle]:
         config = self._config
         tools = PauseGate()
@@ -142,7 +142,7 @@ class Program:
             routing=read_model_info(checkpoint).routing if config.captures_routing else None,
             recorder=recorder,
             trace=trace,
-            weights_directory=stack.enter_context(self._weights_directory()),
+            weights_directory=self._weights_directory,
             conductor=self._conductor,
         )
 

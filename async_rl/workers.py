@@ -11,6 +11,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -32,7 +33,8 @@ class Workers:
     """The trainer's ranks, the replicas and the queue.
 
     Args:
-        stack: closes them. processes: file that names the process of each, for whoever looks at a run from outside.
+        stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0.
+        processes: file that names the process of each, for whoever looks at a run from outside.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Workers:
         task: Task,
         placement: Placement,
         stack: contextlib.AsyncExitStack,
+        weights_directory: Path,
         processes: Path,
     ) -> None:
         self._config = config
         self._task = task
         self._placement = placement
         self._stack = stack
+        self._weights_directory = weights_directory
         self._processes_file = processes
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
@@ -79,13 +83,16 @@ class Workers:
         return cold, await self._start_replicas(), folder
 
     async def replace_trainer(self, lost: TrainerHandle) -> TrainerHandle:
-        """All ranks anew, on the checkpoint that RL starts from; what is left of `lost` is removed."""
-        await self._closing(lost)()
+        """All ranks again, on the checkpoint that RL starts from, after those of `lost` are closed.
+
+        What these published stays: a replica that is restarted meanwhile loads it.
+        """
+        await self._closing(lost.close)()
         return await self._start_trainer(self._checkpoint, self._config.optimizer)
 
     async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
         """See `async_rl.rollout.supervisor.StartsReplica`."""
-        await self._closing(cast(ReplicaHandle, lost))()
+        await self._closing(cast(ReplicaHandle, lost).close)()
         return await self._start_replica(slot=slot, name=name)
 
     async def start_queue(self, journal: JournalPlace, *, routing: RoutingSpec | None) -> QueueHandle:
@@ -123,8 +130,9 @@ class Workers:
             checkpoint=checkpoint,
             placement=self._placement,
             timeout_s=config.cluster.call_timeout_s,
+            variables=config.cluster.rank_env,
         )
-        self._stack.push_async_callback(self._closing(trainer))
+        self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(await trainer.pids())})
         with _probe(config.output_dir) as probe:
             await trainer.require_visible(probe)
@@ -133,7 +141,11 @@ class Workers:
     async def _start_replicas(self) -> list[ReplicaHandle]:
         config = self._config
         check_engine(
-            config.engine, checkpoint=self._checkpoint, capture=config.captures_routing, force=config.forces_routing
+            config.engine,
+            checkpoint=self._checkpoint,
+            capture=config.captures_routing,
+            force=config.forces_routing,
+            on_this_machine=config.cluster.address is None,
         )
         async with asyncio.TaskGroup() as starts:
             tasks = [
@@ -149,9 +161,11 @@ class Workers:
             name=name,
             checkpoint=self._checkpoint,
             capture_routing=config.captures_routing,
+            force_routing=config.forces_routing,
             options=self._placement.replica(slot),
+            variables=config.cluster.replica_env,
         )
-        self._stack.push_async_callback(self._closing(replica))
+        self._stack.push_async_callback(self._closing(replica.close))
         self._name({name: await replica.pid()})
         return replica
 
@@ -159,14 +173,14 @@ class Workers:
         self._processes |= processes
         self._processes_file.write_text(json.dumps(self._processes) + "\n")
 
-    def _closing(self, part: ReplicaHandle | TrainerHandle) -> Callable[[], Awaitable[None]]:
+    def _closing(self, close: Callable[..., Awaitable[None]]) -> Callable[[], Awaitable[None]]:
         """Close a part; what it raises then must not hide why the run ended."""
 
-        async def close() -> None:
+        async def close_in_time() -> None:
             with contextlib.suppress(Exception):
-                await part.close(timeout_s=self._config.cluster.stop_timeout_s)
+                await close(timeout_s=self._config.cluster.stop_timeout_s)
 
-        return close
+        return close_in_time
 
 
 @contextlib.contextmanager

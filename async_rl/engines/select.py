@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,33 +16,57 @@ from async_rl.engines.vllm_config import VllmConfig
 EngineConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="name")]
 
 
-def check_engine(config: VllmConfig | SglangConfig, *, checkpoint: Path, capture: bool, force: bool) -> None:
+def check_engine(
+    config: VllmConfig | SglangConfig, *, checkpoint: Path, capture: bool, force: bool, on_this_machine: bool = True
+) -> None:
     """Refuse what the engine would accept and then do wrong, before any process starts.
 
     capture: whether routing rows are returned. force: whether requests bring experts to be used.
+    on_this_machine: whether the engine runs here; if not, `engine.device=auto` is checked by the replica's process.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names field, value and the way out.
         CheckpointError: the checkpoint cannot be read.
     """
     module = vllm_config if isinstance(config, VllmConfig) else sglang_config
-    module.check_engine(config, checkpoint=checkpoint, capture_routing=capture, force_routing=force)  # type: ignore[arg-type]
+    module.check_engine(
+        config,  # type: ignore[arg-type]
+        checkpoint=checkpoint,
+        capture_routing=capture,
+        force_routing=force,
+        on_this_machine=on_this_machine,
+    )
 
 
 def actor_environment(config: VllmConfig | SglangConfig) -> dict[str, str]:
-    """Variables that the process of a replica must have from its start."""
-    return vllm_config.engine_environment(config) if isinstance(config, VllmConfig) else {}
+    """Variables that the process of a replica must have from its start, whatever its device."""
+    return vllm_config.process_environment(config) if isinstance(config, VllmConfig) else {}
+
+
+def own_variables(config: VllmConfig | SglangConfig) -> frozenset[str]:
+    """Names of the variables that a replica sets itself."""
+    return vllm_config.OWN_VARIABLES if isinstance(config, VllmConfig) else sglang_config.OWN_VARIABLES
 
 
 async def start_replica(
-    config: VllmConfig | SglangConfig, *, name: str, checkpoint: Path, capture_routing: bool
+    config: VllmConfig | SglangConfig,
+    *,
+    name: str,
+    checkpoint: Path,
+    capture_routing: bool,
+    force_routing: bool = False,
 ) -> Replica:
     """Start an engine on a Hugging Face checkpoint folder, in a process that has `actor_environment`.
+
+    The variables that depend on the device are set here: only the process that serves knows its device.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
         EngineError: the engine failed to start in time.
     """
+    check_engine(config, checkpoint=checkpoint, capture=capture_routing, force=force_routing)
+    if isinstance(config, VllmConfig):
+        os.environ.update(vllm_config.device_environment(config))
     if isinstance(config, VllmConfig):
         from async_rl.engines.vllm import VllmReplica
 

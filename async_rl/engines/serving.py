@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Literal
 from async_rl.model_info import ModelInfo, read_model_info
 
 DTYPES = ("float32", "bfloat16", "float16")
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
     """Fields that every engine has; `replicas` of them serve a run.
 
-    device: where the engine runs; `auto` is the GPU when torch sees one.
+    device: where the engine runs; `auto` is the GPU if torch sees one in the replica's process.
     max_model_len: most tokens of prompt and reply together.
     gpu_memory_utilization: share of a GPU's memory for weights and K/V.
     enforce_eager: no CUDA graphs.
@@ -91,10 +92,15 @@ def read_served(config: ServingConfig, checkpoint: Path, *, capture_routing: boo
     return info
 
 
-def device_of(config: ServingConfig) -> Literal["cpu", "cuda"]:
-    """The device that `config` means in this process."""
+def device_of(config: ServingConfig) -> Device:
+    """The device of `config` in this process."""
     if config.device != "auto":
         return config.device
     import torch  # not needed to read or check a configuration
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def known_device(config: ServingConfig, *, on_this_machine: bool) -> Device | None:
+    """The device of `config`, as far as this process knows it; None for `auto` on another machine."""
+    return device_of(config) if on_this_machine or config.device != "auto" else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from async_rl.engines.serving import ServingConfig, device_of, read_served
+from async_rl.engines.serving import ServingConfig, device_of, known_device, read_served
 from async_rl.model_info import ModelInfo
 
 SGLANG_VERSION = "0.5.23"  # hooks and answers are of this version
@@ -32,6 +32,13 @@ RESERVED_ARGS = frozenset(
         *("skip_tokenizer_init", "enable_return_routed_experts", "disable_overlap_schedule", "weight_version"),
         *("skip_server_warmup", "disable_cuda_graph", "attention_backend", "sampling_backend", "watchdog_timeout"),
         *("served_model_name", "sampling_defaults", "api_key", "admin_api_key", "tokenizer_worker_num"),
+    }
+)
+OWN_VARIABLES = frozenset(
+    {
+        *("PYTHONPATH", "ASYNC_RL_OWNER_PID", "ASYNC_RL_DEVICE", "ASYNC_RL_FOLDER", "TMPDIR", "PYTHONUNBUFFERED"),
+        *("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_TIMEOUT_KEEP_ALIVE", "TOKENIZERS_PARALLELISM"),
+        *("SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SGLANG_CPU_OMP_THREADS_BIND"),
     }
 )
 
@@ -73,11 +80,17 @@ class ServedModel:
 
 
 def check_engine(
-    config: SglangConfig, *, checkpoint: Path, capture_routing: bool, force_routing: bool = False
+    config: SglangConfig,
+    *,
+    checkpoint: Path,
+    capture_routing: bool,
+    force_routing: bool = False,
+    on_this_machine: bool = True,
 ) -> ServedModel:
     """Refuse what SGLang would accept and then do wrong, before any process starts.
 
     force_routing: whether requests bring experts to be used.
+    on_this_machine: whether the engine runs here; if not, rules about the device hold for an explicit engine.device.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
@@ -100,7 +113,7 @@ def check_engine(
             f"engine.name is 'sglang', but {checkpoint} has mlp_only_layers={dense}, which SGLang ignores in "
             "qwen3_moe: it would serve experts there; use engine=vllm"
         )
-    if device_of(config) == "cpu" and info.family not in CPU_FAMILIES:
+    if known_device(config, on_this_machine=on_this_machine) == "cpu" and info.family not in CPU_FAMILIES:
         why = CPU_BROKEN.get(info.family, f"known to run there are {', '.join(CPU_FAMILIES)}")
         raise ValueError(
             f"engine.name is 'sglang', which does not run {info.family} ({checkpoint}) on the CPU: {why}; "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from async_rl.engines.serving import ServingConfig, device_of, read_served
+from async_rl.engines.serving import Device, ServingConfig, device_of, known_device, read_served
 from async_rl.engines.vllm_plugin import PLUGIN_VARIABLE
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import RoutingSpec
@@ -21,8 +21,17 @@ RESERVED_ARGS = frozenset(
         *("model", "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size"),
         *("enforce_eager", "worker_cls", "worker_extension_cls", "logprobs_mode", "enable_return_routed_experts"),
-        *("skip_tokenizer_init", "generation_config"),
+        *("skip_tokenizer_init", "generation_config", "distributed_executor_backend"),
     }
+)
+CPU_VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas would bind to the same cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs its worker in its own process
+    "TORCHDYNAMO_DISABLE": "1",  # or the first requests wait seconds for a compiler
+}
+CUDA_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only GPU runner that returns routed experts
+OWN_VARIABLES = frozenset(
+    {PLUGIN_VARIABLE, "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "OMP_NUM_THREADS", *CPU_VARIABLES, *CUDA_VARIABLES}
 )
 
 
@@ -75,11 +84,17 @@ class ServedModel:
 
 
 def check_engine(
-    config: VllmConfig, *, checkpoint: Path, capture_routing: bool, force_routing: bool = False
+    config: VllmConfig,
+    *,
+    checkpoint: Path,
+    capture_routing: bool,
+    force_routing: bool = False,
+    on_this_machine: bool = True,
 ) -> ServedModel:
     """Refuse what vLLM would accept and then do wrong, before any process starts.
 
     force_routing: whether requests will bring forced experts.
+    on_this_machine: whether the engine runs here; if not, rules about the device hold for an explicit engine.device.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
@@ -87,12 +102,13 @@ def check_engine(
     """
     info = read_served(config, checkpoint, capture_routing=capture_routing)
     latent = bool(json.loads((checkpoint / "config.json").read_text()).get("kv_lora_rank"))
-    if capture_routing and not config.enforce_eager:
+    device = known_device(config, on_this_machine=on_this_machine)
+    if capture_routing and not config.enforce_eager and device == "cpu":
         raise ValueError(
-            "engine.enforce_eager is false with routing capture on; compiled graphs return wrong expert ids without "
-            "a word, so set engine.enforce_eager=true (or trainer.router_replay=none)"
+            "engine.enforce_eager is false with routing capture on the CPU, where compiled graphs return wrong expert "
+            "ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
         )
-    if config.block_size is not None and device_of(config) == "cpu":
+    if config.block_size is not None and device == "cpu":
         if latent and config.block_size != CPU_MLA_BLOCK:
             raise ValueError(
                 f"engine.block_size is {config.block_size}, but latent attention ({info.family}) on the CPU has "
@@ -103,7 +119,7 @@ def check_engine(
                 f"engine.block_size is {config.block_size}; attention on the CPU needs a multiple of "
                 f"{BLOCK_MULTIPLE}, or null for {BLOCK_MULTIPLE}"
             )
-    unforcible = _why_unforcible(config, info, capture_routing=capture_routing)
+    unforcible = _why_unforcible(device, info, capture_routing=capture_routing)
     if force_routing and unforcible is not None:
         raise ValueError(f"forced routing is asked for, but {unforcible}; use rollout.resume_routing=append")
     return ServedModel(
@@ -115,32 +131,34 @@ def check_engine(
     )
 
 
-def _why_unforcible(config: VllmConfig, info: ModelInfo, *, capture_routing: bool) -> str | None:
+def _why_unforcible(device: Device | None, info: ModelInfo, *, capture_routing: bool) -> str | None:
     if not capture_routing:
         return "routing capture is off"
-    if device_of(config) != "cpu":
-        return f"engine.device is {device_of(config)}, and routers are forced in vLLM's CPU worker only"
+    if device == "cuda":
+        return f"engine.device is {device}, and routers are forced in vLLM's CPU worker only"
     if info.family not in FORCED_FAMILIES:
         return f"the model family is {info.family}, and routers are forced in {', '.join(FORCED_FAMILIES)} only"
     return None
 
 
-def engine_environment(config: VllmConfig) -> dict[str, str]:
-    """Variables that a replica's process must have before it imports vLLM or torch; `VllmReplica.start` checks them."""
-    variables = {
+def process_environment(config: VllmConfig) -> dict[str, str]:
+    """Variables that a replica's process must have when it starts: torch reads the number of threads on import."""
+    return {
         PLUGIN_VARIABLE: "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-    }
-    if device_of(config) == "cuda":
-        return {**variables, "VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only GPU runner that returns routed experts
-    return {
-        **variables,
         "OMP_NUM_THREADS": str(config.threads),  # more threads than cores cost a factor of ten
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas would bind to the same cores
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs its worker in its own process
-        "TORCHDYNAMO_DISABLE": "1",  # or the first requests wait seconds for a compiler
     }
+
+
+def device_environment(config: VllmConfig) -> dict[str, str]:
+    """Variables that follow from the device of this process, which must have them before it imports vLLM."""
+    return dict(CUDA_VARIABLES if device_of(config) == "cuda" else CPU_VARIABLES)
+
+
+def engine_environment(config: VllmConfig) -> dict[str, str]:
+    """Both; `VllmReplica.start` checks them."""
+    return process_environment(config) | device_environment(config)
 
 
 def wrong_environment(config: VllmConfig) -> str | None:
@@ -170,6 +188,8 @@ def engine_args(config: VllmConfig, model: ServedModel, *, capture_routing: bool
         "generation_config": "vllm",  # sampling comes from the request alone
         "disable_log_stats": True,
     }
+    if config.tensor_parallel > 1:
+        args["distributed_executor_backend"] = "mp"  # vLLM would choose Ray's inside a placement group
     if device_of(config) == "cuda":
         args |= {"gpu_memory_utilization": config.gpu_memory_utilization}
         if config.block_size is not None:

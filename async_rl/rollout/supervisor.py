@@ -20,7 +20,10 @@ from async_rl.weights.publisher import Publisher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
-    """At most max_restarts parts of a kind, replicas or trainers and queue, are started anew in window_s; 0: none."""
+    """Bounds on restarts; trainer and queue are counted together, each replica on its own.
+
+    max_restarts: most restarts within window_s; 0 restarts nothing.
+    """
 
     max_restarts: int = 3
     window_s: float = 600.0
@@ -79,7 +82,8 @@ class Supervisor:
         self._fleet = fleet
         self._publisher = publisher
         self._start = start
-        self._limit = RestartLimit(config)
+        self._limits = [RestartLimit(config) for _ in fleet.live]
+        """One per slot, so that the failure of one node uses up no restarts of replicas on others."""
         self._note = note
         self._num_names = len(fleet.live)
         if config.max_restarts:
@@ -106,8 +110,8 @@ class Supervisor:
             raise
 
     async def _replace(self, member: Member) -> None:
-        lost = member.name
-        while self._limit.allows_one_more():
+        lost, limit = member.name, self._limits[member.slot]
+        while limit.allows_one_more():
             name = f"{lost.rpartition('-')[0]}-{self._num_names}"
             self._num_names += 1
             try:
@@ -119,7 +123,7 @@ class Supervisor:
                 self._note(f"replica {name} serves in place of {lost}")
                 return
         self._note(
-            f"replica {lost} is not restarted: {self._limit.max_restarts} restarts within "
-            f"{self._limit.window_s:g} s (supervision.max_restarts)"
+            f"replica {lost} is not restarted: {limit.max_restarts} restarts within "
+            f"{limit.window_s:g} s (supervision.max_restarts)"
         )
         self._fleet.give_up()

@@ -58,7 +58,7 @@ class SimulatedTrainer:
         self._world.note("trainer", "train", self.train_step, self.digest)
         return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
 
-    async def export(self, directory: Path, *, version: int) -> WeightUpdate:
+    async def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate:
         await self._work("export", seconds=self._world.scenario.train_s / 4)
         weights = WeightVersion(version, self.digest)
         self._world.exported(weights, updates=self.train_step)

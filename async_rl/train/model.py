@@ -148,3 +148,8 @@ class TrainerConfig:
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
         return self.ranks // self.parallel.model_ranks
+
+
+def rank_environment(config: TrainerConfig) -> dict[str, str]:
+    """Variables that the process of a rank must have when it starts."""
+    return {"OMP_NUM_THREADS": str(config.threads)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from async_rl.train.reference import ReferenceWeights
 from async_rl.train.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.train.step import MicroBatch, MicroBatchBuilder, Objective
 from async_rl.weights.export import export_update
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import WeightUpdate, remove_directory
 
 
 class TrainerRank:
@@ -141,9 +142,17 @@ class TrainerRank:
 
     # ---- weights and state
 
-    def export(self, directory: Path, *, version: int) -> WeightUpdate | None:
-        """Write the current weights as `version` under Hugging Face names; None on every rank but 0."""
-        return export_update(self._model, directory, version=version)
+    def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
+        """Write the current weights as `version` under Hugging Face names; None on every rank but 0.
+
+        Versions in `directory` before `keep_version` are removed first.
+        """
+        return export_update(self._model, directory, version=version, keep_version=keep_version)
+
+    def remove_updates(self, directory: Path) -> None:
+        """Remove `directory` with all versions in it, on the node of rank 0, which writes them."""
+        if dist.get_rank() == 0:
+            remove_directory(directory)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state into folder `directory`, whole or not at all.

@@ -32,15 +32,17 @@ SMALL = (
 )
 
 
-def begin(directory, *overrides, output=subprocess.PIPE):
-    """Start a run; its output goes to `output`."""
+def begin(directory, *overrides, output=subprocess.PIPE, **options):
+    """Start a run; its output goes to `output`. options: of the process."""
     command = [sys.executable, "-m", "async_rl.run", f"output_dir={directory}", *overrides]
-    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, **options
+    )
 
 
-def start(directory, warm_starts, *overrides):
-    """Start a small run."""
-    return begin(directory, f"warm_start.cache={warm_starts}", *SMALL, *overrides)
+def start(directory, warm_starts, *overrides, **options):
+    """Start a small run. options: of the process."""
+    return begin(directory, f"warm_start.cache={warm_starts}", *SMALL, *overrides, **options)
 
 
 def finish(process, *, timeout_s=400):

@@ -65,6 +65,18 @@ def test_weights_survive_the_way_through_megatron_bit_for_bit(trainer, checkpoin
     assert update.weights.version == 4
 
 
+def test_an_export_removes_versions_that_are_needed_no_longer(trainer, tmp_path):
+    folder = tmp_path / "versions"
+    for version in (1, 2):
+        trainer.export(folder, version=version)
+    trainer.export(folder, version=3, keep_version=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["weights-2.safetensors", "weights-3.safetensors"]
+    trainer.remove_updates(folder)
+    assert list(tmp_path.iterdir()) == []
+    trainer.remove_updates(folder)
+    assert trainer.export(folder, version=4).path.is_file()
+
+
 def test_fused_expert_tensors_are_read_like_single_ones(trainer, reference, checkpoint, tmp_path):
     folder = tmp_path / "fused"
     folder.mkdir()

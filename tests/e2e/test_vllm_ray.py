@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 
 from agent_loop.engine import ReplicaLostError
-from async_rl.actors import ClusterConfig, start_ray
-from async_rl.engines.vllm import VllmConfig
+from async_rl.actors import ClusterConfig, Placement, PlacementError, start_ray
+from async_rl.engines.vllm import VllmConfig, engine_environment
 from async_rl.handles import ReplicaHandle
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import StopReason
@@ -23,7 +25,7 @@ from tests.conformance.reference import LOGPROB_TOLERANCE, logprob_gap, referenc
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 CONFIG = VllmConfig(
-    device="cpu", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, kv_cache_bytes=16 << 20
+    device="auto", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, kv_cache_bytes=16 << 20
 )
 
 
@@ -34,14 +36,23 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_behind(cluster: None, tmp_path: Path):
+async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_behind(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
 
     paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
-    replica = await ReplicaHandle.start(
-        CONFIG, name="replica-0", checkpoint=paths[0], capture_routing=True, options={"num_cpus": 1}
-    )
+    with monkeypatch.context() as driver:
+        driver.setattr(torch.cuda, "is_available", lambda: True)  # as on a node that is not the replica's
+        replica = await ReplicaHandle.start(
+            CONFIG,
+            name="replica-0",
+            checkpoint=paths[0],
+            capture_routing=True,
+            options={"num_cpus": 1},
+            variables={"NCCL_DEBUG": "WARN"},
+        )
     tokens = prompt(30)
     tasks = [asyncio.create_task(generate(replica, request(f"r{i}", tokens, max_new_tokens=400))) for i in range(24)]
     while (await replica.stats()).in_flight < 24:  # noqa: ASYNC110 - an actor has no event to wait on
@@ -63,9 +74,43 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
     actor = psutil.Process(await replica.pid())
     processes = [actor, *actor.children(recursive=True)]
     assert len(processes) >= 2, "the engine has a process of its own"
+    expected_variables = {"NCCL_DEBUG": "WARN", **engine_environment(dataclasses.replace(CONFIG, device="cpu"))}
+    for process in processes[1:]:
+        assert expected_variables.items() <= process.environ().items()
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in process.environ()
     lost = asyncio.create_task(generate(replica, request("lost", tokens, max_new_tokens=400)))
     await replica.stats()
     actor.kill()
     with pytest.raises(ReplicaLostError, match="replica-0: process died during"):
         await lost
     assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=30))[1] == []
+
+
+@pytest.mark.parametrize("wanted", [{"cpus_per_replica": 5.0}, {"cpus_per_rank": 5.0}, {"gpus_per_rank": 1.0}])
+def test_an_actor_that_no_node_can_hold_is_refused_by_field(cluster: None, wanted: dict[str, float]):
+    with pytest.raises(PlacementError, match=rf"{next(iter(wanted))}.*no node has"):
+        Placement(ClusterConfig(**wanted), ranks=1, replicas=1, gpus_per_replica=0)
+
+
+async def test_a_tensor_parallel_replica_serves_inside_the_placement_group_of_a_run(cluster: None, tmp_path: Path):
+    from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+
+    placement = Placement(ClusterConfig(), ranks=0, replicas=1, gpus_per_replica=0)
+    await placement.ready()
+    replica = await ReplicaHandle.start(
+        dataclasses.replace(CONFIG, tensor_parallel=2),
+        name="replica-0",
+        checkpoint=save_checkpoint(qwen3_moe_config(), tmp_path / "model", seed=0),
+        capture_routing=True,
+        options=placement.replica(0),
+    )
+    try:
+        tokens = prompt(30)
+        segment = await generate(replica, request("layout", tokens))
+        assert segment.routed_experts is not None
+        both = np.concatenate([tokens, segment.token_ids])
+        expected = reference(spread_model(qwen3_moe_config(), seed=0), both)
+        assert logprob_gap(expected, both, segment.logprobs, start=30) <= LOGPROB_TOLERANCE
+        assert routing_mismatches(expected, segment.routed_experts.experts, start=0) == 0
+    finally:
+        await replica.close(timeout_s=20)

@@ -131,7 +131,7 @@ class FakeTrainer:
             self.three_done.set()
         return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
 
-    async def export(self, directory, *, version):
+    async def export(self, directory, *, version, keep_version):
         self.exported.append(version)
         return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=fake_weights(version))
 

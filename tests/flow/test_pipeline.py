@@ -74,6 +74,28 @@ async def test_several_updates_per_publish_count_as_staleness(tmp_path):
     assert any(s["staleness/max"] > 0 for s in steps)
 
 
+class KeepingTrainer(FakeTrainer):
+    """Notes, at each export, the oldest version that it keeps and the version of each replica."""
+
+    async def export(self, directory, *, version, keep_version):
+        self.noted = [*getattr(self, "noted", []), (keep_version, [r.weights.version for r in self.replicas])]
+        return await super().export(directory, version=version, keep_version=keep_version)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+async def test_a_version_is_removed_as_soon_as_no_replica_needs_it(tmp_path, max_staleness):
+    trainer = KeepingTrainer(step_s=0.001)
+    harness = Harness(
+        tmp_path, max_staleness=max_staleness, trainer=trainer, replica_options=[{"load_s": 0.01}, {"load_s": 0.03}]
+    )
+    trainer.replicas = harness.replicas
+    await harness.run()
+    assert all(kept <= min(versions) for kept, versions in trainer.noted)
+    assert trainer.noted[-1][0] >= 4, "at most one version is being loaded, and one waits"
+    if not max_staleness:
+        assert [kept for kept, _ in trainer.noted] == [0, 1, 2, 3, 4, 5]
+
+
 async def test_policy_drop_gives_up_what_expired_and_says_so(tmp_path):
     harness = Harness(
         tmp_path, policy="drop", max_staleness=1, token_s=0.002, mean_length=40, steps=8, trainer=FakeTrainer()

@@ -66,6 +66,17 @@ async def test_the_limit_is_of_a_time(tmp_path):
     assert [member.name for member in harness.fleet.live] == ["fake-2"]
 
 
+async def test_restarts_of_one_replica_use_up_none_of_another(tmp_path):
+    harness = Harness(
+        tmp_path,
+        trainer=FakeTrainer(step_s=0.01),
+        replica_options=[{"die_at_load": 2}, {"die_at_load": 2}, {"die_at_load": 4}],
+        **SUPERVISED | {"supervision": SupervisionConfig(max_restarts=1)},
+    )
+    await finished(harness)
+    assert sorted(member.name for member in harness.fleet.live) == ["fake-3", "fake-4", "fake-5"]
+
+
 async def test_when_none_can_be_started_any_more_the_run_ends_and_names_them_all(tmp_path):
     harness = Harness(
         tmp_path,

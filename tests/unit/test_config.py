@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import CONFIGS, RECIPES, ConfigError, load_config, recipe_overrides
+from async_rl.config import CONFIGS, RECIPES, ROOT, ConfigError, load_config, recipe_overrides
 
 TOP_LEVEL = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
 GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
@@ -16,6 +16,13 @@ GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
 def dense_checkpoint(tmp_path):
     config = {"model_type": "qwen3", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.fixture
+def moe_checkpoint(tmp_path):
+    config = {"model_type": "qwen3_moe", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 8, "num_experts_per_tok": 2}))
     return tmp_path
 
 
@@ -107,6 +114,20 @@ def test_a_parallel_layout_can_be_asked_for():
         (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),
         (["trainer.replay_threshold=0.5", "trainer.router_replay=none"], ["replay_threshold=0", "router_replay"]),
         (["engine.enforce_eager=false"], ["enforce_eager"]),
+        (["engine.device=cpu", "cluster.gpus_per_replica=1"], ["cluster.gpus_per_replica is 1", "engine.device=cpu"]),
+        (["engine.device=cuda", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=cuda"]),
+        (["cluster=ray", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=auto"]),
+        (["cluster.gpus_per_replica=1", "engine.tensor_parallel=2"], ["gpus_per_replica is 1", "tensor_parallel=2"]),
+        (
+            ["cluster.gpus_per_replica=2.5", "engine.tensor_parallel=2"],
+            ["gpus_per_replica is 2.5", "tensor_parallel=2"],
+        ),
+        (["cluster.gpus_per_replica=1.5"], ["cluster.gpus_per_replica is 1.5"]),
+        (["cluster.gpus_per_replica=-1"], ["cluster.gpus_per_replica is -1"]),
+        (["+cluster.rank_env.OMP_NUM_THREADS=4"], ["cluster.rank_env", "OMP_NUM_THREADS"]),
+        (["+cluster.replica_env.VLLM_USE_V2_MODEL_RUNNER=0"], ["cluster.replica_env", "VLLM_USE_V2_MODEL_RUNNER"]),
+        (["engine=sglang", "+cluster.replica_env.CUDA_VISIBLE_DEVICES=0"], ["cluster.replica_env", "CUDA_VISIBLE"]),
+        (["+cluster.rank_env.NCCL_DEBUG=[1]"], ["cluster.rank_env.NCCL_DEBUG"]),
         (["engine.block_size=33"], ["block_size", "33"]),
         (["optimizer.decay=wavy"], ["decay", "wavy"]),
         (["loss.name=wish"], ["loss", "wish"]),
@@ -127,6 +148,49 @@ def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
     for part in parts:
         assert part in str(caught.value), str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2, "one clear error, not a page"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        ([], 0),
+        (["engine.device=cuda"], 1),
+        (["engine.device=cuda", "engine.tensor_parallel=4"], 4),
+        (["engine.tensor_parallel=4"], 0),
+        (["cluster=ray", "engine.tensor_parallel=2"], 2),
+        (["cluster=ray", "engine.device=cpu", "engine.tensor_parallel=2"], 0),
+        (["cluster=ray", "cluster.gpus_per_replica=0.5"], 0.5),
+        (["cluster=ray", "cluster.gpus_per_replica=4", "engine.tensor_parallel=2"], 4),
+    ],
+)
+def test_gpus_of_a_replica_follow_from_the_device_and_tensor_parallel(overrides, gpus):
+    assert load_config(overrides).gpus_per_replica == gpus
+
+
+@pytest.mark.parametrize("overrides", [["engine.device=cuda"], ["cluster=ray"]])
+def test_cuda_graphs_are_allowed_with_routing_replay_off_the_cpu(overrides):
+    assert load_config([*overrides, "engine.enforce_eager=false"]).captures_routing
+
+
+def test_rules_about_the_device_wait_for_a_device_of_another_machine(moe_checkpoint):
+    model = ["model=hugging_face", f"model.checkpoint={moe_checkpoint}", "engine.block_size=48"]
+    with pytest.raises(ConfigError, match=r"engine\.block_size is 48"):
+        load_config([*model, "engine.device=cpu", "cluster=ray"])
+    load_config([*model, "cluster=ray"])
+
+
+def test_the_documented_cluster_command_is_accepted():
+    lines = iter((ROOT / "docs" / "how_to.md").read_text().splitlines())
+    command = next(line for line in lines if line.strip().startswith("python -m async_rl.run cluster=ray")).split()
+    while command[-1] == "\\":
+        command[-1:] = next(lines).split()
+    config = load_config(command[3:])
+    assert config.sync.transport == "disk", "it asks for more GPUs than one node has"
+
+
+def test_environment_variables_of_ranks_and_replicas_are_text():
+    config = load_config(["+cluster.rank_env.NCCL_DEBUG=INFO", "+cluster.rank_env.CUDA_DEVICE_MAX_CONNECTIONS=1"])
+    assert config.cluster.rank_env == {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def paths_of(config, prefix=""):

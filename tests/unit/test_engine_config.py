@@ -14,7 +14,7 @@ from agent_loop.engine import EngineError
 from async_rl.engines import vllm_plugin
 from async_rl.engines.checkpoint_weights import digest_checkpoint, weight_files
 from async_rl.engines.vllm import VllmConfig, VllmReplica, check_engine, engine_environment
-from async_rl.engines.vllm_config import engine_args
+from async_rl.engines.vllm_config import OWN_VARIABLES, engine_args
 from async_rl.model_info import CheckpointError
 
 QWEN = {
@@ -65,11 +65,12 @@ def test_extra_args_cannot_undo_what_the_replica_sets():
         VllmConfig(extra_args={"enforce_eager": False, "logprobs_mode": "raw_logprobs"})
 
 
-def test_capture_under_a_compiled_graph_is_refused(tmp_path: Path):
-    config = VllmConfig(enforce_eager=False)
+def test_capture_under_a_compiled_graph_is_refused_on_the_cpu(tmp_path: Path):
+    config = VllmConfig(device="cpu", enforce_eager=False)
     with pytest.raises(ValueError, match=r"engine.enforce_eager is false with routing capture on"):
         check_engine(config, checkpoint=checkpoint(tmp_path, QWEN), capture_routing=True)
     check_engine(config, checkpoint=tmp_path, capture_routing=False)
+    check_engine(VllmConfig(device="cuda", enforce_eager=False), checkpoint=tmp_path, capture_routing=True)
 
 
 def test_capture_of_a_dense_model_is_refused(tmp_path: Path):
@@ -146,6 +147,23 @@ def test_the_environment_follows_the_device():
     on_gpu = engine_environment(VllmConfig(device="cuda"))
     assert on_gpu["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in on_gpu
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_variable_that_a_replica_sets_is_its_own(device: Any):
+    assert set(engine_environment(VllmConfig(device=device))) <= OWN_VARIABLES
+
+
+def test_workers_of_tensor_parallelism_are_processes_of_the_replica(tmp_path: Path):
+    def args(tensor_parallel: int) -> dict[str, Any]:
+        config = VllmConfig(device="cpu", tensor_parallel=tensor_parallel)
+        model = check_engine(config, checkpoint=checkpoint(tmp_path, QWEN), capture_routing=True)
+        return engine_args(config, model, capture_routing=True)
+
+    assert args(2)["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in args(1)
+    with pytest.raises(ValueError, match=r"engine\.extra_args sets distributed_executor_backend"):
+        VllmConfig(extra_args={"distributed_executor_backend": "ray"})
 
 
 def test_the_plugin_is_declared_and_imports_nothing_when_not_wanted():

@@ -14,7 +14,7 @@ import pytest
 
 from agent_loop.engine import EngineError
 from async_rl.engines.sglang import SglangConfig, SglangReplica, check_engine
-from async_rl.engines.sglang_config import CPU_PATH, PLUGIN_PATH, server_arguments, server_environment
+from async_rl.engines.sglang_config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
 from async_rl.engines.sglang_server import check_version, interpreter
 from async_rl.engines.sglang_update import HOOKS, first_digest, loaded_digest
 from message_queue.tokens import ContractError
@@ -145,6 +145,14 @@ def test_the_server_inherits_nothing_of_this_virtualenv(tmp_path: Path, monkeypa
     assert variables["PYTHONPATH"].split(os.pathsep) == [str(PLUGIN_PATH), str(CPU_PATH)]
     assert not {"PYTHONHOME", "VIRTUAL_ENV"} & set(variables)
     assert (variables["OMP_NUM_THREADS"], variables["ASYNC_RL_OWNER_PID"]) == ("2", "7")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_variable_that_a_replica_sets_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any):
+    for name in OWN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    config = SglangConfig(device=device, tensor_parallel=2)
+    assert set(server_environment(config, owner=7, folder=tmp_path)) - set(os.environ) <= OWN_VARIABLES
 
 
 async def test_without_its_virtualenv_the_replica_says_how_to_make_it(tmp_path: Path):

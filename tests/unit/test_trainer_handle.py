@@ -108,6 +108,13 @@ async def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(puts):
     assert not puts and not any(rank.got for rank in ranks)
 
 
+async def test_ranks_remove_versions_before_they_are_closed(puts, monkeypatch, tmp_path):
+    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)])
+    monkeypatch.setattr(handles.ray, "kill", lambda actor: None)
+    await handle.close(timeout_s=5, remove_updates=tmp_path)
+    assert [rank.got for rank in ranks] == [[("remove_updates", tmp_path), ("close",)]] * 2
+
+
 class RankElsewhere(FakeRank):
     """A rank on a node of its own: what it writes is not seen here, and it sees nothing of this node."""
 
