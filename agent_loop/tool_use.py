@@ -39,7 +39,8 @@ class ToolUseLoop:
         TOOL_CALL: the calls of the last allowed turn are not executed.
 
     Trajectory.info: turns, tool_calls (executed or malformed), tool_errors, truncated_replies, aborts (decodes
-    that were resumed), refused_answers (of the engine, each asked for again).
+    that were resumed), refused_answers (of the engine, each asked for again). For a rollout that was restored after a
+    restart, the last four count from the restart on.
     """
 
     def __init__(

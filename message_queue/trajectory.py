@@ -166,7 +166,8 @@ class Trajectory:
         self._require_open()
         if not np.isfinite(reward):
             raise ContractError(f"reward is {reward}; rewards are finite")
-        self.stop_reason, self.reward, self.info = stop_reason, float(reward), dict(info or {})
+        numbers = {key: float(value) for key, value in (info or {}).items()}
+        self.stop_reason, self.reward, self.info = stop_reason, float(reward), numbers
 
     # ---- arrays, all of length T
 

@@ -22,6 +22,8 @@ from async_rl.rollout.validator import ValidationResult
 _COLUMNS = (
     ("step", "train_step", "{:.0f}"),
     ("reward", "reward/mean", "{:.3f}"),
+    ("no signal", "reward/groups_without_signal", "{:.0%}"),
+    ("cut off", "rollout/cut_off_fraction", "{:.0%}"),
     ("loss", "loss", "{:+.2f}"),
     ("stale mean", "staleness/mean", "{:.2f}"),
     ("stale max", "staleness/max", "{:.0f}"),

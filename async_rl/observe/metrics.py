@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from async_rl.observe.lengths import QUANTILES, WINDOW
 from message_queue.contract import QueueSnapshot
 from message_queue.tokens import StopReason
-from message_queue.trajectory import PromptGroup
+from message_queue.trajectory import PromptGroup, Trajectory
 
 Reduction = Literal["mean", "max", "sum", "last"]
 
@@ -66,6 +67,7 @@ _ROUTING = {
     "routing/fallback_fraction": Metric("mean", "share", "rows of real tokens left to the live router"),
 }
 _LAYER = re.compile(r"(.+)_layer(\d+)")
+INFO = "info/"  # followed by a key of `Trajectory.info`
 
 
 def _by_lag(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -92,6 +94,19 @@ METRICS: dict[str, Metric] = {
     "param_version": Metric("last", "version", "newest published version"),
     "reward/mean": Metric("mean", "reward", "over the trajectories of the batch"),
     "reward/std": Metric("mean", "reward", "over the trajectories of the batch"),
+    "reward/groups_without_signal": Metric("mean", "share", "groups whose trajectories all have the same reward"),
+    "reward/groups_all_right": Metric("mean", "share", "groups without signal whose reward is above 0"),
+    "reward/groups_all_wrong": Metric("mean", "share", "groups without signal whose reward is 0 or less"),
+    "rollout/cut_off_fraction": Metric("mean", "share", "trajectories whose last turn hit a token limit (LENGTH)"),
+    "rollout/out_of_turns_fraction": Metric(
+        "mean", "share", "trajectories whose last tool calls were not executed: limits.max_turns (TOOL_CALL)"
+    ),
+    "info/turns": Metric("mean", "turns", "model calls per trajectory"),
+    "info/tool_calls": Metric("mean", "calls", "tool calls per trajectory, executed or malformed"),
+    "info/tool_errors": Metric("mean", "calls", "tool calls that failed per trajectory"),
+    "info/truncated_replies": Metric("mean", "replies", "tool replies cut by limits.max_tool_reply_chars"),
+    "info/aborts": Metric("mean", "aborts", "resumed decodes per trajectory"),
+    "info/refused_answers": Metric("mean", "answers", "engine answers that were asked for again per trajectory"),
     "loss": Metric("mean", "nat", "policy loss, summed over tokens and divided as loss.aggregation says"),
     "grad_norm": Metric("mean", "", "global norm before clipping"),
     "lr": Metric("last", "", "learning rate of the step"),
@@ -160,10 +175,14 @@ def split_layer(key: str) -> tuple[str, int] | None:
 
 
 def metric_of(key: str) -> Metric | None:
-    """What a key of a train step means; None for no metric. Layers are not in METRICS: their number is the model's."""
+    """What a key of a train step means; None for no metric.
+
+    Layers and the keys of a task's own `Trajectory.info` are not in METRICS: the model and the task determine them.
+    """
     found = split_layer(key)
     if found is None:
-        return METRICS.get(key)
+        custom = Metric("mean", "", "mean of this key of Trajectory.info over the trajectories that have it")
+        return METRICS.get(key, custom if key.startswith(INFO) else None)
     whole, layer = _ROUTING[found[0]], found[1]
     return Metric(whole.reduction, whole.unit, f"{whole.meaning}, in layer {layer}")
 
@@ -187,6 +206,8 @@ def batch_metrics(
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
+        **_signal_metrics(groups),
+        **_outcome_metrics(trajectories),
         "staleness/mean": float(staleness.mean()),
         "staleness/p99": float(np.quantile(staleness, 0.99, method="higher")),
         "staleness/max": float(staleness.max()),
@@ -196,6 +217,35 @@ def batch_metrics(
         "partial/max_segments": float(max(len(t.segments) for t in trajectories)),
         "routing/bytes_per_token": row_bytes / sum(len(t) for t in trajectories),
         "routing/missing_fraction": _missing_rows(groups) / forwarded,
+    }
+
+
+def _signal_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """Shares of groups whose rewards do not differ, over groups of two trajectories or more; NaN without any.
+
+    Rewards (1, 1), (0, 0), (0, 1), (0, 0) of four groups: 0.75 without signal, 0.25 all right, 0.5 all wrong.
+    """
+    rewards = [[t.reward or 0.0 for t in group.trajectories] for group in groups if len(group.trajectories) > 1]
+    equal = [values[0] for values in rewards if min(values) == max(values)]
+    right = sum(value > 0 for value in equal)
+    num_groups = len(rewards) or math.nan
+    return {
+        "reward/groups_without_signal": len(equal) / num_groups,
+        "reward/groups_all_right": right / num_groups,
+        "reward/groups_all_wrong": (len(equal) - right) / num_groups,
+    }
+
+
+def _outcome_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How trajectories ended, and the mean of each key of their `info` over those that have it."""
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for key, value in trajectory.info.items():
+            found.setdefault(f"{INFO}{key}", []).append(value)
+    return {
+        "rollout/cut_off_fraction": float(np.mean([t.stop_reason is StopReason.LENGTH for t in trajectories])),
+        "rollout/out_of_turns_fraction": float(np.mean([t.stop_reason is StopReason.TOOL_CALL for t in trajectories])),
+        **{key: float(np.mean(values)) for key, values in found.items()},
     }
 
 

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from async_rl.observe.lengths import draw_lengths
-from async_rl.observe.metrics import METRICS, split_layer
+from async_rl.observe.metrics import INFO, METRICS, Metric, metric_of, split_layer
 
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
@@ -25,6 +25,8 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mismatch k3", ("mismatch/k3", "mismatch/k3_lag0")),
     ("idle share", ("idle/trainer", "idle/rollout")),
     ("partial rollouts", ("partial/resumed_fraction",)),
+    ("cut-off answers (share)", ("rollout/cut_off_fraction", "rollout/out_of_turns_fraction")),
+    ("groups without signal (share)", ("reward/groups_without_signal",)),
 )
 _BY_LAYER = ("routing/overlap", "routing/gate_mass", "routing/refused_fraction", "routing/fallback_fraction")
 _STYLES = ("-", "x")  # of the first and second metric of a panel
@@ -70,9 +72,9 @@ def read_run(directory: Path) -> RunRecord:
 
 def draw_curves(runs: Sequence[RunRecord]) -> Figure:
     """Held-out success and the main metrics of one or more runs over train steps."""
-    figure = Figure(figsize=(13, 7), layout="constrained")
+    figure = Figure(figsize=(16, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 3).ravel()
+    axes = figure.subplots(2, 4).ravel()
     for run, colour in zip(runs, _colours(len(runs)), strict=True):
         points = [(v["train_step"], v["validation/success"]) for v in run.validations]
         steps, success = np.array(points, np.float64).reshape(-1, 2).T
@@ -116,9 +118,9 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
     layers = draw_layers(runs)
     by_layer = "" if layers is None else f"<h2>Router replay by layer, mean over the run</h2>{_image(layers)}"
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    rows = "".join(
-        _row(key, runs) for key in METRICS if any(s.get(key) is not None for r in runs for s in r.steps[-1:])
-    )
+    last = {key: None for run in runs for step in run.steps[-1:] for key in step if step[key] is not None}
+    own = sorted(key for key in last if key.startswith(INFO) and key not in METRICS)
+    rows = "".join(_row(key, metric, runs) for key in (*METRICS, *own) if key in last and (metric := metric_of(key)))
     path.write_text(
         "<!doctype html><meta charset=utf-8><title>async_rl report</title>"
         "<style>body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}"
@@ -147,9 +149,9 @@ def _image(figure: Figure) -> str:
     return f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}">'
 
 
-def _row(key: str, runs: Sequence[RunRecord]) -> str:
+def _row(key: str, metric: Metric, runs: Sequence[RunRecord]) -> str:
     cells = "".join(f"<td>{_number(run.steps[-1].get(key) if run.steps else None)}</td>" for run in runs)
-    return f"<tr><td>{html.escape(key)}</td>{cells}<td>{html.escape(METRICS[key].meaning)}</td></tr>"
+    return f"<tr><td>{html.escape(key)}</td>{cells}<td>{html.escape(metric.meaning)}</td></tr>"
 
 
 def _number(value: float | None) -> str:

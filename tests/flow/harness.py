@@ -168,7 +168,7 @@ class Loop:
             reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
         if (error := self._reward_fail(session)) is not None:
             raise error
-        info = {"refused_answers": float(decoder.num_refused)}
+        info = {"refused_answers": float(decoder.num_refused), "length": float(len(trajectory))}
         trajectory.close(stop_reason=reason, reward=float(len(trajectory) % 2), info=info)
 
 

@@ -108,6 +108,15 @@ async def test_a_run_killed_after_any_record_goes_on_as_if_nothing_had_happened(
     assert check(await lives_of(tmp_path, [writes]))["dropped"] == 0
 
 
+async def test_trajectory_info_survives_the_journal_and_a_kill(tmp_path):
+    lives = await lives_of(tmp_path, [30])
+    groups = {group: found for life in lives for group, found in life.delivered.items()}
+    records = [g for g in lives[-1].harness.lines("ledger.jsonl") if g["outcome"] == "trained"]
+    for step in lives[-1].harness.lines("metrics.jsonl"):
+        batch = [groups[g["group"]] for g in records if g["train_step"] == step["train_step"]]
+        assert step["info/length"] == pytest.approx(np.mean([len(t) for group in batch for t in group.trajectories]))
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_run_that_is_killed_again_and_again_gets_to_its_end(tmp_path, seed):
     rng = random.Random(seed)

@@ -83,6 +83,59 @@ def test_a_row_the_engine_could_not_give_is_missing(groups):
     assert batch_metrics(groups, update=11, version_updates=UPDATES)["routing/missing_fraction"] == 2 / (7 + 3 + 5)
 
 
+def closed(reward, *, reason=StopReason.STOP, info=None):
+    """One token of version 5, with this end."""
+    trajectory = Trajectory(routing=SPEC)
+    trajectory.observe(np.zeros(2, np.int32))
+    trajectory.extend(segment(1, version=5, held=0, length=2))
+    trajectory.close(stop_reason=reason, reward=reward, info=info)
+    return trajectory
+
+
+def metrics_of(*groups):
+    """Batch metrics of groups, each given by its trajectories."""
+    made = [
+        PromptGroup(group=i, prompt=i, admitted_version=5, admitted_update=10, trajectories=list(trajectories))
+        for i, trajectories in enumerate(groups)
+    ]
+    return batch_metrics(made, update=11, version_updates=UPDATES)
+
+
+def test_groups_without_signal_are_those_with_one_reward():
+    metrics = metrics_of(*([closed(reward) for reward in rewards] for rewards in [(1, 1), (0, 0), (0, 1), (0, 0)]))
+    assert metrics["reward/groups_without_signal"] == 0.75
+    assert metrics["reward/groups_all_right"] == 0.25 and metrics["reward/groups_all_wrong"] == 0.5
+
+
+def test_a_group_of_one_trajectory_has_no_signal_to_lack():
+    assert math.isnan(metrics_of([closed(1.0)])["reward/groups_without_signal"])
+
+
+def test_cut_off_answers_and_unexecuted_calls_are_counted_apart():
+    reasons = [StopReason.LENGTH, StopReason.TOOL_CALL, StopReason.STOP, StopReason.LENGTH]
+    metrics = metrics_of([closed(0.0, reason=reason) for reason in reasons])
+    assert metrics["rollout/cut_off_fraction"] == 0.5
+    assert metrics["rollout/out_of_turns_fraction"] == 0.25
+
+
+def test_info_of_trajectories_becomes_metrics_custom_keys_too(tmp_path):
+    metrics = metrics_of([closed(1.0, info={"turns": 2.0, "own": np.float64(3)}), closed(0.0, info={"turns": 4.0})])
+    assert metrics["info/turns"] == 3 and metrics["info/own"] == 3
+    recorder = Recorder(tmp_path, console=Null(), scalars=Null())
+    recorder.step(StepRecord(metrics={"train_step": 1, **metrics}, staleness_tokens={}))
+    recorder.close()
+    assert report([str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>info/own</td><td>3</td>" in page and "<td>info/turns</td><td>3</td>" in page
+
+
+def test_info_of_a_trajectory_is_plain_numbers():
+    trajectory = closed(1.0, info={"own": np.float32(3)})
+    assert {key: type(value) for key, value in trajectory.info.items()} == {"own": float}
+    with pytest.raises(ValueError, match="many"):
+        closed(1.0, info={"own": "many"})
+
+
 def test_the_histogram_counts_sampled_tokens_by_staleness(groups):
     assert staleness_histogram(groups, update=11, version_updates=UPDATES) == {1: 5, 3: 2}
 
