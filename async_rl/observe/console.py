@@ -123,7 +123,8 @@ def _cell(metrics: Mapping[str, float], key: str, form: str) -> str:
 
 
 def _validation_text(train_step: int, result: ValidationResult) -> str:
+    success = f"{result.success_rate:.3f}" if math.isfinite(result.success_rate) else "-"
     return (
-        f"validation at step {train_step}: success {result.success_rate:.3f} on {result.prompts} held-out prompts, "
-        f"weights {result.min_version}..{result.max_version}"
+        f"validation at step {train_step}: success {success} on {result.prompts - result.failed} held-out prompts, "
+        f"{result.failed} failed, {result.cut_off} cut off, weights {result.min_version}..{result.max_version}"
     )

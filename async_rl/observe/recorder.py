@@ -117,13 +117,16 @@ class Recorder:
                     "train_step": train_step,
                     "validation/success": result.success_rate,
                     "validation/prompts": result.prompts,
+                    "validation/failed": result.failed,
+                    "validation/cut_off": result.cut_off,
                     "validation/mean_tokens": result.mean_tokens,
                     "validation/min_version": result.min_version,
                     "validation/max_version": result.max_version,
                 }
             )
         )
-        self._scalars.add_scalar("validation/success", result.success_rate, train_step)
+        if math.isfinite(result.success_rate):
+            self._scalars.add_scalar("validation/success", result.success_rate, train_step)
         self._console.validation(train_step, result)
 
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:

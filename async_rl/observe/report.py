@@ -77,6 +77,7 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
     axes = figure.subplots(2, 4).ravel()
     for run, colour in zip(runs, _colours(len(runs)), strict=True):
         points = [(v["train_step"], v["validation/success"]) for v in run.validations]
+        points = [(step, success) for step, success in points if success is not None]  # None: every rollout failed
         steps, success = np.array(points, np.float64).reshape(-1, 2).T
         axes[0].plot(steps, success, marker="o", color=colour, label=run.name)
     _finish(axes[0], "held-out success at T=1")

@@ -47,6 +47,11 @@ class Validations:
         with self._trace.span("validate", f"step {step}"):
             result = await self._validator.run()
         self._recorder.validation(step, result)
+        if result.failed:
+            self._recorder.warn(
+                f"validation at step {step}: {result.failed} of {result.prompts} rollouts failed; success is over the "
+                f"others. The first error: {result.first_error}"
+            )
 
     async def finish(self, step: int) -> None:
         """The last round, after those that were asked for; `run` has to go on meanwhile."""

@@ -220,6 +220,7 @@ class Harness:
         failure: FailureConfig | None = None,
         replica_options: dict | Sequence[dict] = (),
         resume_routing: str = "append",
+        validation_fail=lambda session: None,
         limits: TurnLimits = LIMITS,
         turns: int = 1,
         publish_timeout_s: float = 5.0,
@@ -287,7 +288,9 @@ class Harness:
             "publisher": publisher,
             "replicas": self.fleet,
             "validator": Validator(
-                loop=Loop(engine), routing=SPEC, prompts=[Prompts().train_prompt(i) for i in range(5)]
+                loop=Loop(engine, reward_fail=validation_fail),
+                routing=SPEC,
+                prompts=[Prompts().train_prompt(i) for i in range(5)],
             )
             if validate_every
             else None,

@@ -214,6 +214,21 @@ async def test_validation_runs_before_during_and_after_without_entering_the_ledg
     check_ledger(harness)
 
 
+@pytest.mark.parametrize("error", [RolloutError("no judge"), KeyError("answer")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("num_failed", [2, 5])
+async def test_failed_validation_rollouts_are_counted_apart_and_said(tmp_path, error, num_failed):
+    def fail(session):
+        return error if int(session.rpartition("-")[2]) < num_failed else None
+
+    harness = Harness(tmp_path, validate_every=2, steps=2, validation_fail=fail)
+    assert await harness.run()
+    rounds = harness.lines("validation.jsonl")
+    assert [r["validation/failed"] for r in rounds] == [num_failed] * 2
+    assert all((r["validation/success"] is None) == (num_failed == 5) for r in rounds)
+    warnings = [note for note in harness.spy.notes if f"{num_failed} of 5 rollouts failed" in note]
+    assert len(warnings) == 2 and all(str(error.args[0]) in warning for warning in warnings)
+
+
 async def test_the_last_weights_are_loaded_before_the_last_validation_however_slow_that_is(tmp_path):
     harness = Harness(tmp_path, validate_every=2, max_staleness=3, replica_options={"load_s": 0.1})
     await harness.run()

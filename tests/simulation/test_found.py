@@ -74,7 +74,7 @@ def test_a_replica_that_is_lost_while_a_call_on_it_times_out_is_lost_once():
     assert len(run_in_virtual_time(lose())) == 1
 
 
-async def test_a_validation_rollout_that_fails_counts_as_no_success():
+async def test_a_validation_rollout_that_fails_is_neither_right_nor_wrong():
     class Loop:
         async def run(self, prompt, *, trajectory, session, cache_salt):
             if prompt.index == 1:
@@ -84,4 +84,4 @@ async def test_a_validation_rollout_that_fails_counts_as_no_success():
 
     prompts = [Prompt(index=i, messages=(Message(role="user", content="?"),)) for i in range(2)]
     result = await Validator(loop=Loop(), routing=SPEC, prompts=prompts).run()
-    assert (result.success_rate, result.prompts) == (0.5, 2)
+    assert (result.success_rate, result.prompts, result.failed) == (1.0, 2, 1)

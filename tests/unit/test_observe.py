@@ -150,13 +150,19 @@ class Null:
     def close(self): ...
 
 
+def validated(success, *, failed=0):
+    """A round over 8 prompts."""
+    return ValidationResult(
+        success_rate=success, prompts=8, failed=failed, cut_off=0, mean_tokens=9.0, min_version=1, max_version=2
+    )
+
+
 def record(directory, steps=3):
     recorder = Recorder(directory, console=Null(), scalars=Null())
     for step in range(1, steps + 1):
         metrics = {"train_step": step, "reward/mean": step / 10, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
         recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
-    result = ValidationResult(success_rate=0.5, prompts=8, mean_tokens=9.0, min_version=1, max_version=2)
-    recorder.validation(steps, result)
+    recorder.validation(steps, validated(0.5))
     recorder.close()
 
 
@@ -225,6 +231,24 @@ def test_replay_is_drawn_by_layer_as_the_mean_over_the_run(tmp_path):
 def test_a_report_of_nothing_says_so(tmp_path, capsys):
     assert report([str(tmp_path)]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_validation_in_which_every_rollout_failed_is_no_point(tmp_path):
+    recorder = Recorder(tmp_path, console=Null(), scalars=Null())
+    for step, success in enumerate([0.25, math.nan, 0.75]):
+        recorder.validation(step, validated(success, failed=8 if math.isnan(success) else 0))
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    assert [(v["validation/success"], v["validation/failed"]) for v in lines] == [(0.25, 0), (None, 8), (0.75, 0)]
+    (line,) = draw_curves([read_run(tmp_path)]).axes[0].lines
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([0, 2], [0.25, 0.75])
+
+
+def test_a_report_of_a_run_without_validation_or_steps_is_made(tmp_path):
+    Recorder(tmp_path, console=Null(), scalars=Null()).close()
+    assert report([str(tmp_path)]) == 0
+    (tmp_path / "validation.jsonl").unlink()
+    assert report([str(tmp_path)]) == 0 and (tmp_path / "report.png").exists()
 
 
 def test_several_runs_share_the_axes(tmp_path):
