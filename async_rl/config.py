@@ -236,21 +236,12 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     if unknown:
         raise ConfigError(f"unknown config key: {', '.join(unknown)}")
     try:
-        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(values))
+        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
 
 
-def _with_absolute_paths(config: Config) -> Config:
-    """The config with each path, at any depth, resolved against the working directory of this process."""
-    changed: dict[str, Any] = {}
-    for name in (f.name for f in fields(cast(Any, config))):
-        value = getattr(config, name)
-        if isinstance(value, Path):
-            changed[name] = value.expanduser().absolute()
-        elif is_dataclass(value):
-            changed[name] = _with_absolute_paths(value)
-    return replace(cast(Any, config), **changed)
+        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
 
 
 def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -23,6 +23,7 @@ class Validations:
         self._last = last
         self._recorder = recorder
         self._trace = trace
+        self._newest: int | None = None  # train step after which the newest round was
         self._requests: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
 
     async def run(self) -> None:
@@ -46,6 +47,7 @@ class Validations:
             return
         with self._trace.span("validate", f"step {step}"):
             result = await self._validator.run()
+        self._newest = step
         self._recorder.validation(step, result)
         if result.failed:
             self._recorder.warn(
@@ -54,7 +56,11 @@ class Validations:
             )
 
     async def finish(self, step: int) -> None:
-        """The last round, after those that were asked for; `run` has to go on meanwhile."""
+        """The last round, after those that were asked for; `run` has to go on meanwhile.
+
+        With no train steps the round before the first one is the last one too.
+        """
         if self._validator is not None:
             await self._requests.join()
-            await self.now(step)
+            if self._newest != step:
+                await self.now(step)

@@ -8,6 +8,7 @@ import pytest
 from agent_loop.engine import EngineError
 from agent_loop.loop import RolloutError
 from async_rl.checkpoints import read_run_state
+from async_rl.observe.report import read_run, write_report
 from async_rl.run import causes
 from tests.flow.harness import FakeTrainer, Harness
 
@@ -227,6 +228,20 @@ async def test_failed_validation_rollouts_are_counted_apart_and_said(tmp_path, e
     assert all((r["validation/success"] is None) == (num_failed == 5) for r in rounds)
     warnings = [note for note in harness.spy.notes if f"{num_failed} of 5 rollouts failed" in note]
     assert len(warnings) == 2 and all(str(error.args[0]) in warning for warning in warnings)
+
+
+async def test_a_run_of_no_train_steps_validates_once_and_saves(tmp_path):
+    harness = Harness(tmp_path, validate_every=2, steps=0)
+    assert await harness.run()
+    assert [r["train_step"] for r in harness.lines("validation.jsonl")] == [0]
+    assert read_run_state(harness.checkpoints.latest()).train_step == 0
+    assert not harness.lines("metrics.jsonl") and not harness.trainer.batches
+    assert check_ledger(harness)["trained"] == 0
+    write_report([read_run(tmp_path)], tmp_path / "report.html")
+
+    longer = Harness(tmp_path, steps=2, start=read_run_state(harness.checkpoints.latest()))
+    assert await longer.run()
+    assert [s["train_step"] for s in longer.lines("metrics.jsonl")] == [1, 2]
 
 
 async def test_the_last_weights_are_loaded_before_the_last_validation_however_slow_that_is(tmp_path):

@@ -75,6 +75,19 @@ def test_the_documented_overrides_exist(override):
     load_config([override])
 
 
+@pytest.mark.parametrize("override", ["total_train_steps=0", "warm_start.steps=0"])
+def test_no_steps_suit_the_default_schedule(override):
+    config = load_config([override])
+    assert 0 in (config.total_train_steps, config.warm_start.steps)
+
+
+def test_a_decay_without_steps_is_refused_in_a_run_that_trains():
+    with pytest.raises(ConfigError, match=r"optimizer\.decay .*decay_steps=0"):
+        load_config(["optimizer.decay_steps=0"])
+    with pytest.raises(ConfigError, match=r"optimizer\.decay .*decay_steps=0"):
+        load_config(["warm_start.optimizer.decay_steps=0", "total_train_steps=0"])
+
+
 def test_a_parallel_layout_can_be_asked_for():
     config = load_config(["trainer.ranks=2", "trainer.parallel.tensor=2"])
     assert config.trainer.parallel.tensor == 2
