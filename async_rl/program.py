@@ -40,10 +40,15 @@ from async_rl.workers import Workers
 
 
 class Program:
-    """One run from config to exit. What can be refused is refused in the constructor, before any process starts."""
+    """One run from config to exit. What can be refused is refused in the constructor, before any process starts.
 
-    def __init__(self, config: RunConfig) -> None:
+    Args:
+        resume_command: shell command that continues the run after a stop; it is shown then.
+    """
+
+    def __init__(self, config: RunConfig, *, resume_command: str) -> None:
         self._config = config
+        self._resume_command = resume_command
         self._task: Task = build_task(config.task, seed=config.seed)
         self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
         self._conductor: Conducts = Free()
@@ -149,7 +154,7 @@ class Program:
     def _farewell(self, finished: bool) -> str:
         if finished:
             return f"done: {self._config.total_train_steps} train steps; everything is in {self._directory}"
-        return f"stopped; continue with: python -m async_rl.run output_dir={self._directory} resume=auto"
+        return f"stopped; continue with: {self._resume_command}"
 
 
 def _read_schedule(config: RunConfig) -> RunSchedule:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         from async_rl.program import Program
 
-        program = Program(config)
+        program = Program(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_REFUSED
@@ -51,6 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"error: {line}\n")
         return EXIT_FAILED
     return 0
+
+
+def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
+    """Shell command that continues the run in `output_dir` with everything that `arguments` gave it."""
+    names = ("recipe", "config_name", "config_dir")
+    given = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
+    options = [word for option, value in given if value is not None for word in (option, str(value))]
+    own = ("output_dir", "resume")
+    overrides = [word for word in arguments.overrides if word.partition("=")[0].lstrip("+") not in own]
+    return shlex.join(
+        [
+            *(sys.executable, "-m", "async_rl.run"),
+            *options,
+            *overrides,
+            f"output_dir={_hydra_value(str(output_dir))}",
+            "resume=auto",
+        ]
+    )
 
 
 def causes(error: BaseException) -> Iterator[str]:
@@ -70,6 +90,15 @@ def causes(error: BaseException) -> Iterator[str]:
         yield from (f"{': '.join(chain)}: {line}" for line in causes(link))
     else:
         yield ": ".join(chain).replace("\n", " ")
+
+
+def _hydra_value(text: str) -> str:
+    """A string as the value of a Hydra override; quoted where Hydra would read more than a string into it."""
+    if re.fullmatch(r"[\w./-]*/[\w./-]*", text):
+        return text
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", r"\'"), text)
+    escaped = escaped.replace("${", r"\${")
+    return f"'{escaped}'"
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -35,6 +35,11 @@ SMALL = (
 def begin(directory, *overrides, output=subprocess.PIPE, **options):
     """Start a run; its output goes to `output`. options: of the process."""
     command = [sys.executable, "-m", "async_rl.run", f"output_dir={directory}", *overrides]
+    return spawn(command, output=output, **options)
+
+
+def spawn(command, *, output=subprocess.PIPE, **options):
+    """Start a command in a process group of its own, as a terminal does."""
     return subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, **options
     )

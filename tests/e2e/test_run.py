@@ -2,12 +2,13 @@
 
 import json
 import os
+import shlex
 import signal
 import time
 
 import pytest
 
-from tests.e2e.runs import finish, lines, start, wait_for_step
+from tests.e2e.runs import finish, lines, spawn, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("staleness.max_staleness=1",)
@@ -69,18 +70,17 @@ def test_a_run_keeps_to_the_schedule_of_another_one(tmp_path, warm_starts, short
     assert "rollout.groups_per_batch is 2, and the schedule is of a run with 4; set that" in output
 
 
-def test_an_interrupt_stops_cleanly_and_the_same_command_goes_on(tmp_path, warm_starts):
+def test_an_interrupt_stops_cleanly_and_the_printed_command_resumes(tmp_path, warm_starts):
     process = start(tmp_path, warm_starts, "total_train_steps=200")
     wait_for_step(tmp_path, 2, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
     output = finish(process)
     assert process.returncode == 0, output
-    assert "resume=auto" in output.splitlines()[-1]
+    printed = shlex.split(output.splitlines()[-1].partition("continue with: ")[2])
     done = len(lines(tmp_path, "metrics.jsonl"))
 
-    process = start(tmp_path, warm_starts, f"total_train_steps={done + 2}")
-    output = finish(process)
-    assert process.returncode == 0, output
+    output = finish(spawn([*printed, f"total_train_steps={done + 2}"]))
+    assert f"total_train_steps: 200 -> {done + 2}" in output, output
     steps = lines(tmp_path, "metrics.jsonl")
     assert [s["train_step"] for s in steps] == list(range(1, done + 3))
     assert [s["param_version"] for s in steps] == list(range(1, done + 3))

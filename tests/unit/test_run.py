@@ -1,12 +1,15 @@
 """The command line: exit codes, and how a failure reads."""
 
 import asyncio
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from async_rl.run import EXIT_REFUSED, causes, main
+from async_rl.config import CONFIGS, RECIPES, load_config, recipe_overrides
+from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, main, resume_command
 from message_queue.journal import Journal, JournalConfig, JournalStart
 
 
@@ -61,6 +64,37 @@ def test_a_journal_that_is_not_of_this_run_is_refused_before_any_process(
     monkeypatch.undo()
     assert main([f"output_dir={tmp_path}"]) == EXIT_REFUSED
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["total_train_steps=200", "loss=ppo_clip", "optimizer.lr=1e-4", "resume=never"],
+        ["--recipe", "calculator", "+task.options.steps=[2, 3]", "task.prompt_file='/tmp/a b,c.jsonl'"],
+        ["--config-name", "run", "--config-dir", str(CONFIGS), "name=try", "output_dir=outputs/${name}", "seed=1"],
+    ],
+)
+@pytest.mark.parametrize("folder", ["outputs/x", "of a person/it's, {x}: $y=1", r"back\slash", "12"])
+def test_the_resume_command_gives_the_config_of_the_run(given, folder, tmp_path):
+    if not any(word.startswith("output_dir=") for word in given):
+        given = [*given, "output_dir=" + _hydra_value(str(tmp_path / folder))]
+    arguments = _parse(given)
+    config = config_of(arguments)
+    again = shlex.split(resume_command(arguments, output_dir=config.output_dir))
+    assert again[:3] == [sys.executable, "-m", "async_rl.run"]
+    assert sum(word.startswith("output_dir=") for word in again) == sum(word.startswith("resume=") for word in again) == 1
+    assert config_of(_parse(again[3:])) == replace(config, resume="auto")
+
+
+@pytest.mark.parametrize("text", ["12", "null", "a", "a b", "it's", r"\\'", "$HOME/${x}", "[a, b]", "{a: b}", "", "/a\\"])
+def test_a_quoted_value_of_an_override_is_the_text_itself(text):
+    assert load_config([f"name={_hydra_value(text)}"]).name == text
+
+
+def config_of(arguments):
+    recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
+    options = {"config_name": arguments.config_name, "config_dir": arguments.config_dir or CONFIGS}
+    return load_config([*recipe, *arguments.overrides], **options)
 
 
 def test_help_works_as_a_module():
