@@ -7,9 +7,7 @@ actors: queue | trainer rank 0..R-1 | engine replica 0..N-1        one process e
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from transformers import AutoTokenizer
 from agent_loop.tools import PauseGate
 from async_rl.actors import Placement, start_ray
 from async_rl.config import RunConfig
+from async_rl.config_record import record_config
 from async_rl.data.prompts import prompt_order
 from async_rl.data.task import Task, build_task
 from async_rl.handles import ReplicaHandle, TrainerHandle
@@ -66,13 +65,15 @@ class Program:
             Exception: whatever made a stage fail; every process is stopped before it is raised.
         """
         config = self._config
-        (self._directory / "config.yaml").write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+        changes = record_config(self._directory, config, train_step=self._resume.state.train_step)
         async with contextlib.AsyncExitStack() as stack:
             console = open_console(total_train_steps=config.total_train_steps)
             recorder = Recorder(
                 self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
             )
             stack.callback(recorder.close)
+            for change in changes:
+                recorder.note(f"config changed since the last start: {change}")
             trace = Trace(self._directory / "trace.json")
             stack.callback(trace.write)
             start_ray(config.cluster)

@@ -1,0 +1,86 @@
+"""The config of a run in its directory: that of the first start, and one more for each start that changed it.
+
+config.yaml           of the first start
+config-000020.yaml    of the steps after 20, because the start that resumed from step 20 changed something
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from async_rl.config import RunConfig
+
+FIRST = "config.yaml"
+NOT_COMPARED = frozenset({"resume"})  # it says how to start, not what to run
+
+
+def record_config(directory: Path, config: RunConfig, *, train_step: int) -> list[str]:
+    """Write the config if it is the first or differs from the newest one.
+
+    Args:
+        train_step: that the run resumes from. Configs of later steps are removed: their steps are trained again.
+
+    Returns:
+        `field: old -> new` of each field that changed since the last start.
+    """
+    current = _plain(config)
+    if not (directory / FIRST).exists():
+        _write(directory / FIRST, current)
+        return []
+    recorded = [directory / FIRST, *sorted(directory.glob("config-??????.yaml"))]
+    changed = [f"{name}: {old} -> {new}" for name, old, new in _differences(_read(recorded[-1]), current)]
+    later = [path for path in recorded[1:] if path > _path_of(directory, train_step)]
+    for path in later:
+        path.unlink()
+    newest = [path for path in recorded if path not in later][-1]
+    if any(_differences(_read(newest), current)):
+        _write(_path_of(directory, train_step), current)
+    return changed
+
+
+def _path_of(directory: Path, train_step: int) -> Path:
+    """Of the config of the steps after `train_step`."""
+    return directory / f"config-{train_step:06d}.yaml"
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    """Its values as YAML has them; paths are text."""
+    return cast(dict[str, Any], json.loads(json.dumps(asdict(config), default=str)))
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Values of a config; none if it is not YAML any more, so that each field counts as changed."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        values = None
+    return cast(Mapping[str, Any], values) if isinstance(values, Mapping) else {}
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted field, old value, new value) of the fields that differ; "-" for a field that is missing."""
+    for key in dict.fromkeys((*old, *new)):
+        before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
+        if name in NOT_COMPARED or (before == after and (key in old) == (key in new)):
+            continue
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _differences(cast(Mapping[str, Any], before), cast(Mapping[str, Any], after), f"{name}.")
+        else:
+            yield name, *(_shown(values, key) for values in (old, new))
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], ensure_ascii=False) if key in values else "-"

@@ -1,0 +1,68 @@
+"""The config in a run directory, and what a start says that changed it."""
+
+import pytest
+import yaml
+
+from async_rl.config import load_config
+from async_rl.config_record import record_config
+
+LR = "optimizer.lr: 0.0005 -> 0.001"
+
+
+def configs(directory):
+    return {path.name: yaml.safe_load(path.read_text()) for path in directory.glob("*.yaml")}
+
+
+def started(directory, *overrides, step=0):
+    """Changes that a start from checkpoint `step` finds."""
+    return record_config(directory, load_config(list(overrides)), train_step=step)
+
+
+def test_a_config_record_is_yaml_that_builds_the_same_values(tmp_path):
+    assert started(tmp_path, "+optimizer.eps=1e-8", "name='ü'") == []
+    (values,) = configs(tmp_path).values()
+    assert values["optimizer"]["eps"] == 1e-8 and values["name"] == "ü" and values["resume"] == "auto"
+    assert values["optimizer"]["betas"] == [0.9, 0.95] and values["output_dir"].endswith("ü")
+
+
+def test_a_config_record_is_that_of_the_first_start_and_each_change_is_said(tmp_path):
+    started(tmp_path)
+    first = configs(tmp_path)["config.yaml"]
+    changes = started(tmp_path, "optimizer.lr=1e-3", "rollout.trajectories_per_group=4", step=20)
+    assert changes == [LR, "rollout.trajectories_per_group: 8 -> 4"]
+    assert configs(tmp_path)["config.yaml"] == first
+    assert configs(tmp_path)["config-000020.yaml"]["optimizer"]["lr"] == 1e-3
+
+
+def test_a_config_record_without_changes_stays_alone(tmp_path):
+    started(tmp_path)
+    assert started(tmp_path, "resume=never", step=20) == []
+    assert set(configs(tmp_path)) == {"config.yaml"}
+
+
+def test_config_records_compare_with_the_last_start(tmp_path):
+    started(tmp_path)
+    started(tmp_path, "optimizer.lr=1e-3", step=20)
+    assert started(tmp_path, "optimizer.lr=1e-3", step=40) == []
+    assert started(tmp_path, step=60) == ["optimizer.lr: 0.001 -> 0.0005"]
+    assert sorted(configs(tmp_path)) == ["config-000020.yaml", "config-000060.yaml", "config.yaml"]
+
+
+@pytest.mark.parametrize(("overrides", "left"), [((), set()), (("seed=1",), {"config-000020.yaml"})])
+def test_config_records_of_steps_that_are_trained_again_go(tmp_path, overrides, left):
+    started(tmp_path)
+    started(tmp_path, "optimizer.lr=1e-3", step=40)
+    assert "optimizer.lr: 0.001 -> 0.0005" in started(tmp_path, *overrides, step=20)
+    assert set(configs(tmp_path)) == {"config.yaml", *left}
+
+
+def test_config_records_name_fields_of_another_loss(tmp_path):
+    started(tmp_path)
+    changes = started(tmp_path, "loss=gspo")
+    assert 'loss.name: "decoupled_ppo" -> "gspo"' in changes
+
+
+def test_a_config_record_that_cannot_be_read_is_kept(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: [")
+    assert started(tmp_path, step=3)
+    assert (tmp_path / "config.yaml").read_text() == "a: [" and (tmp_path / "config-000003.yaml").exists()
