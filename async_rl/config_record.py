@@ -7,7 +7,6 @@ config-000020.yaml    of the steps after 20, because the start that resumed from
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -58,7 +57,7 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 def _write(path: Path, values: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -79,7 +78,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from _differences(cast(Mapping[str, Any], before), cast(Mapping[str, Any], after), f"{name}.")
         else:
-            yield name, *(_shown(values, key) for values in (old, new))
+            yield name, _shown(old, key), _shown(new, key)
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -105,7 +105,7 @@ class Pipeline:
         self._conductor = conductor or Free()
         self._stop = asyncio.Event()
         self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
-        self._failed_in_a_row = 0
+        self._failed_row: list[int] = []  # prompts of the groups that failed since one did not
 
     def request_stop(self) -> None:
         """Finish the train step under way, save a checkpoint, and return from `run`."""
@@ -220,6 +220,7 @@ class Pipeline:
         with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
             outcome = await self._rollouter.roll(prompt, admission, held=held)
         if isinstance(outcome, DroppedGroup):
+            too_many = not outcome.expired and self._count_failed(prompt)
             self._conductor.dropped(outcome.group, reason=outcome.reason)
             await self._queue.drop(
                 outcome.group,
@@ -232,17 +233,23 @@ class Pipeline:
                 self._recorder.lengths.offered(outcome.lengths)
                 return
             self._recorder.warn(f"group {outcome.group} dropped: {outcome.reason}")
-            self._failed_in_a_row += 1
-            if self._failed_in_a_row == self._config.max_failed_groups:
+            if too_many:
                 raise RuntimeError(
-                    f"{self._failed_in_a_row} groups in a row failed (rollout.max_failed_groups); "
-                    f"the last: {outcome.reason}"
+                    f"{self._config.max_failed_groups} groups in a row failed (rollout.max_failed_groups); the next "
+                    f"start admits their prompts again; the last: {outcome.reason}"
                 )
             return
-        self._failed_in_a_row = 0
+        self._failed_row.clear()
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         await self._conductor.may_put(outcome.prompt)
         await self._queue.put(outcome)
+
+    def _count_failed(self, prompt: Prompt) -> bool:
+        """Whether its group is the one that stops the run. Others may fail until it has stopped."""
+        self._failed_row.append(prompt.index)
+        if len(self._failed_row) >= self._config.max_failed_groups:
+            self._prompts.keep_failed(self._failed_row)
+        return len(self._failed_row) == self._config.max_failed_groups
 
     async def _expire(self) -> None:
         known: set[int] = set()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from async_rl.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.config import ConfigError, RunConfig
-from async_rl.data.prompts import PromptOrder, PromptSource
+from async_rl.data.prompts import FailedPrompts, PromptOrder, PromptSource
 from async_rl.folders import make_folder
 from async_rl.observe.recorder import Recorder
 from message_queue.journal import JournalError
@@ -69,6 +69,8 @@ class Resume:
             live=restored.live | restored.given_up,
             trained=self.state.queue.ledger.trained if own else None,
         )
+        if failed := failed_prompts(self._config.output_dir, restored).prompts:
+            recorder.note(f"{len(failed)} prompts whose groups failed until the run stopped are admitted again")
         if self.checkpoint is None and restored.began:
             return
         tokens = sum(group.num_tokens for group in restored.open)
@@ -80,8 +82,24 @@ class Resume:
             recorder.note(line)
 
     def prompts(self, order: PromptOrder, restored: Restored[PromptGroup]) -> PromptSource:
-        """Prompts whose groups are in the journal, or ended in it, are not handed out again."""
-        return PromptSource(order, cursor=restored.prompt_cursor, unfinished=restored.waiting)
+        """Prompts whose groups are in the journal, or ended in it, are not handed out again.
+
+        Those whose groups failed one after the other until the run stopped (`rollout.max_failed_groups`) are.
+        """
+        return PromptSource(
+            order,
+            cursor=restored.prompt_cursor,
+            unfinished=restored.waiting,
+            failed=failed_prompts(self._config.output_dir, restored),
+        )
+
+
+def failed_prompts(directory: Path, restored: Restored[PromptGroup]) -> FailedPrompts:
+    """Those of a run directory, without prompts that are in a group after all and those that the cursor comes to."""
+    failed = FailedPrompts(directory / "failed_prompts.json")
+    in_flight = {group.prompt for group in restored.open}
+    failed.discard([p for p in failed.prompts if p in in_flight or p >= restored.prompt_cursor])
+    return failed
 
 
 def run_name(config: RunConfig) -> str:

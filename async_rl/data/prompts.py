@@ -18,6 +18,42 @@ class PromptOrder(Protocol):
     def train_prompt(self, index: int) -> Prompt: ...
 
 
+class FailedPrompts:
+    """Prompts whose groups failed one after the other until the run stopped; a file keeps them for the next start.
+
+    Args:
+        path: of the file. It is there as long as one of them is not admitted again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._prompts = set[int](json.loads(path.read_text())) if path.exists() else set[int]()
+
+    @property
+    def prompts(self) -> Sequence[int]:
+        """Their indices, in order."""
+        return sorted(self._prompts)
+
+    def add(self, prompts: Iterable[int]) -> None:
+        """Keep more of them."""
+        self._replace(self._prompts.union(prompts))
+
+    def discard(self, prompts: Iterable[int]) -> None:
+        """Forget those that are kept; another start does not admit them."""
+        self._replace(self._prompts.difference(prompts))
+
+    def _replace(self, prompts: set[int]) -> None:
+        if prompts == self._prompts:
+            return
+        self._prompts = prompts
+        if not prompts:
+            self._path.unlink(missing_ok=True)
+            return
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.prompts) + "\n")
+        partial.replace(self._path)
+
+
 class PromptSource:
     """Hands out prompts in order, those of a stopped run's unfinished groups first.
 
@@ -25,12 +61,21 @@ class PromptSource:
         order: the endless order of prompts.
         cursor: next index that was never handed out.
         unfinished: indices handed out by an earlier run whose groups were neither trained nor dropped.
+        failed: indices below `cursor` whose groups failed until an earlier run stopped; None keeps none.
     """
 
-    def __init__(self, order: PromptOrder, *, cursor: int = 0, unfinished: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        order: PromptOrder,
+        *,
+        cursor: int = 0,
+        unfinished: Iterable[int] = (),
+        failed: FailedPrompts | None = None,
+    ) -> None:
         self._order = order
         self._cursor = cursor
-        self._unfinished = sorted(unfinished)
+        self._failed = failed
+        self._unfinished = sorted({*unfinished, *(failed.prompts if failed is not None else ())})
 
     @property
     def unfinished(self) -> Sequence[int]:
@@ -52,10 +97,17 @@ class PromptSource:
 
     def advance(self) -> None:
         """The current prompt was admitted; go on to the one after it."""
-        if self._unfinished:
-            self._unfinished.pop(0)
-        else:
+        if not self._unfinished:
             self._cursor += 1
+            return
+        admitted = self._unfinished.pop(0)
+        if self._failed is not None:
+            self._failed.discard([admitted])
+
+    def keep_failed(self, indices: Iterable[int]) -> None:
+        """The run stops because the groups of these failed: the next start admits them again."""
+        if self._failed is not None:
+            self._failed.add(indices)
 
 
 class PromptFile:

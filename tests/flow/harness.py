@@ -22,6 +22,7 @@ from async_rl.data.prompts import PromptSource
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.resume import failed_prompts
 from async_rl.rollout.conductor import Conductor, Free
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.recorded import QueueRolloutLog
@@ -324,7 +325,14 @@ class Harness:
         restored = self.restored
         live = restored.live | restored.given_up
         self.recorder.go_on_after(self.start.train_step, next_group=restored.next_group, live=live)
-        self.build(PromptSource(self.order, cursor=self.restored.prompt_cursor, unfinished=self.restored.waiting))
+        self.build(
+            PromptSource(
+                self.order,
+                cursor=restored.prompt_cursor,
+                unfinished=restored.waiting,
+                failed=failed_prompts(self.directory, restored),
+            )
+        )
 
     async def run(self, *, timeout_s: float = 20.0) -> bool:
         try:

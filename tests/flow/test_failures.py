@@ -1,13 +1,17 @@
 """What a failed rollout costs, by policy."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from agent_loop.loop import RolloutError
+from async_rl.data.prompts import FailedPrompts, PromptSource
+from async_rl.resume import failed_prompts
 from async_rl.rollout.rollouter import FailureConfig
+from async_rl.run import causes
 from message_queue.tokens import StopReason
-from tests.flow.crashes import Life
+from tests.flow.crashes import STEPS, Life
 from tests.flow.harness import FakeTrainer, Harness, Prompts
 from tests.flow.test_crashes import check, lives_of
 from tests.flow.test_pipeline import check_ledger
@@ -164,3 +168,77 @@ async def test_a_group_that_was_made_up_for_goes_on_after_a_kill(tmp_path):
 def test_config_names_what_is_wrong(field, value):
     with pytest.raises(ValueError, match=rf"rollout\.failure\.{field} is '?{value}"):
         FailureConfig(**{field: value})
+
+
+class Broken:
+    """A fault of an agent loop that spares the prompts that `works` is true for."""
+
+    def __init__(self, works):
+        self.works = works
+
+    def __call__(self, prompt):
+        return None if self.works(prompt) else RolloutError("no tool")
+
+
+async def stopped_by_failures(life):
+    """Run until `max_failed_groups` stops it; prompts of the groups that were dropped."""
+    with pytest.raises(ExceptionGroup) as caught:
+        await life.harness.run()
+    assert "max_failed_groups" in next(causes(caught.value))
+    check_ledger(life.harness)
+    dropped = {g["group"] for g in life.harness.lines("ledger.jsonl")[:-1] if g["outcome"] == "dropped"}
+    return {prompt for group, (prompt, _, _) in life.rolled.items() if group in dropped}
+
+
+def trained_prompts(lives):
+    """Prompt of each group that was trained."""
+    prompts = {group: prompt for life in lives for group, (prompt, _, _) in life.rolled.items()}
+    return [prompts[g["group"]] for g in lives[-1].harness.lines("ledger.jsonl")[:-1] if g["outcome"] == "trained"]
+
+
+@pytest.mark.parametrize("failing_from", [0, 10])
+async def test_prompts_of_failed_groups_are_admitted_again_after_the_stop(tmp_path, failing_from):
+    first = Life(tmp_path, FakeDisk(), loop_fail=Broken(lambda prompt: prompt.index < failing_from))
+    dropped = await stopped_by_failures(first)
+    in_a_row = set(FailedPrompts(tmp_path / "failed_prompts.json").prompts)
+    assert len(in_a_row) >= 4 and in_a_row == (dropped if not failing_from else in_a_row & dropped)
+
+    second = Life(tmp_path, first.harness.journal.disk.after_kill())
+    assert await second.harness.run()
+    assert check_ledger(second.harness)["trained"] == STEPS * 4
+    trained = trained_prompts([first, second])
+    assert in_a_row <= set(trained) and len(trained) == len(set(trained)), "each is trained, and once"
+    assert set(range(max(in_a_row))) <= set(trained) | dropped, "no prompt is skipped"
+    assert not (tmp_path / "failed_prompts.json").exists()
+
+
+async def test_prompts_that_fail_at_every_start_are_admitted_until_they_work(tmp_path):
+    lives, disk = [], FakeDisk()
+    for works in (lambda prompt: False, lambda prompt: False, lambda prompt: True):
+        lives.append(Life(tmp_path, disk, loop_fail=Broken(works)))
+        if len(lives) < 3:
+            await stopped_by_failures(lives[-1])
+        disk = lives[-1].harness.journal.disk.after_kill()
+    assert await lives[-1].harness.run()
+    check_ledger(lives[-1].harness)
+    trained = trained_prompts(lives)
+    assert set(range(8)) <= set(trained) and len(trained) == len(set(trained))
+
+
+async def test_prompts_of_single_failures_are_not_admitted_again(tmp_path):
+    life = Life(tmp_path, FakeDisk(), loop_fail=Broken(lambda prompt: prompt.index % 3), max_failed_groups=99)
+    assert await life.harness.run()
+    assert check_ledger(life.harness)["dropped"] and not (tmp_path / "failed_prompts.json").exists()
+
+
+def test_failed_prompts_outlive_a_kill_before_and_after_their_admission(tmp_path):
+    path = tmp_path / "failed.json"
+    FailedPrompts(path).add([5, 2])
+    source = PromptSource(Prompts(), cursor=7, failed=FailedPrompts(path))
+    assert source.current().index == 2 and FailedPrompts(path).prompts == [2, 5]
+    source.advance()
+    assert source.current().index == 5 and FailedPrompts(path).prompts == [5]
+    restored = SimpleNamespace(open=[SimpleNamespace(prompt=5)], prompt_cursor=7)
+    FailedPrompts(path).add([9])
+    (tmp_path / "failed_prompts.json").write_bytes(path.read_bytes())
+    assert failed_prompts(tmp_path, restored).prompts == [], "5 is in a group, and the cursor comes to 9"

@@ -215,7 +215,9 @@ async def test_validation_runs_before_during_and_after_without_entering_the_ledg
     check_ledger(harness)
 
 
-@pytest.mark.parametrize("error", [RolloutError("no judge"), KeyError("answer")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [RolloutError("no judge"), KeyError("answer")], ids=lambda error: type(error).__name__
+)
 @pytest.mark.parametrize("num_failed", [2, 5])
 async def test_failed_validation_rollouts_are_counted_apart_and_said(tmp_path, error, num_failed):
     def fail(session):
