@@ -2,6 +2,7 @@
 
 import asyncio
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -70,12 +71,15 @@ def test_a_journal_that_is_not_of_this_run_is_refused_before_any_process(
     "given",
     [
         ["total_train_steps=200", "loss=ppo_clip", "optimizer.lr=1e-4", "resume=never"],
-        ["--recipe", "calculator", "+task.options.steps=[2, 3]", "task.prompt_file='/tmp/a b,c.jsonl'"],
-        ["--config-name", "run", "--config-dir", str(CONFIGS), "name=try", "output_dir=outputs/${name}", "seed=1"],
+        ["--recipe", "staleness", "+task.options.steps=[2, 3]", "task.prompt_file='/tmp/a b,c.jsonl'"],
+        ["--config-name", "other", "--config-dir", "OTHER", "name=try", "output_dir=outputs/${name}"],
     ],
 )
 @pytest.mark.parametrize("folder", ["outputs/x", "of a person/it's, {x}: $y=1", r"back\slash", "12"])
 def test_the_resume_command_gives_the_config_of_the_run(given, folder, tmp_path):
+    other = shutil.copytree(CONFIGS, tmp_path / "other configs")
+    (other / "other.yaml").write_text((CONFIGS / "run.yaml").read_text().replace("seed: 0", "seed: 7"))
+    given = [str(other) if word == "OTHER" else word for word in given]
     if not any(word.startswith("output_dir=") for word in given):
         given = [*given, "output_dir=" + _hydra_value(str(tmp_path / folder))]
     arguments = _parse(given)
