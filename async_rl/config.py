@@ -33,6 +33,7 @@ from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
+from async_rl.validation import explain
 from async_rl.warm_start import WarmStartConfig
 from async_rl.weights.publisher import OnUpdate
 from message_queue.client import QueueClientConfig
@@ -238,7 +239,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     try:
         return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
+        raise ConfigError("\n".join(explain(e) for e in error.errors())) from error
 
 
         return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
@@ -263,17 +264,6 @@ def _config_classes(hint: Any, values: Mapping[str, Any]) -> list[type[Any]]:
     if len(members) > 1:
         members = [m for m in members if cast(Any, m).__dataclass_fields__["name"].default == values.get("name")]
     return cast(list[type[Any]], members)
-
-
-def _explain(error: Any) -> str:
-    """A pydantic error as `field is value: reason`."""
-    where = ".".join(str(part) for part in error["loc"])
-    reason = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return reason
-    if error["type"] == "missing":
-        return f"{where} is missing"
-    return f"{where} is {error['input']!r}: {reason}"
 
 
 def _one_line(error: Exception) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent_loop.loop import Message, Prompt
 from async_rl.data.task import Task
+from async_rl.jsonl import read_lines
+from async_rl.validation import explain
 
 
 class PromptOrder(Protocol):
@@ -110,16 +114,36 @@ class PromptSource:
             self._failed.add(indices)
 
 
+class _MessageSchema(BaseModel):
+    """A message of a prompt file. Extra keys are refused, because nothing would read them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Annotated[str, Field(min_length=1)]
+    content: str
+
+
+class _PromptSchema(BaseModel):
+    """A line of a prompt file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    messages: Annotated[list[_MessageSchema], Field(min_length=1)]
+    target: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
 class PromptFile:
-    """JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`, shuffled anew each epoch.
+    """JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`, shuffled again in each epoch.
+
+    Args:
+        check: raises ValueError for a prompt that the task cannot use; called for every prompt of the file.
 
     Raises:
-        ValueError: the file cannot be read, is empty, or a line is malformed; names file, line and cause.
+        ValueError: the file cannot be read or is empty, a line does not match the schema, or `check` refuses a prompt;
+            names file, line and key.
     """
 
-    def __init__(self, path: Path, *, seed: int) -> None:
+    def __init__(self, path: Path, *, seed: int, check: Callable[[Prompt], None] = lambda _prompt: None) -> None:
         self._seed = seed
-        self._entries = _read_entries(path)
+        self._entries = _read_entries(path, check)
         self._epoch = -1
         self._order: list[int] = []
 
@@ -129,33 +153,42 @@ class PromptFile:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self._entries)))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        messages, target = self._entries[self._order[at]]
-        return Prompt(index=index, messages=messages, target=target)
+        return replace(self._entries[self._order[at]], index=index)
 
 
 def prompt_order(task: Task, *, prompt_file: Path | None, seed: int) -> PromptOrder:
-    """The prompt file where one is given, else the task's own stream."""
-    return task if prompt_file is None else PromptFile(prompt_file, seed=seed)
+    """The prompt file if one is given, else the task's own stream."""
+    return task if prompt_file is None else PromptFile(prompt_file, seed=seed, check=task.check_prompt)
 
 
-def _read_entries(path: Path) -> Sequence[tuple[tuple[Message, ...], dict[str, Any]]]:
+def _read_entries(path: Path, check: Callable[[Prompt], None]) -> Sequence[Prompt]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task.prompt_file is {path}, which cannot be read: {error}") from error
-    entries: list[tuple[tuple[Message, ...], dict[str, Any]]] = []
+    entries: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            messages = tuple(Message(role=m["role"], content=m["content"]) for m in record["messages"])
-            entries.append((messages, dict(record.get("target", {}))))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"task.prompt_file line {number} of {path} is not a prompt: {error!r}; "
-                'write {"messages": [{"role": "user", "content": "..."}], "target": {}}'
-            ) from error
+            entry = _parse_entry(line, index=len(entries))
+            check(entry)
+        except ValueError as error:
+            raise ValueError(f"task.prompt_file is {path}, line {number}: {error}") from error
+        entries.append(entry)
     if not entries:
         raise ValueError(f"task.prompt_file is {path}, which has no prompts")
     return entries
+
+
+def _parse_entry(line: str, *, index: int) -> Prompt:
+    """Raises ValueError: the line is not JSON or does not match the schema; names the key."""
+    try:
+        parsed = _PromptSchema.model_validate_json(line)
+    except ValidationError as error:
+        raise ValueError(
+            f"{explain(error.errors()[0])}; "
+            'write {"messages": [{"role": "user", "content": "..."}], "target": {}} on one line'
+        ) from error
+    messages = tuple(Message(role=message.role, content=message.content) for message in parsed.messages)
+    return Prompt(index=index, messages=messages, target=parsed.target)

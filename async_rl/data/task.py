@@ -29,6 +29,16 @@ class Task(Protocol):
         """Held-out prompts, never among the training prompts."""
         ...
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Check that the agent loop and the reward can use a prompt of `task.prompt_file`.
+
+        Called for every prompt of the file before any process starts.
+
+        Raises:
+            ValueError: names the key of `target` or the message, and the way out.
+        """
+        ...
+
     def build_loop(
         self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: Gate
     ) -> AgentLoop:

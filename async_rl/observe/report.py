@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from async_rl.jsonl import read_lines
 from async_rl.observe.lengths import draw_lengths
 from async_rl.observe.metrics import INFO, METRICS, Metric, metric_of, split_layer
 
@@ -173,7 +174,7 @@ def _read_lines(path: Path, *, required: bool = True) -> list[dict[str, Any]]:
             raise ValueError(f"{path} does not exist; give the output_dir of a run")
         return []
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from async_rl.jsonl import read_lines
+
 ENDED_UNSEEN = "ended before it was recorded: the run was killed"
 RECORD_LOST = "record lost: trained up to the checkpoint, or dropped; the file lost a part of what was written"
 STEP_FILES = ("metrics.jsonl", "schedule.jsonl")
@@ -107,6 +109,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a file, but for lines that are not whole."""
     if not path.is_file():
         return
-    for line in path.read_text(errors="replace").splitlines():
+    for line in read_lines(path, errors="replace"):
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)

@@ -18,6 +18,7 @@ import numpy as np
 
 from agent_loop.loop import Prompt
 from async_rl.data.prompts import PromptOrder
+from async_rl.jsonl import read_lines
 from message_queue.tokens import StopReason
 from message_queue.trajectory import NOT_SAMPLED, PromptGroup, Trajectory
 
@@ -116,8 +117,8 @@ def read_schedule(path: Path) -> RunSchedule:
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
-        lines = file.read_text().splitlines()
-    except OSError as error:
+        lines = read_lines(file)
+    except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"schedule is {path}, which has no {FILE_NAME} to read: {error}") from error
     groups: list[ScheduledGroup] = []
     for number, line in enumerate(lines, start=1):

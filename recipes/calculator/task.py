@@ -85,6 +85,17 @@ class CalculatorTask:
             for i in range(count)
         ]
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Refuse a prompt whose target lacks the text of the answer.
+
+        Raises:
+            ValueError: names the key.
+        """
+        answer = prompt.target.get("answer")
+        if not isinstance(answer, str) or not answer:
+            found = "is missing" if "answer" not in prompt.target else f"is {answer!r}"
+            raise ValueError(f'target.answer {found}; write the answer as text, such as "target": {{"answer": "42"}}')
+
     def build_loop(
         self,
         *,

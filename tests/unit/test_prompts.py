@@ -1,5 +1,7 @@
 """Prompt sources continue where they stopped; a bad prompt file is refused with its line."""
 
+import json
+
 import pytest
 
 from agent_loop.loop import Message, Prompt
@@ -41,19 +43,72 @@ def test_a_prompt_file_is_a_new_permutation_each_epoch(tmp_path):
     assert [PromptFile(path, seed=1).train_prompt(i).target["n"] for i in range(20)] == first
 
 
+@pytest.mark.parametrize("character", "\u2028\u2029\u0085", ids=ascii)
+def test_a_prompt_file_is_cut_at_newline_characters_only(tmp_path, character):
+    line = json.dumps({"messages": [{"role": "user", "content": f"a{character}b"}]}, ensure_ascii=False)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f"{line}\n\n{line}\n", encoding="utf-8")
+    prompts = PromptFile(path, seed=0)
+    assert {len(prompts.train_prompt(i).messages[0].content) for i in range(2)} == {3}
+
+
+@pytest.mark.parametrize("before", ["", "\ufeff"], ids=["no-mark", "byte-order-mark"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+def test_a_prompt_file_may_have_a_byte_order_mark_and_crlf(tmp_path, before, end):
+    path = tmp_path / "prompts.jsonl"
+    lines = [f'{{"messages": [{{"role": "user", "content": "{i}"}}]}}' for i in range(3)]
+    path.write_bytes((before + end.join(lines)).encode())
+    prompts = PromptFile(path, seed=0)
+    assert {prompts.train_prompt(i).messages[0].content for i in range(3)} == {"0", "1", "2"}
+
+
+USER = '{"role": "user", "content": "1+1"}'
+
+
 @pytest.mark.parametrize(
-    ("content", "part"),
+    ("content", "parts"),
     [
-        ("", "has no prompts"),
-        ('{"messages": 3}\n', "line 1"),
-        ('\n{"messages": [\n', "line 2"),
-        (None, "cannot be read"),
+        ("", ["has no prompts"]),
+        (None, ["cannot be read"]),
+        ("\n" + f'{{"messages": [{USER}\n', ["line 2", "JSON"]),
+        ("[" * 100_000, ["line 1", "JSON"]),
+        (f"{USER}\n", ["line 1", "messages is missing"]),
+        ("[1]\n", ["line 1"]),
+        ('{"messages": 3}\n', ["line 1", "messages is 3"]),
+        ('{"messages": "ab"}\n', ["line 1", "messages is 'ab'"]),
+        ('{"messages": []}\n', ["line 1", "messages is []"]),
+        ('{"messages": ["hello"]}\n', ["line 1", "messages.0 is 'hello'"]),
+        ('{"messages": [{"role": "user"}]}\n', ["line 1", "messages.0.content is missing"]),
+        ('{"messages": [{"role": 3, "content": "a"}]}\n', ["line 1", "messages.0.role is 3"]),
+        ('{"messages": [{"role": "", "content": "a"}]}\n', ["line 1", "messages.0.role is ''"]),
+        ('{"messages": [{"role": "user", "content": null}]}\n', ["line 1", "messages.0.content is None"]),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}\n', ["line 1", "JSON"]),
+        ('{"messages": [{"role": "user", "content": "a", "name": "x"}]}\n', ["line 1", "messages.0.name"]),
+        (f'{{"messages": [{USER}], "targt": {{}}}}\n', ["line 1", "targt"]),
+        (f'{{"messages": [{USER}]}}\n{{"messages": [{USER}], "target": [1]}}\n', ["line 2", "target is [1]"]),
+        (f'{{"messages": [{USER}], "target": null}}\n', ["line 1", "target is None"]),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
-def test_a_bad_prompt_file_is_refused_with_field_and_place(tmp_path, content, part):
+def test_a_bad_prompt_file_is_refused_with_field_line_and_key(tmp_path, content, parts):
     path = tmp_path / "prompts.jsonl"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=r"task\.prompt_file") as caught:
         PromptFile(path, seed=0)
-    assert part in str(caught.value) and str(path) in str(caught.value)
+    for part in [*parts, str(path)]:
+        assert part in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_prompt_that_the_task_cannot_use_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"messages": [{USER}], "target": {{"n": 1}}}}\n{{"messages": [{USER}]}}\n')
+
+    def check(prompt):
+        if "n" not in prompt.target:
+            raise ValueError("target.n is missing")
+
+    with pytest.raises(ValueError, match=r"task\.prompt_file") as caught:
+        PromptFile(path, seed=0, check=check)
+    assert "line 2" in str(caught.value) and "target.n is missing" in str(caught.value)

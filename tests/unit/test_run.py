@@ -36,6 +36,23 @@ def test_bad_input_exits_with_2_and_one_error_before_any_process(arguments, caps
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('{"messages": [{"role": "user", "content": "1+1="}]}', "target.answer is missing"),
+        ('{"messages": [{"role": "user", "content": "1+1="}], "target": {"answer": 2}}', "target.answer is 2"),
+        ('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}', "answer is an unknown key"),
+    ],
+)
+def test_a_prompt_without_its_target_is_refused_before_any_process(capsys, tmp_path, line, key):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"messages": [{{"role": "user", "content": "1="}}], "target": {{"answer": "1"}}}}\n{line}\n')
+    assert main([f"output_dir={tmp_path / 'run'}", f"task.prompt_file={path}"]) == EXIT_REFUSED
+    error = capsys.readouterr().err
+    assert "task.prompt_file" in error and "line 2" in error and key in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_directory_that_cannot_be_written_is_refused_with_the_way_out(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main([f"output_dir={tmp_path / 'file' / 'run'}"]) == EXIT_REFUSED

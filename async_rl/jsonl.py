@@ -1,0 +1,19 @@
+"""JSON lines: one JSON value per line, lines separated by newline characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
+    """Lines of a UTF-8 file, with or without a byte order mark.
+
+    Only a newline character ends a line. `str.splitlines` also cuts at characters that a JSON string may hold, such as
+    U+2028 and U+0085. A carriage return before the newline stays in the line; JSON reads it as white space.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnicodeDecodeError: the file is not UTF-8 and `errors` is "strict".
+    """
+    with path.open(encoding="utf-8-sig", errors=errors, newline="\n") as file:
+        return list(file)
