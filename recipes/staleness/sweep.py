@@ -1,17 +1,19 @@
-"""`python -m recipes.staleness.sweep`: max_staleness x loss, one run a cell, then one figure.
+"""`python -m recipes.staleness.sweep`: max_staleness x loss, one run per cell, then one figure.
 
-A cell that already has all its train steps is not run again; one that was cut short continues from its checkpoint.
-The synchronous run, max_staleness 0, is the control.
+A finished cell is not run again; a cell that was cut short continues from its checkpoint. If the directory of a cell
+holds a run with other settings, the sweep ends before any cell runs. The synchronous run, max_staleness 0, is the control.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -19,9 +21,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from async_rl.config import ConfigError, load_config
 from async_rl.observe.report import RunRecord, read_run
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
+SETTINGS_FILE = "settings.json"
+SHOWN_DIFFERENCES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,46 @@ def cells(recipe: dict) -> Iterator[Cell]:
             yield Cell(loss_name=loss_name, loss=loss, max_staleness=max_staleness)
 
 
-def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str]) -> None:
-    """Run a cell to its end, or skip it when it is there.
+def settings_of(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
+    """Every value of the cell's config by its dotted key, except those that only say where files are.
+
+    Raises:
+        ConfigError: the overrides do not build a run, or the run has nothing that the figure shows.
+    """
+    config = load_config([*overrides, *cell.overrides()])
+    for name, count in (
+        ("validation.prompts", config.validation.prompts),
+        ("total_train_steps", config.total_train_steps),
+    ):
+        if count == 0:
+            raise ConfigError(f"{name} is 0, so that the figure has nothing to show; set at least 1")
+    values = json.loads(json.dumps(asdict(config), default=str))
+    return {key: value for key, value in _flat(values) if key not in ("output_dir", "warm_start.cache")}
+
+
+def check_cell(cell: Cell, *, out: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse a cell whose directory holds a run with other settings.
+
+    Raises:
+        ConfigError: names the directory, what differs and the way out.
+    """
+    directory = out / cell.name
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    way_out = "give the settings of that run or another --out, or remove the directory"
+    try:
+        before = json.loads((directory / SETTINGS_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory} holds files of an unknown run ({error!r}); {way_out}") from error
+    keys = [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
+    if keys:
+        shown = [f"{key} was {before.get(key)!r}, is {settings.get(key)!r}" for key in keys[:SHOWN_DIFFERENCES]]
+        more = f"; {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
+        raise ConfigError(f"{directory} holds a run with other settings ({'; '.join(shown)}{more}); {way_out}")
+
+
+def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Run a cell to its end, or skip it if it is finished.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its last lines say why.
@@ -59,6 +102,8 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str]) -> None:
         return
     sys.stdout.write(f"{cell.name}: running\n")
     sys.stdout.flush()
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
     command = [sys.executable, "-m", "async_rl.run", f"output_dir={directory}", *overrides, *cell.overrides()]
     subprocess.run(command, check=True)
     (directory / "done").touch()
@@ -66,21 +111,23 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str]) -> None:
 
 def draw(runs: dict[Cell, RunRecord]) -> Figure:
     """Reward over steps, throughput and final success by bound, and the staleness of trained tokens."""
-    figure = Figure(figsize=(15, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 4)
     losses = list(dict.fromkeys(cell.loss_name for cell in runs))
     bounds = list(dict.fromkeys(cell.max_staleness for cell in runs))
-    for axis, loss_name in zip(top[:2], losses, strict=False):
+    figure = Figure(figsize=(3.75 * max(len(losses) + 2, len(bounds)), 8.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subfigures(2, 1)
+    *curves, success, throughput = upper.subplots(1, len(losses) + 2)
+    histograms = lower.subplots(1, len(bounds), squeeze=False)[0]
+    for axis, loss_name in zip(curves, losses, strict=True):
         for cell, run in runs.items():
             if cell.loss_name == loss_name:
                 steps, reward = run.column("reward/mean")
                 axis.plot(steps, _smooth(reward), label=_label(cell.max_staleness))
         axis.set(title=f"reward, {loss_name}", xlabel="train step", ylim=(0, 1))
         axis.legend(fontsize="small")
-    _bars(top[2], runs, losses, bounds, "held-out success after the last step", _success)
-    _bars(top[3], runs, losses, bounds, "tokens trained per second", _tokens_per_second)
-    for axis, bound in zip(bottom, bounds, strict=False):
+    _bars(success, runs, losses, bounds, "held-out success after the last step", _success)
+    _bars(throughput, runs, losses, bounds, "tokens trained per second", _tokens_per_second)
+    for axis, bound in zip(histograms, bounds, strict=True):
         _histogram(axis, {c.loss_name: r for c, r in runs.items() if c.max_staleness == bound}, bound)
     return figure
 
@@ -104,16 +151,18 @@ def _bars(
 
 def _histogram(axis: Axes, runs: dict[str, RunRecord], bound: int) -> None:
     width = 0.8 / len(runs)
+    lags = [int(lag) for run in runs.values() for step in run.steps for lag in step["staleness/tokens"]]
+    oldest = max([bound, *lags])  # policy mask also counts tokens older than the bound
     for i, (loss_name, run) in enumerate(runs.items()):
-        counts = np.zeros(bound + 1)
+        counts = np.zeros(oldest + 1)
         for step in run.steps:
             for lag, tokens in step["staleness/tokens"].items():
                 counts[int(lag)] += tokens
-        axis.bar(np.arange(bound + 1) + i * width, counts / counts.sum(), width, label=loss_name)
+        axis.bar(np.arange(oldest + 1) + i * width, counts / counts.sum(), width, label=loss_name)
     axis.set(
         title=f"staleness of trained tokens, {_label(bound)}", xlabel="optimizer updates", ylabel="share", ylim=(0, 1)
     )
-    axis.set_xticks(range(bound + 1))
+    axis.set_xticks(range(oldest + 1))
     axis.legend(fontsize="small")
 
 
@@ -137,17 +186,30 @@ def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
     return np.array([values[max(0, i + 1 - window) : i + 1].mean() for i in range(len(values))])
 
 
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value that is no mapping, and of empty mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep and write `staleness.png`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.staleness.sweep", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("outputs/staleness"))
-    parser.add_argument("overrides", nargs="*", help="further overrides for every cell")
-    arguments = parser.parse_args(argv)
+    arguments = _parse(argv)
     recipe = yaml.safe_load(RECIPE.read_text())
-    chosen = list(cells(recipe))
-    for cell in chosen:
+    overrides = [*recipe["overrides"], *arguments.overrides]
+    try:
+        chosen = {cell: settings_of(cell, overrides) for cell in cells(recipe)}
+        for cell, settings in chosen.items():
+            check_cell(cell, out=arguments.out, settings=settings)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    for cell, settings in chosen.items():
         try:
-            run_cell(cell, out=arguments.out, overrides=[*recipe["overrides"], *arguments.overrides])
+            run_cell(cell, out=arguments.out, overrides=overrides, settings=settings)
         except subprocess.CalledProcessError as error:
             sys.stderr.write(f"error: cell {cell.name} ended with exit code {error.returncode}\n")
             return 1
@@ -155,6 +217,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     figure.savefig(arguments.out / "staleness.png", dpi=110)
     sys.stdout.write(f"{arguments.out / 'staleness.png'}\n")
     return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.staleness.sweep",
+        description="Runs every max_staleness with every loss of recipe.yaml, one run per cell, and draws "
+        "staleness.png. A finished cell is not run again, and a cell that was cut short continues. If a cell's "
+        "directory holds a run with other settings, the sweep ends before any cell runs.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/staleness"),
+        help="folder of the figure and of one run directory per cell; default: %(default)s",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides for every cell, after those of recipe.yaml, such as seed=1 total_train_steps=40; "
+        "other values need another --out",
+    )
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

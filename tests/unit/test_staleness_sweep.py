@@ -1,6 +1,8 @@
-"""The staleness sweep: its cells, its figure, and that finished cells are not run again."""
+"""The staleness sweep: its cells, its figure, and which cells are run."""
 
+import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -20,39 +22,117 @@ def test_every_cell_builds_a_run_with_its_bound_and_its_loss():
     assert seen == {(s, loss) for s in (0, 1, 2, 4) for loss in ("ppo_clip", "decoupled_ppo")}
 
 
-def test_the_figure_shows_every_cell():
-    runs = {}
-    for cell in sweep.cells(RECIPE):
-        steps = [
-            {
-                "train_step": i,
-                "reward/mean": 0.1 * i,
-                "throughput/tokens_per_s": 100.0,
-                "staleness/tokens": {str(min(i, cell.max_staleness)): 10},
-            }
-            for i in range(1, 6)
-        ]
-        validations = [{"train_step": 5, "validation/success": 0.5}]
-        runs[cell] = RunRecord(name=cell.name, steps=steps, validations=validations)
-    figure = sweep.draw(runs)
-    assert [len(axis.lines) for axis in figure.axes[:2]] == [4, 4]
-    assert [len(axis.patches) for axis in figure.axes[2:]] == [8, 8, 2, 4, 6, 10]
+def record(cell, *, oldest=None):
+    oldest = cell.max_staleness if oldest is None else oldest
+    steps = [
+        {
+            "train_step": i,
+            "reward/mean": 0.1 * i,
+            "throughput/tokens_per_s": 100.0,
+            "staleness/tokens": {str(min(i, oldest)): 10},
+        }
+        for i in range(1, 6)
+    ]
+    return RunRecord(name=cell.name, steps=steps, validations=[{"train_step": 5, "validation/success": 0.5}])
+
+
+@pytest.mark.parametrize("bounds", [[2], [0, 1, 2, 4], [0, 1, 2, 3, 4, 5]], ids=len)
+@pytest.mark.parametrize("losses", [["tis"], ["ppo_clip", "decoupled_ppo"], ["tis", "dis", "gspo", "cispo"]], ids=len)
+def test_the_figure_shows_every_loss_and_every_bound(losses, bounds):
+    chosen = list(sweep.cells({"cells": {"loss": {name: name for name in losses}, "max_staleness": bounds}}))
+    axes = sweep.draw({cell: record(cell) for cell in chosen}).axes
+    curves, (success, throughput) = axes[: len(losses)], axes[len(losses) : len(losses) + 2]
+    histograms = axes[len(losses) + 2 :]
+    assert [axis.get_title() for axis in curves] == [f"reward, {name}" for name in losses]
+    assert [len(axis.lines) for axis in curves] == [len(bounds)] * len(losses)
+    assert [len(axis.patches) for axis in (success, throughput)] == [len(chosen)] * 2
+    assert [len(axis.patches) for axis in histograms] == [len(losses) * (bound + 1) for bound in bounds]
+
+
+def test_the_figure_shows_tokens_that_are_older_than_the_bound():
+    cell = sweep.Cell(loss_name="naive", loss="ppo_clip", max_staleness=1)
+    histogram = sweep.draw({cell: record(cell, oldest=3)}).axes[-1]
+    assert [patch.get_height() for patch in histogram.patches] == pytest.approx([0, 0.2, 0.2, 0.6])
+
+
+class Runs:
+    """Takes the place of subprocess.run: writes the records of a run. Cells named in `failing` fail."""
+
+    def __init__(self, monkeypatch, *, failing=()):
+        self.commands, self.failing = [], set(failing)
+        monkeypatch.setattr(sweep.subprocess, "run", self)
+
+    def __call__(self, command, check):
+        self.commands.append(command)
+        directory = Path(command[3].removeprefix("output_dir="))
+        if directory.name in self.failing:
+            raise subprocess.CalledProcessError(1, command)
+        bound = next(int(o.rpartition("=")[2]) for o in command if o.startswith("staleness.max_staleness="))
+        run = record(sweep.Cell(loss_name="", loss="", max_staleness=bound))
+        for name, lines in (("metrics.jsonl", run.steps), ("validation.jsonl", run.validations)):
+            (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_a_finished_cell_is_not_run_again_and_a_failed_one_stops_the_sweep(tmp_path, monkeypatch):
-    commands = []
-
-    def run(command, check):
-        commands.append(command)
-        if "staleness.max_staleness=2" in command:
-            raise subprocess.CalledProcessError(1, command)
-        (tmp_path / command[3].rpartition("/")[2]).mkdir(exist_ok=True)
-
-    monkeypatch.setattr(sweep.subprocess, "run", run)
+    runs = Runs(monkeypatch, failing=["naive-s2"])
     assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 1
-    assert len(commands) == 3 and all("seed=3" in command for command in commands)
-    assert sweep.main(["--out", str(tmp_path)]) == 1
-    assert len(commands) == 4, "the two finished cells are skipped"
+    assert len(runs.commands) == 3 and all("seed=3" in command for command in runs.commands)
+    assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 1
+    assert len(runs.commands) == 4, "the two finished cells are skipped"
+    runs.failing.clear()
+    assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 0
+    assert len(runs.commands) == 10 and (tmp_path / "staleness.png").is_file()
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "cut-short"])
+def test_a_cell_with_other_settings_is_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, finished):
+    failing = "decoupled-s0" if finished else "naive-s0"  # so that cells are finished, or only the first is cut short
+    runs = Runs(monkeypatch, failing=[failing])
+    assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 1
+    runs.commands.clear()
+    capsys.readouterr()
+    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-4"]) == 2
+    error = capsys.readouterr().err
+    assert "seed was 3, is 0" in error and "optimizer.lr was 0.0005, is 0.0001" in error and "naive-s0" in error
+    assert not runs.commands
+
+
+def test_a_cell_of_unknown_settings_is_refused(tmp_path, monkeypatch, capsys):
+    runs = Runs(monkeypatch)
+    (tmp_path / "naive-s1").mkdir()
+    (tmp_path / "naive-s1" / "done").touch()
+    assert sweep.main(["--out", str(tmp_path)]) == 2
+    assert "naive-s1" in capsys.readouterr().err and not runs.commands
+
+
+def test_settings_do_not_depend_on_the_way_they_are_written(tmp_path, monkeypatch):
+    runs = Runs(monkeypatch, failing=["naive-s1"])
+    assert sweep.main(["--out", str(tmp_path), "seed=3", "total_train_steps=7"]) == 1
+    assert sweep.main(["--out", str(tmp_path), "total_train_steps=7", "seed=1", "seed=3"]) == 1
+    assert len(runs.commands) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["validation.prompts=0"], "validation.prompts is 0"),
+        (["total_train_steps=0", "optimizer.decay=constant"], "total_train_steps is 0"),
+        (["optimizer.lr=fast"], "optimizer.lr"),
+        (["wish=1"], "wish"),
+    ],
+)
+def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, overrides, field):
+    runs = Runs(monkeypatch)
+    assert sweep.main(["--out", str(tmp_path), *overrides]) == 2
+    assert field in capsys.readouterr().err and not runs.commands
+
+
+def test_the_help_names_every_argument(capsys):
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "--out" in text and "outputs/staleness" in text and "key=value" in text and "recipe.yaml" in text
 
 
 @pytest.mark.parametrize("window", [1, 3])
