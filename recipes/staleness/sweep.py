@@ -1,7 +1,8 @@
 """`python -m recipes.staleness.sweep`: max_staleness x loss, one run per cell, then one figure.
 
 A finished cell is not run again; a cell that was cut short continues from its checkpoint. If the directory of a cell
-holds a run with other settings, the sweep ends before any cell runs. The synchronous run, max_staleness 0, is the control.
+holds a run with other settings, the sweep ends before any cell runs. The control is the synchronous run, max_staleness
+0.
 """
 
 from __future__ import annotations
