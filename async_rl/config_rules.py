@@ -21,6 +21,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _rollout_problems(config)
     yield from _trainer_problems(config)
     yield from _cluster_problems(config)
+    yield from _unused_options(config)
     if isinstance(config.resume, Path) and not (config.resume / "run.json").is_file():
         yield f"resume is {config.resume}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
     yield from _model_problems(config)
@@ -120,6 +121,21 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
             "engine.enforce_eager is false with trainer.router_replay=R3 on the CPU, where compiled graphs return "
             "wrong expert ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
         )
+
+
+def _unused_options(config: RunConfig) -> Iterator[str]:
+    """Options that another option switches off. A value equal to its default is accepted."""
+    failure = config.rollout.failure
+    for path, section, name, used, with_it in (
+        ("staleness", config.staleness, "max_recycles", config.staleness.policy == "recycle", "staleness=recycle"),
+        ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
+        ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
+        ("queue", config.queue, "rank_code_rows", config.captures_routing, "trainer.router_replay=R3"),
+        ("journal", config.journal, "interval_s", config.journal.fsync == "interval", "journal.fsync=interval"),
+    ):
+        value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
+        if not used and value != default:
+            yield f"{path}.{name} is {value}, which does nothing without {with_it}; set that, or leave it at {default}"
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:

@@ -177,11 +177,10 @@ class Scenario:
 
     def staleness_of(self, start: int) -> StalenessConfig:
         """Of the driver's start of that number."""
-        at_first = StalenessConfig(max_staleness=self.max_staleness, policy=self.policy, max_recycles=self.max_recycles)
+        at_first = StalenessConfig(max_staleness=self.max_staleness, policy=self.policy)
         later = self.later_staleness
-        if not start or not later:
-            return at_first
-        return replace(later[(start - 1) % len(later)], max_recycles=self.max_recycles)
+        config = later[(start - 1) % len(later)] if start and later else at_first
+        return replace(config, max_recycles=self.max_recycles) if config.policy == "recycle" else config
 
 
 def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:

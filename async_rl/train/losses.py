@@ -6,7 +6,8 @@ All tensors have one entry per token that enters the loss.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -32,6 +33,7 @@ from async_rl.train.ratios import (
 )
 
 __all__ = [
+    "OBJECTIVE_FIELDS",
     "LossConfig",
     "Surrogate",
     "TokenLogprobs",
@@ -48,10 +50,27 @@ LossName = Literal[TokenLossName, TrajectoryLossName]
 Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
+_CLIP = ("clip_low", "clip_high")
+_TRUST_REGION = (*_CLIP, "dual_clip")
+OBJECTIVE_FIELDS: Mapping[LossName, tuple[str, ...]] = {
+    "ppo_clip": _TRUST_REGION,
+    "decoupled_ppo": (*_TRUST_REGION, "behaviour_weight_cap"),
+    "tis": ("behaviour_weight_cap",),
+    "icepop": (*_TRUST_REGION, "mask_low", "mask_high"),
+    "dis": _CLIP,
+    "cispo": _CLIP,
+    "m2po": ("max_second_moment",),
+    "gspo": _TRUST_REGION,
+    "sequence_tis": ("behaviour_weight_cap",),
+    "sequence_mis": ("behaviour_weight_cap",),
+    "sequence_mask": (*_TRUST_REGION, "max_sequence_drift"),
+}
+"""Fields of LossConfig that the objective uses. Fields that are in no row serve every objective."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """The policy loss.
+    """The policy loss. A field that the objective does not use keeps its default; another value is refused.
 
     name: the objective; its equation and source are at `surrogate` or `trajectory_surrogate`.
     clip_low, clip_high: ratios are clipped (dis: dropped) outside [1 - clip_low, 1 + clip_high].
@@ -111,6 +130,22 @@ class LossConfig:
             )
         if self.fixed_length is not None and self.fixed_length < 1:
             raise ValueError(f"loss.fixed_length is {self.fixed_length}; must be >= 1")
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Refuse a value that would change nothing."""
+        for field in fields(self):
+            value, names = getattr(self, field.name), [n for n, used in OBJECTIVE_FIELDS.items() if field.name in used]
+            if names and self.name not in names and value != field.default:
+                raise ValueError(
+                    f"loss.{field.name} is {value}, which loss.name={self.name} does not use; leave it at "
+                    f"{field.default}, or use loss.name={' or '.join(names)}"
+                )
+        if self.kl_estimator != "k3" and self.kl_coefficient == 0:
+            raise ValueError(
+                f"loss.kl_estimator is {self.kl_estimator} with loss.kl_coefficient=0, so that nothing uses it; "
+                "set loss.kl_coefficient, or leave it at k3"
+            )
 
     @property
     def needs_every_token(self) -> bool:

@@ -8,7 +8,15 @@ import torch
 from tensordict import TensorDict
 
 from async_rl.observe.metrics import LAGS, metric_of
-from async_rl.train.losses import LossConfig, LossName, TokenLogprobs, Trajectories, policy_loss, token_weights
+from async_rl.train.losses import (
+    OBJECTIVE_FIELDS,
+    LossConfig,
+    LossName,
+    TokenLogprobs,
+    Trajectories,
+    policy_loss,
+    token_weights,
+)
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.ratios import second_moment_bound
 from tests.parallel.support import (
@@ -57,7 +65,8 @@ def loss_config(name, **changes):
     """With bounds that the batch reaches."""
     narrow = {"max_sequence_drift": 0.02, "mask_low": 0.7, "mask_high": 1.4, "behaviour_weight_cap": 1.2}
     clips = {"clip_low": 0.02, "clip_high": 0.03} if name == "gspo" else {}
-    return LossConfig(name=name, **(narrow | clips | changes))
+    used = {field: value for field, value in narrow.items() if field in OBJECTIVE_FIELDS[name]}
+    return LossConfig(name=name, **(used | clips | changes))
 
 
 @pytest.mark.parametrize("name", NAMES)

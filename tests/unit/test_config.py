@@ -123,6 +123,15 @@ def test_a_parallel_layout_can_be_asked_for():
             ["rollout.failure.max_fills is 9", "trajectories_per_group=8"],
         ),
         (["sync.transport=disk"], ["sync.transport", "sync.directory"]),
+        (["sync.directory=/tmp"], ["sync.directory", "/tmp", "sync.transport=disk"]),
+        (["staleness.max_recycles=2"], ["staleness.max_recycles is 2", "staleness=recycle"]),
+        (["staleness=drop", "staleness.max_recycles=2"], ["staleness.max_recycles is 2"]),
+        (["rollout.failure.max_fills=2"], ["rollout.failure.max_fills is 2", "rollout.failure.on_failed=fill"]),
+        (["journal.fsync=always", "journal.interval_s=1"], ["journal.interval_s is 1", "journal.fsync=interval"]),
+        (["queue.rank_code_rows=true", "trainer.router_replay=R2"], ["queue.rank_code_rows", "trainer.router_replay"]),
+        (["loss=ppo_clip", "loss.behaviour_weight_cap=99"], ["loss.behaviour_weight_cap is 99", "loss.name=ppo_clip"]),
+        (["loss=gspo", "loss.name=tis"], ["loss.clip_low", "loss.name=tis"]),
+        (["loss.kl_estimator=k2"], ["loss.kl_estimator is k2", "loss.kl_coefficient"]),
         (["trainer.router_replay=R4"], ["router_replay", "R4"]),
         (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),
         (["trainer.replay_threshold=0.5", "trainer.router_replay=none"], ["replay_threshold=0", "router_replay"]),
@@ -237,6 +246,26 @@ def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
         "warm_start.cache": "warm",
         "task.prompt_file": "prompts.jsonl",
     }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sync.directory=/tmp", "sync.transport=disk"],
+        ["staleness=recycle", "staleness.max_recycles=2"],
+        ["rollout.failure.max_fills=2", "rollout.failure.on_failed=fill"],
+        ["rollout.failure.max_retries=0"],
+        ["journal.interval_s=1"],
+        ["journal.fsync=always"],
+        ["queue.rank_code_rows=true"],
+        ["loss.kl_estimator=k2", "loss.kl_coefficient=0.1"],
+        ["loss=gspo", "loss.name=ppo_clip"],
+        ["validation.prompts=0"],
+    ],
+    ids="+".join,
+)
+def test_an_option_that_has_an_effect_is_accepted(overrides):
+    load_config(overrides)
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)

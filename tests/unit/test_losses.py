@@ -1,11 +1,21 @@
 """The terms around the objective: KL, entropy, aggregation; and what a configuration refuses."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.train.losses import LossConfig, TokenLogprobs, kl_estimate, policy_loss, token_weights
+from async_rl.train.losses import (
+    OBJECTIVE_FIELDS,
+    LossConfig,
+    LossName,
+    TokenLogprobs,
+    kl_estimate,
+    policy_loss,
+    token_weights,
+)
 
 
 def logprobs(current, behaviour, proximal=None, reference=None):
@@ -154,3 +164,39 @@ def test_fixed_length_needs_its_length():
         LossConfig(aggregation="fixed_length")
     with pytest.raises(ValueError, match=r"loss\.fixed_length is 0"):
         LossConfig(aggregation="fixed_length", fixed_length=0)
+
+
+NARROW = {
+    "clip_low": 0.05,
+    "clip_high": 0.05,
+    "dual_clip": 1.5,
+    "behaviour_weight_cap": 1.1,
+    "mask_low": 0.9,
+    "mask_high": 1.1,
+    "max_sequence_drift": 0.1,
+    "max_second_moment": 0.4,
+}
+
+
+def test_every_objective_names_the_fields_that_it_uses():
+    assert set(OBJECTIVE_FIELDS) == set(get_args(LossName))
+    assert {field for used in OBJECTIVE_FIELDS.values() for field in used} == set(NARROW)
+
+
+@pytest.mark.parametrize("name", get_args(LossName))
+@pytest.mark.parametrize("field", NARROW)
+def test_a_field_that_the_objective_does_not_use_is_refused(name, field):
+    default = getattr(LossConfig(), field)
+    LossConfig(name=name, **{field: default})
+    if field in OBJECTIVE_FIELDS[name]:
+        assert getattr(LossConfig(name=name, **{field: NARROW[field]}), field) == NARROW[field]
+    else:
+        with pytest.raises(ValueError, match=rf"loss\.{field} is {NARROW[field]}") as caught:
+            LossConfig(name=name, **{field: NARROW[field]})
+        assert f"loss.name={name}" in str(caught.value) and f"leave it at {default}" in str(caught.value)
+
+
+def test_an_estimator_of_no_kl_term_is_refused():
+    assert LossConfig(kl_estimator="k1", kl_coefficient=0.1).kl_estimator == "k1"
+    with pytest.raises(ValueError, match=r"loss\.kl_estimator is k1"):
+        LossConfig(kl_estimator="k1")

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.train.losses import LossConfig, LossName, TokenLogprobs, Trajectories, policy_loss, surrogate
+from async_rl.train.losses import (
+    OBJECTIVE_FIELDS,
+    LossConfig,
+    LossName,
+    TokenLogprobs,
+    Trajectories,
+    policy_loss,
+    surrogate,
+)
 from async_rl.train.ratios import second_moment_bound
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -172,7 +180,7 @@ def test_ratios_beyond_all_bounds_stay_finite(name):
     current = np.array([-1.0, -1.0, -200.0, -200.0])
     behaviour = np.array([-200.0, -200.0, -1.0, -1.0])
     x = torch.tensor(current, dtype=torch.float32, requires_grad=True)
-    config = {"dual_clip": 3.0} if name not in SCORE else {}
+    config = {"dual_clip": 3.0} if "dual_clip" in OBJECTIVE_FIELDS[name] else {}
     parts = [torch.tensor(part, dtype=torch.float32) for part in (behaviour, behaviour, [1.0, -1.0, 1.0, -1.0])]
     loss, _ = ours(name, x, *parts, np.arange(4), **config)
     loss.sum().backward()
@@ -204,6 +212,60 @@ def test_the_default_loss_is_bit_for_bit_that_of_its_equation():
     assert torch.equal(*gradients)
 
 
+OTHER_VALUES = {
+    "clip_low": 0.05,
+    "clip_high": 0.05,
+    "dual_clip": 1.5,
+    "behaviour_weight_cap": 1.1,
+    "mask_low": 0.9,
+    "mask_high": 1.1,
+    "max_sequence_drift": 0.01,
+    "max_second_moment": 0.4,
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(n, field) for n, used in OBJECTIVE_FIELDS.items() for field in used])
+def test_a_field_that_an_objective_uses_changes_its_gradient(name, field):
+    changed = []
+    for seed in range(20):  # few tokens lie between the two values, so one batch may have none
+        current, *others = example(seed, spread=1.0)
+        gradients = []
+        for config in ({}, {field: OTHER_VALUES[field]}):
+            x = torch.tensor(current, requires_grad=True)
+            ours(name, x, *others, **config)[0].sum().backward()
+            gradients.append(x.grad)
+        changed.append(not torch.allclose(*gradients))
+    assert any(changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"entropy_coefficient": 0.1}),
+        ({}, {"kl_coefficient": 0.1}),
+        ({"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "kl_estimator": "k1"}),
+        ({"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "kl_estimator": "k2"}),
+    ],
+    ids=lambda config: "-".join(map(str, config.values())) or "none",
+)
+def test_kl_and_entropy_change_the_gradient_of_every_objective(name, before, after):
+    current, behaviour, proximal, advantages, trajectory = (torch.tensor(part) for part in example(2))
+    gradients = []
+    for config in (before, after):
+        x = current.clone().requires_grad_()
+        loss, _ = policy_loss(
+            TokenLogprobs(current=x, behaviour=behaviour, proximal=proximal, reference=behaviour - 0.3),
+            advantages=advantages,
+            entropy=-x.exp() * x,
+            config=LossConfig(name=name, **config),
+            trajectories=Trajectories(index=trajectory, count=4),
+        )
+        loss.sum().backward()
+        gradients.append(x.grad)
+    assert not torch.allclose(*gradients)
+
+
 def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely():
     given = example(2, spread=2.0)
     plain = plain_losses("ppo_clip", *given, dual_clip=3.0)
@@ -216,8 +278,9 @@ def test_filters_report_the_tokens_they_changed_and_no_others():
         given = example(9)
         _, touched = ours(name, *given)
         assert tuple(touched) == tuple(reversed(LossConfig(name=name).filters))
-        free = surrogate(LossConfig(name=name, clip_low=1.0, clip_high=1e9, behaviour_weight_cap=1e9, mask_low=0.0,
-                                    mask_high=1e9, max_sequence_drift=1e3))  # fmt: skip
+        wide = {"clip_low": 1.0, "clip_high": 1e9, "behaviour_weight_cap": 1e9, "mask_low": 0.0, "mask_high": 1e9,
+                "max_sequence_drift": 1e3}  # fmt: skip
+        free = surrogate(LossConfig(name=name, **{f: v for f, v in wide.items() if f in OBJECTIVE_FIELDS[name]}))
         tensors = [torch.tensor(part) for part in given]
         without, _ = free(
             TokenLogprobs(current=tensors[0], behaviour=tensors[1], proximal=tensors[2]),
