@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from agent_loop.chat import Chat, Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import Gate, ToolRunner, describe_tool
+from async_rl.validation import explain
 from message_queue.tokens import Int32Array
 from message_queue.trajectory import BoolArray
 from recipes.calculator.calculator import ERROR_TEXT, Calculator, LatencyConfig
@@ -146,9 +149,13 @@ def calculator_task(options: Mapping[str, Any], *, seed: int) -> CalculatorTask:
     """Build the task from the fields of CalculatorConfig; lists stand for tuples.
 
     Raises:
-        TypeError: an unknown option. ValueError: a bad value; names the field.
+        ValueError: an unknown option, a value of the wrong type, or a bad value; names the field.
     """
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-    }
-    return CalculatorTask(CalculatorConfig(**fields), seed=seed)
+    unknown = sorted(set(options) - {field.name for field in fields(CalculatorConfig)})
+    if unknown:
+        raise ValueError(f"task.options.{unknown[0]} is an unknown option; remove it")
+    try:
+        config = TypeAdapter(CalculatorConfig).validate_python(options)
+    except ValidationError as error:
+        raise ValueError(explain(error.errors()[0], prefix="task.options.")) from error
+    return CalculatorTask(config, seed=seed)

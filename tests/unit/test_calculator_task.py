@@ -1,5 +1,6 @@
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion
 from agent_loop.tools import ToolError
 from message_queue.tokens import StopReason
@@ -98,8 +99,37 @@ def test_a_bad_option_is_refused_by_name(options, field):
 def test_options_from_a_config_file_build_the_task_and_unknown_ones_are_refused():
     built = calculator_task({"operation_weights": [1, 1], "max_operand": 30}, seed=0)
     assert built.train_prompt(0) == task(operation_weights=(1, 1), max_operand=30).train_prompt(0)
-    with pytest.raises(TypeError, match="operand_weights"):
+    with pytest.raises(ValueError, match=r"task\.options\.operand_weights"):
         calculator_task({"operand_weights": [1]}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_operand", "hello"),
+        ("min_operand", None),
+        ("tool_latency_s", [1.0]),
+        ("operation_weights", 3),
+        ("dense_first_layer", "perhaps"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"task\.options\.{field} is ") as caught:
+        calculator_task({field: value}, seed=0)
+    assert repr(value) in str(caught.value)
+
+
+def test_an_item_of_the_wrong_type_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"task\.options\.operation_weights\.1 is 'x'"):
+        calculator_task({"operation_weights": [1, "x"]}, seed=0)
+
+
+@pytest.mark.parametrize("target", [{}, {"answer": 8}, {"answer": ""}, {"answer": None}])
+def test_a_prompt_without_the_text_of_its_answer_is_refused(target):
+    prompt = Prompt(index=0, messages=(Message(role="user", content="3+5="),), target=target)
+    with pytest.raises(ValueError, match=r"target\.answer"):
+        task().check_prompt(prompt)
+    task().check_prompt(replace(prompt, target={"answer": "8"}))
 
 
 # ---- tokenizer

@@ -22,6 +22,7 @@ from message_queue.journal import Journal, JournalConfig, JournalStart
         ["total_train_steps=few"],
         ["task.prompt_file=/nowhere/prompts.jsonl"],
         ["task.options.min_operand=-5"],
+        ["task.options.max_operand=hello"],
         ["+task.options.wish=1"],
         ["task.factory=nowhere:Task"],
         ["model=hugging_face", "model.checkpoint=/nowhere"],
