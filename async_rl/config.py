@@ -242,7 +242,34 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("\n".join(explain(e) for e in error.errors())) from error
 
 
-        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
+def _without_empty_schedules(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, in which a schedule over the updates of a phase without updates is constant: no update asks it."""
+    found = dict(values)
+    if found.get("total_train_steps") == 0:
+        found["optimizer"] = _constant(found.get("optimizer"))
+    warm = cast(Any, found.get("warm_start"))
+    if isinstance(warm, Mapping) and cast(Mapping[str, Any], warm).get("steps") == 0:
+        found["warm_start"] = {**warm, "optimizer": _constant(cast(Mapping[str, Any], warm).get("optimizer"))}
+    return found
+
+
+def _constant(optimizer: Any) -> Any:
+    """The optimizer with a constant schedule if its own has no updates to decay over."""
+    if not isinstance(optimizer, Mapping) or cast(Mapping[str, Any], optimizer).get("decay_steps") != 0:
+        return optimizer
+    return {**cast(Mapping[str, Any], optimizer), "decay": "constant"}
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """The config with each path, at any depth, resolved against the working directory of this process."""
+    changed: dict[str, Any] = {}
+    for name in (f.name for f in fields(cast(Any, config))):
+        value = getattr(config, name)
+        if isinstance(value, Path):
+            changed[name] = value.expanduser().absolute()
+        elif is_dataclass(value):
+            changed[name] = _with_absolute_paths(value)
+    return replace(cast(Any, config), **changed)
 
 
 def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

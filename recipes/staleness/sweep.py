@@ -172,7 +172,9 @@ def _label(bound: int) -> str:
 
 
 def _success(run: RunRecord) -> float:
-    return float(run.validations[-1]["validation/success"])
+    """NaN, which is drawn as no bar, if every rollout of the last validation failed."""
+    success = run.validations[-1]["validation/success"]
+    return float("nan") if success is None else float(success)
 
 
 def _tokens_per_second(run: RunRecord) -> float:
