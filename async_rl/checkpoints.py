@@ -120,6 +120,10 @@ class Checkpoints:
         finished = self._finished()
         return finished[-1] if finished else None
 
+    def steps(self) -> dict[int, Path]:
+        """Train step -> folder of every whole checkpoint."""
+        return {int(path.name.removeprefix("step-")): path for path in self._finished()}
+
     def _finished(self) -> list[Path]:
         return sorted(p for p in self._directory.glob("step-*") if p.suffix == "" and (p / "run.json").is_file())
 

@@ -332,6 +332,10 @@ class TrainerHandle:
     async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
         who = f"trainer rank {rank}"
         return await _answer(
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        """Write a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
+        await self._everywhere("save_pretrained", folder, like=like)
+
             ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
         )
 

@@ -44,6 +44,7 @@ class RestorableTrainer(Trainer, Protocol):
 
     async def restore(self, directory: Path) -> None: ...
 
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
 
 class RunQueue(GroupQueue, RecordsRollouts, Protocol):
     """A queue with its journal, and its process; see `message_queue.service.QueueService` for each call."""
@@ -171,6 +172,9 @@ class Lives(Generic[T]):
                 self._pipeline.request_stop()
             try:
                 finished = await self._pipeline.run()
+                if finished:
+                    output = self._config.output_dir
+                    await trainer.save_pretrained(output / "final", like=output / "model")
             except BaseException:
                 with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
                     await self._close(queue)

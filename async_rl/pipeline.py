@@ -273,7 +273,7 @@ class Pipeline:
     async def _publish(self) -> None:
         while True:
             update = await self._updates.get()
-            with self._trace.span("publish", f"version {update.weights.version}"):
+            with self._trace.span("publish", f"version {update.weights.version}", digest=update.weights.digest):
                 await self._conductor.may_load(self._version_updates[update.weights.version])
                 self._last_publish = await self._publisher.publish(update)
             await self._loaded(update)

@@ -35,6 +35,7 @@ from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule, read_schedule
 from async_rl.weights.transport import remove_directory
+from async_rl.weights.pretrained import keep_model_files
 from async_rl.workers import Workers
 
 
@@ -104,6 +105,7 @@ class Program:
             held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
             lives = Lives(config, lasting, order=self._order, held_out=held_out, resume=self._resume)
             async with stop_on_interrupt(lives.request_stop, note=recorder.note):
+            keep_model_files(checkpoint, self._directory / "model")
                 finished = await lives.run(trainer)
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
@@ -154,7 +156,10 @@ class Program:
 
     def _farewell(self, finished: bool) -> str:
         if finished:
-            return f"done: {self._config.total_train_steps} train steps; everything is in {self._directory}"
+            steps = self._config.total_train_steps
+            return (
+                f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in {self._directory}"
+            )
         return f"stopped; continue with: {self._resume_command}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from async_rl.batch.collate import collate_supervised
 from async_rl.data.task import Task, TaskConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
-from async_rl.weights.transport import WeightUpdate
 
 FORMAT = 1  # part of the cache key: raise it when the same settings give other weights
 
@@ -38,7 +36,7 @@ class WarmStartConfig:
 
 class SupervisedTrainer(Protocol):
     async def train_supervised(self, batch: TensorDict) -> dict[str, float]: ...
-    async def export(self, directory: Path, *, version: int) -> WeightUpdate: ...
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
 
 
 def warm_start_folder(config: WarmStartConfig, *, task: TaskConfig, seed: int, trainer: TrainerConfig) -> Path:
@@ -72,9 +70,4 @@ async def run_warm_start(
         demonstrations = await asyncio.to_thread(task.demonstrations, step * config.batch, config.batch)
         metrics = await trainer.train_supervised(collate_supervised(demonstrations))
         progress(step + 1, metrics["loss"])
-    partial = folder.with_suffix(".partial")
-    await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
-    await asyncio.to_thread(shutil.copytree, initial, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
-    update = await trainer.export(partial, version=0)
-    update.path.rename(partial / "model.safetensors")
-    partial.rename(folder)
+    await trainer.save_pretrained(folder, like=initial)

@@ -23,7 +23,6 @@ from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import run_warm_start
-from async_rl.weights.transport import WeightUpdate
 from message_queue.queue import Admission
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup
@@ -160,8 +159,8 @@ class LocalTrainer:
     async def train_supervised(self, batch: TensorDict) -> dict[str, float]:
         return await asyncio.to_thread(self._rank.train_supervised, batch)
 
-    async def export(self, directory: Path, *, version: int) -> WeightUpdate:
-        return await asyncio.to_thread(self._rank.export, directory, version=version)
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        await asyncio.to_thread(self._rank.save_pretrained, folder, like=like)
 
 
 def find_warm_start(cache: Path) -> Path | None:

@@ -71,6 +71,9 @@ class SimulatedTrainer:
         state = {"digest": self.digest, "train_step": self.train_step}
         (directory / "state.json").write_text(json.dumps(state))
 
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        self._world.note("trainer", "save_pretrained", self.digest)
+
     async def restore(self, directory: Path) -> None:
         state = json.loads((directory / "state.json").read_text())
         self.digest, self.train_step = state["digest"], state["train_step"]

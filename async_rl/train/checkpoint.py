@@ -21,6 +21,7 @@ import msgspec
 from torch.distributed.checkpoint.api import CheckpointException
 
 from async_rl.folders import partial_folder, publish_folder, recover_folder
+from async_rl.train.families import ModelShape
 from async_rl.train.shards import read_shards, write_shards
 
 Value = TypeVar("Value")
@@ -153,9 +154,10 @@ def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def model_fields(megatron: Mapping[str, Any], **others: Any) -> dict[str, Any]:
-    """Settings of a model in a form that JSON gives back as they were."""
-    return msgspec.json.decode(msgspec.json.encode({**megatron, **others}, enc_hook=str))
+def fields_of(shape: ModelShape, *, dtype: str) -> dict[str, Any]:
+    """`Manifest.model` of a model, in a form that JSON gives back unchanged."""
+    fields = {**shape.megatron, "vocab_size": shape.vocab_size, "tied": shape.tied, "dtype": dtype}
+    return msgspec.json.decode(msgspec.json.encode(fields, enc_hook=str))
 
 
 def _on_first_rank(work: Callable[[], Value], ranks: Ranks) -> Value:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from async_rl.model_info import read_model_info
-from async_rl.train.checkpoint import Manifest, load_state, model_fields, read_manifest, save_state
+from async_rl.train.checkpoint import Manifest, fields_of, load_state, read_manifest, save_state
 from async_rl.train.convert import load_weights
 from async_rl.train.distributed import ProcessGroups
 from async_rl.train.gpt import BuiltModel, build_model
@@ -27,7 +27,7 @@ from async_rl.train.planning import BatchShare, Planner, RankPlace, UpdateShare
 from async_rl.train.reference import ReferenceWeights
 from async_rl.train.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.train.step import MicroBatch, MicroBatchBuilder, Objective
-from async_rl.weights.export import export_update
+from async_rl.weights.export import export_pretrained, export_update
 from async_rl.weights.transport import WeightUpdate, remove_directory
 
 
@@ -153,6 +153,10 @@ class TrainerRank:
         """Remove `directory` with all versions in it, on the node of rank 0, which writes them."""
         if dist.get_rank() == 0:
             remove_directory(directory)
+
+    def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        """Write the current weights as a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
+        export_pretrained(self._model, folder, like=like)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state into folder `directory`, whole or not at all.
@@ -303,8 +307,7 @@ class TrainerRank:
         return state
 
     def _model_fields(self) -> dict[str, Any]:
-        shape = self._model.shape
-        return model_fields(shape.megatron, vocab_size=shape.vocab_size, tied=shape.tied, dtype=self._config.dtype)
+        return fields_of(self._model.shape, dtype=self._config.dtype)
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel

@@ -1,4 +1,4 @@
-"""Writes the trainer's current weights as a version that engines can load. Collective over all trainer ranks."""
+"""Writes the trainer's current weights, for engines or as a checkpoint. Collective over all trainer ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from async_rl.train.convert import export_weights
 from async_rl.train.gpt import BuiltModel
+from async_rl.weights.pretrained import save_pretrained
 from async_rl.weights.transport import WeightUpdate, discard_updates, write_update
 
 
@@ -21,6 +22,20 @@ def export_update(model: BuiltModel, directory: Path, *, version: int, keep_vers
     if dist.get_rank() == 0:
         discard_updates(directory, keep_version=keep_version)
         return write_update(directory, version=version, tensors=tensors)
+    for _ in tensors:  # take part in the gathers
+        pass
+    return None
+
+
+def export_pretrained(model: BuiltModel, folder: Path, *, like: Path) -> None:
+    """Write a Hugging Face checkpoint; see `save_pretrained`.
+
+    Raises:
+        OSError: no room or no permission.
+    """
+    tensors = export_weights(model.chunks, shape=model.shape)
+    if dist.get_rank() == 0:
+        save_pretrained(folder, tensors, like=like)
     for _ in tensors:  # take part in the gathers
         pass
     return None

@@ -21,13 +21,22 @@ from tests.unit.killed_saves import kill_before_touch
 NEXT_SEEDS = (3, 4)
 
 
-def restored(trainer, folder, again, layers):
-    """The steps after a restore, and those after another restore of what was saved in this layout."""
+def restored(trainer, folder, again, layers, *, like):
+    """The steps after a restore, and those after another restore of what was saved in this layout.
+
+    The weights after the first restore are also saved as a Hugging Face checkpoint with the other files of `like`.
+    """
     trainer.restore(folder)
     trainer.save(again)
+    trainer.save_pretrained(pretrained_folder(again), like=like)
     first = next_steps(trainer, layers)
     trainer.restore(again)
     return {**first, "repeated": next_steps(trainer, layers)}
+
+
+def pretrained_folder(folder):
+    """The Hugging Face checkpoint of a link, beside what its trainer saved."""
+    return folder.with_name(f"{folder.name}-pretrained")
 
 
 def next_steps(trainer, layers):
@@ -76,6 +85,7 @@ class Chain:
         trainer.train(make_batch(seed=1, layers=self.layers))
         trainer.train_supervised(make_supervised_batch(seed=2))
         trainer.save(self.folder / "begin")
+        trainer.save_pretrained(pretrained_folder(self.folder / "begin"), like=self.checkpoint)
         result = next_steps(trainer, self.layers)
         trainer.close()
         return result
@@ -83,7 +93,9 @@ class Chain:
     def end(self, name, **changes):
         """One rank restores what the last link saved and saves it as `name`; what it gives when it goes on."""
         trainer = start_trainer(self.checkpoint, optimizer=ADAM, **{**self.settings, **changes})
-        result = restored(trainer, self.folder / list(self.links)[-1], self.folder / name, self.layers)
+        result = restored(
+            trainer, self.folder / list(self.links)[-1], self.folder / name, self.layers, like=self.checkpoint
+        )
         trainer.close()
         return result
 
@@ -132,7 +144,7 @@ def _rank(rank, chains, addresses, last):
             try:
                 settings = {"ranks": 2, **chain.settings, **changes, "rank": rank, "rendezvous": address}
                 trainer = start_trainer(chain.checkpoint, optimizer=ADAM, **settings)
-                result = restored(trainer, before, chain.folder / name, chain.layers)
+                result = restored(trainer, before, chain.folder / name, chain.layers, like=chain.checkpoint)
                 trainer.close()
                 if rank == 0:
                     torch.save(result, chain.folder / f"{name}.pt")

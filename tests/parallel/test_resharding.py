@@ -1,15 +1,20 @@
 """A checkpoint of one layout goes on in every other: the same state bit for bit, and the same next steps."""
 
-from dataclasses import dataclass
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
 
+from async_rl.engines.checkpoint_weights import digest_checkpoint
+from async_rl.export import main
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import ParallelConfig
+from async_rl.weights.pretrained import keep_model_files
 from tests.parallel.ranks import ADAM
-from tests.parallel.resharding import Chain, run_chains, whole_tensors
-from tests.parallel.support import VOCAB, distance, start_trainer
+from tests.parallel.resharding import Chain, pretrained_folder, run_chains, whole_tensors
+from tests.parallel.support import TRAINER, VOCAB, distance, start_trainer
 from tests.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [
@@ -88,6 +93,30 @@ def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, n
     for key, tensor in before.items():
         rows = VOCAB if key.endswith(("word_embeddings.weight", "output_layer.weight")) else None
         assert torch.equal(after[key][:rows], tensor[:rows]), key
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_every_layout_writes_the_same_hugging_face_checkpoint(outcomes, family, name):
+    folder = outcomes[family].chain.folder
+    expected = digest_checkpoint(pretrained_folder(folder / "begin"))
+    assert digest_checkpoint(pretrained_folder(folder / name)) == expected
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen", "four-ranks-split"), ("deepseek", "expert-split")])
+def test_export_writes_the_same_from_a_checkpoint_of_several_ranks(outcomes, family, name, tmp_path):
+    chain = outcomes[family].chain
+    settings = {"ranks": 2, **chain.settings, **chain.links[name]}
+    settings = {key: value for key, value in settings.items() if key not in ("loss", "fused")}
+    (tmp_path / "config.yaml").write_text(json.dumps({"trainer": asdict(replace(TRAINER, **settings))}))
+    keep_model_files(chain.checkpoint, tmp_path / "model")
+    checkpoint = tmp_path / "checkpoints" / "step-000004"
+    shutil.copytree(chain.folder / name, checkpoint / "trainer")
+    (checkpoint / "run.json").touch()
+    assert main([str(tmp_path)]) == 0
+    exported = tmp_path / "export" / "step-000004"
+    assert digest_checkpoint(exported) == digest_checkpoint(pretrained_folder(chain.folder / "begin"))
+    config = json.loads((exported / "config.json").read_text())
+    assert config["dtype"] == chain.settings.get("dtype", "float32")
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)

@@ -11,7 +11,7 @@ from async_rl.data.task import TaskConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import WarmStartConfig, run_warm_start, warm_start_folder
-from async_rl.weights.transport import write_update
+from async_rl.weights.pretrained import save_pretrained
 
 WARM = WarmStartConfig(steps=3, batch=2, optimizer=OptimizerConfig(), cache=Path("cache"))
 TASK = TaskConfig(factory="module:task", options={"a": 1})
@@ -62,8 +62,8 @@ class Trainer:
         assert batch["loss_mask"].all()
         return {"loss": 1.0 / self.steps}
 
-    async def export(self, directory, *, version):
-        return write_update(directory, version=version, tensors=[("w", torch.ones(2))])
+    async def save_pretrained(self, folder, *, like):
+        save_pretrained(folder, [("w", torch.ones(2))], like=like)
 
 
 async def run(directory, *, trainer):

@@ -1,0 +1,133 @@
+"""`python -m async_rl.export DIR [--step N] [--out PATH]`: a Hugging Face checkpoint from a checkpoint of a run.
+
+Exit codes: 0 done, 2 the export cannot be made as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from async_rl.train.model import ParallelConfig, TrainerConfig
+
+EXIT_REFUSED = 2
+
+
+class ExportError(ValueError):
+    """An export that cannot be made as asked; names what is wrong and the way out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Export once; returns the exit code."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        out = export_checkpoint(arguments.directory, step=arguments.step, out=arguments.out)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {str(error).replace(chr(10), ' ')}\n")
+        return EXIT_REFUSED
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def export_checkpoint(directory: Path, *, step: int | None = None, out: Path | None = None) -> Path:
+    """Write checkpoint `step` of the run in `directory` as a Hugging Face checkpoint folder; returns the folder.
+
+    Runs in this process alone, whatever layout the checkpoint was saved with. The optimizer's state is not read.
+
+    Args:
+        step: None for the newest. out: None for `directory`/export/step-NNNNNN.
+
+    Raises:
+        ExportError: not a run directory, no such checkpoint, or `out` exists.
+        TrainerCheckpointError: the checkpoint is damaged. OSError: no room or no permission.
+    """
+    config = _trainer_config(directory)
+    checkpoint = _checkpoint(directory / "checkpoints", step)
+    out = out or directory / "export" / checkpoint.name
+    if out.exists():
+        raise ExportError(f"--out is {out}, which exists; remove it or give another folder")
+    _export(checkpoint / "trainer", out, like=directory / "model", config=config)
+    return out
+
+
+def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -> None:
+    from async_rl.train.checkpoint import fields_of, load_state, read_manifest  # imports megatron
+    from async_rl.train.distributed import ProcessGroups
+    from async_rl.train.gpt import build_model
+    from async_rl.train.shards import copy_into, live_tensors, model_shards
+    from async_rl.weights.export import export_pretrained
+
+    groups = ProcessGroups(config, rank=0, world_size=1, rendezvous=None)
+    try:
+        model = build_model(like, config=config, device=groups.device)
+        read_manifest(checkpoint, model=fields_of(model.shape, dtype=config.dtype), ranks=groups)
+        shards = model_shards(model.chunks)
+        weights = live_tensors(shards)
+        copy_into(weights, load_state(checkpoint, {"model": shards})["model"])
+        export_pretrained(model, out, like=like)
+    finally:
+        groups.close()
+
+
+def _trainer_config(directory: Path) -> TrainerConfig:
+    """That of the run, for one rank on any device.
+
+    Raises:
+        ExportError: not a run directory.
+    """
+    for name in ("config.yaml", "model"):
+        if not (directory / name).exists():
+            raise ExportError(f"{directory} has no {name}; give the output_dir of a run that was started")
+    try:
+        values: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())["trainer"]
+        config = TypeAdapter(TrainerConfig).validate_python(values)
+    except (yaml.YAMLError, KeyError, TypeError, ValidationError) as error:
+        raise ExportError(f"{directory / 'config.yaml'} is not the config of a run: {error}") from error
+    return replace(
+        config,
+        ranks=1,
+        parallel=ParallelConfig(),
+        distributed_optimizer=False,
+        layer_spec="local",
+        router_replay="none",
+        replay_threshold=0.0,
+    )
+
+
+def _checkpoint(checkpoints: Path, step: int | None) -> Path:
+    """The folder of one step, or of the newest.
+
+    Raises:
+        ExportError: there is none; names those that there are.
+    """
+    from async_rl.checkpoints import CheckpointConfig, Checkpoints
+
+    steps = Checkpoints(checkpoints, config=CheckpointConfig()).steps()
+    if step is None and steps:
+        return steps[max(steps)]
+    if step is None or step not in steps:
+        asked = "" if step is None else f" of step {step} (--step)"
+        there = f"there are steps {', '.join(map(str, sorted(steps)))}" if steps else "it has saved none yet"
+        raise ExportError(f"{checkpoints} has no whole checkpoint{asked}; {there}")
+    return steps[step]
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_rl.export", description="Make a Hugging Face checkpoint from a checkpoint of a run."
+    )
+    parser.add_argument("directory", type=Path, help="output_dir of the run")
+    parser.add_argument("--step", type=int, default=None, help="train step of the checkpoint, default: the newest")
+    parser.add_argument("--out", type=Path, default=None, help="new folder, default: DIRECTORY/export/step-NNNNNN")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

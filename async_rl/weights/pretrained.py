@@ -1,0 +1,128 @@
+"""Hugging Face checkpoint folders: config, tokenizer and sharded safetensors, as transformers and vLLM load them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from async_rl.folders import make_folder, partial_folder, publish_folder, recover_folder
+
+MAX_SHARD_BYTES = 5_000_000_000  # as in huggingface_hub, whose own writer needs all tensors at once
+INDEX = "model.safetensors.index.json"
+WEIGHT_FILES = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack"),
+    *("*.gguf", "*.onnx", "original", ".*"),
+)
+
+
+def save_pretrained(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, like: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write `tensors` (Hugging Face names) as a checkpoint; `folder` appears whole or not at all, and is replaced.
+
+    Tensors are taken one by one, and at most one shard of them is in memory.
+
+    Args:
+        like: checkpoint folder whose other files are copied; in its config.json `dtype` becomes that of the tensors.
+
+    Raises:
+        OSError: no room or no permission; a folder that was there stays.
+    """
+    partial = partial_folder(folder)
+    make_folder(folder.parent)
+    recover_folder(folder)
+    try:
+        copy_model_files(like, partial)
+        shards = _Shards(partial, max_bytes=max_shard_bytes)
+        for name, tensor in tensors:
+            shards.add(name, tensor.detach().to("cpu").contiguous())
+        shards.finish()
+        _set_dtype(partial / "config.json", shards.dtype)
+        publish_folder(folder)
+    except BaseException:
+        recover_folder(folder)  # a full disk has its room back
+        raise
+
+
+def copy_model_files(checkpoint: Path, folder: Path) -> None:
+    """Copy every file of a checkpoint folder but its weights into the new folder `folder`."""
+    ignore = shutil.ignore_patterns(*WEIGHT_FILES)
+    shutil.copytree(checkpoint, folder, ignore=ignore, copy_function=shutil.copyfile)
+    folder.chmod(0o755)  # a read-only checkpoint gives read-only copies
+
+
+def keep_model_files(checkpoint: Path, folder: Path) -> None:
+    """Make `folder` hold the files of a checkpoint but its weights; a generation_config.json is made if it has none."""
+    from transformers import AutoConfig, GenerationConfig
+
+    recover_folder(folder)
+    partial = partial_folder(folder)
+    copy_model_files(checkpoint, partial)
+    if not (partial / "generation_config.json").exists():
+        GenerationConfig.from_model_config(AutoConfig.from_pretrained(partial)).save_pretrained(partial)
+    publish_folder(folder)
+
+
+class _Shards:
+    """Collects tensors and writes a file whenever the next one would make it too large."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._held: dict[str, torch.Tensor] = {}
+        self._held_bytes = 0
+        self._written: list[list[str]] = []
+        self._bytes_of: dict[torch.dtype, int] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of most bytes: single tensors, as the correction bias of a router, may have another one."""
+        return max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """The next tensor; it is on the CPU."""
+        if self._held and self._held_bytes + tensor.nbytes > self._max_bytes:
+            self._write()
+        self._held[name] = tensor
+        self._held_bytes += tensor.nbytes
+        self._bytes_of[tensor.dtype] = self._bytes_of.get(tensor.dtype, 0) + tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the rest, and name the files by their number, which is known now."""
+        self._write()
+        count = len(self._written)
+        if count == 1:
+            self._path(1).rename(self._folder / "model.safetensors")
+            return
+        file_of: dict[str, str] = {}
+        for number, names in enumerate(self._written, start=1):
+            path = self._path(number).rename(self._folder / f"model-{number:05d}-of-{count:05d}.safetensors")
+            file_of |= dict.fromkeys(names, path.name)
+        index = {"metadata": {"total_size": sum(self._bytes_of.values())}, "weight_map": file_of}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _write(self) -> None:
+        self._written.append(list(self._held))
+        path = self._path(len(self._written))
+        save_file(self._held, path, metadata={"format": "pt"})
+        path.chmod((self._folder / "config.json").stat().st_mode)  # safetensors lets the owner alone read it
+        self._held, self._held_bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"shard-{number}.safetensors"
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Have a config.json say what the weights are, under the older name too if it has that."""
+    config: dict[str, Any] = json.loads(path.read_text())
+    name = str(dtype).removeprefix("torch.")
+    config["dtype"] = name
+    if "torch_dtype" in config:
+        config["torch_dtype"] = name
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
