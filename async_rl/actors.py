@@ -24,6 +24,7 @@ from agent_loop.engine import GenerateRequest
 from async_rl.engines.inbox import Answer, RequestInbox
 from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
 from async_rl.engines.select import EngineConfig, start_replica
+from async_rl.logs import log_failure, open_log
 from async_rl.weights.transport import WeightUpdate
 from message_queue.host import QueueHost, ShardHost
 from message_queue.tokens import WeightVersion
@@ -181,7 +182,10 @@ ShardActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(ShardHost)
 
 
 class ReplicaHost:
-    """A replica in a process of its own."""
+    """A replica in a process of its own. log: file for its output and that of its engine; None leaves it to Ray."""
+
+    def __init__(self, *, log: Path | None = None) -> None:
+        open_log(log)
 
     @_method(concurrency_group="generate")
     async def start(
@@ -265,7 +269,10 @@ ReplicaActor = _remote(concurrency_groups=REPLICA_GROUPS)(ReplicaHost)
 
 @_remote
 class TrainerActor:
-    """One trainer rank in a process of its own."""
+    """One trainer rank in a process of its own. log: file for its output; None leaves it to Ray."""
+
+    def __init__(self, *, log: Path | None = None) -> None:
+        open_log(log)
 
     def open_rendezvous(self) -> str:
         """host:port on this node at which ranks can meet while this actor lives."""
@@ -278,11 +285,13 @@ class TrainerActor:
         """TrainerRank.place of the new rank."""
         from async_rl.train.worker import TrainerRank  # megatron is only imported where a rank lives
 
-        self._rank = TrainerRank(**kwargs)
+        with log_failure():
+            self._rank = TrainerRank(**kwargs)
         return self._rank.place
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._rank, method)(*args, **kwargs)
+        with log_failure():
+            return getattr(self._rank, method)(*args, **kwargs)
 
     def sees(self, path: Path) -> tuple[bool, str]:
         """Whether `path` exists on this node, and the node's address."""

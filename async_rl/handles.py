@@ -18,6 +18,7 @@ from async_rl.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.engines.inbox import Answer
 from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
+from async_rl.logs import log_end
 from async_rl.model_info import read_model_info
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig, rank_environment
@@ -42,12 +43,23 @@ class ReplicaHandle:
     """Driver side of a replica: an Engine, and the control calls of the publisher.
 
     Requests made in one turn of the event loop travel in one call, and answers that stand together in another.
+
+    Args:
+        log: file with the output of the process; its end becomes a note of an error of a start or a death.
     """
 
     def __init__(
-        self, actor: ActorHandle[Any], *, name: str, generate_timeout_s: float, control_timeout_s: float
+        self,
+        actor: ActorHandle[Any],
+        *,
+        name: str,
+        generate_timeout_s: float,
+        control_timeout_s: float,
+        log: Path | None = None,
     ) -> None:
         self.name = name
+        self._log = log
+        self._log_end = ""
         self._actor = actor
         self._generate_timeout_s = generate_timeout_s
         self._control_timeout_s = control_timeout_s
@@ -67,18 +79,20 @@ class ReplicaHandle:
         force_routing: bool = False,
         options: dict[str, Any],
         variables: Mapping[str, str] | None = None,
+        log: Path | None = None,
     ) -> ReplicaHandle:
         """Start the actor and its engine.
 
-        variables: of the environment, beside those that the engine needs.
+        variables: of the environment, beside those that the engine needs. log: file of its output.
         """
         environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
-        actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote()
+        actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
         handle = cls(
             actor,
             name=name,
             generate_timeout_s=config.generate_timeout_s,
             control_timeout_s=config.load_timeout_s,
+            log=log,
         )
         started = actor.start.remote(
             config,
@@ -184,14 +198,25 @@ class ReplicaHandle:
         if waiting is None or waiting.done():
             return
         if isinstance(answer, EngineError):
+            self._explain(answer)
             waiting.set_exception(answer)
         else:
             waiting.set_result(answer)
 
     async def _call(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
-        return await _answer(
-            ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError, dead=ReplicaLostError
-        )
+        try:
+            return await _answer(
+                ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError, dead=ReplicaLostError
+            )
+        except EngineError as error:
+            self._explain(error, starting=what == "start")
+            raise
+
+    def _explain(self, error: EngineError, *, starting: bool = False) -> None:
+        """Add the end of the log to the error of a replica that did not start or died; it is read once."""
+        if self._log is not None and (starting or isinstance(error, ReplicaLostError)):
+            self._log_end = self._log_end or log_end(self._log)
+            error.add_note(self._log_end)
 
 
 class TrainerHandle:
@@ -199,6 +224,7 @@ class TrainerHandle:
 
     Args:
         planner: cuts a batch into what each rank is sent; its places are those of the ranks.
+        logs: folder with the output of each rank, whose end becomes a note of an error of that rank.
     """
 
     def __init__(
@@ -207,8 +233,10 @@ class TrainerHandle:
         *,
         planner: Planner,
         timeout_s: float,
+        logs: Path | None = None,
     ) -> None:
         self._actors = actors
+        self._logs = logs
         self._planner = planner
         self._timeout_s = timeout_s
 
@@ -223,6 +251,7 @@ class TrainerHandle:
         placement: Placement,
         timeout_s: float,
         variables: Mapping[str, str] | None = None,
+        logs: Path | None = None,
     ) -> TrainerHandle:
         """Start all ranks; they meet at an address of rank 0.
 
@@ -230,12 +259,14 @@ class TrainerHandle:
         """
         environment = {"env_vars": {**(variables or {}), **rank_environment(config)}}
         actors = [
-            TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote()
+            TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote(
+                log=_log_of_rank(logs, i)
+            )
             for i in range(config.ranks)
         ]
         routing = read_model_info(checkpoint).routing
         planner = partial(Planner, config=config, loss=loss, routing=routing)
-        handle = cls(actors, planner=planner(places=()), timeout_s=timeout_s)
+        handle = cls(actors, planner=planner(places=()), timeout_s=timeout_s, logs=logs)
         rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
         common = {
             "config": config,
@@ -247,7 +278,7 @@ class TrainerHandle:
         }
         starts = [a.start.remote(rank=i, **common) for i, a in enumerate(actors)]
         places = await handle._all("start", starts)
-        return cls(actors, planner=planner(places=places), timeout_s=timeout_s)
+        return cls(actors, planner=planner(places=places), timeout_s=timeout_s, logs=logs)
 
     async def train(self, batch: TensorDict) -> dict[str, float]:
         """One batch; see TrainerRank.train. Each rank is sent its own sequences, layers and rows.
@@ -274,6 +305,10 @@ class TrainerHandle:
     async def remove_updates(self, directory: Path) -> None:
         """Remove what `export` wrote."""
         await self._everywhere("remove_updates", directory)
+
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        """Write a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
+        await self._everywhere("save_pretrained", folder, like=like)
 
     async def save(self, directory: Path) -> None:
         """Write the state of all ranks; return when this process sees all of it.
@@ -331,13 +366,18 @@ class TrainerHandle:
 
     async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
         who = f"trainer rank {rank}"
-        return await _answer(
-    async def save_pretrained(self, folder: Path, *, like: Path) -> None:
-        """Write a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
-        await self._everywhere("save_pretrained", folder, like=like)
+        try:
+            return await _answer(
+                ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
+            )
+        except TrainerError as error:
+            if (log := _log_of_rank(self._logs, rank)) is not None:
+                error.add_note(log_end(log))
+            raise
 
-            ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
-        )
+
+def _log_of_rank(logs: Path | None, rank: int) -> Path | None:
+    return None if logs is None else logs / f"trainer-{rank}.log"
 
 
 def _require_complete(directory: Path) -> None:

@@ -20,6 +20,7 @@ from async_rl.checkpoints import Checkpoints
 from async_rl.config import RunConfig
 from async_rl.data.prompts import PromptOrder
 from async_rl.handles import TrainerLostError
+from async_rl.logs import notes_of
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
 from async_rl.parts import GroupQueue, PipelineConfig, Trainer
@@ -43,8 +44,8 @@ class RestorableTrainer(Trainer, Protocol):
     """A trainer that can go on from a checkpoint."""
 
     async def restore(self, directory: Path) -> None: ...
-
     async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
+
 
 class RunQueue(GroupQueue, RecordsRollouts, Protocol):
     """A queue with its journal, and its process; see `message_queue.service.QueueService` for each call."""
@@ -150,9 +151,8 @@ class Lives(Generic[T]):
                 ended = task is not None and task.cancelling() > 0  # the loss hid a cancellation
                 if lost is None or ended or not limit.allows_one_more():
                     raise
-                self._lasting.recorder.warn(
-                    f"{lost}; trainer and queue start anew from the last checkpoint and the journal"
-                )
+                text = f"{lost}; trainer and queue start anew from the last checkpoint and the journal"
+                self._lasting.recorder.warn("\n".join([text, *notes_of(lost)]))
                 self._resume = Resume(self._config, again=True)
                 await self._lasting.publisher.go_on()  # the life before may have left the replicas on hold
                 trainer = await self._lasting.workers.replace_trainer(trainer)
@@ -231,10 +231,10 @@ class Lives(Generic[T]):
         )
 
 
-def _lost_part(error: BaseException) -> str | None:
+def _lost_part(error: BaseException) -> BaseException | None:
     """What ended a run, where it was a trainer or a queue that died or fell silent; None where anything else did."""
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(_lost_part, error.exceptions)), None)
     if isinstance(error, TrainerLostError | QueueUnavailable):
-        return str(error)
+        return error
     return None if error.__cause__ is None else _lost_part(error.__cause__)

@@ -21,6 +21,7 @@ from async_rl.config import RunConfig
 from async_rl.config_record import record_config
 from async_rl.data.prompts import prompt_order
 from async_rl.data.task import Task, build_task
+from async_rl.folders import make_folder
 from async_rl.handles import ReplicaHandle, TrainerHandle
 from async_rl.interrupt import stop_on_interrupt
 from async_rl.lives import Lasting, Lives, supervised
@@ -34,8 +35,8 @@ from async_rl.rollout.conductor import Conductor, Conducts, Free
 from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule, read_schedule
-from async_rl.weights.transport import remove_directory
 from async_rl.weights.pretrained import keep_model_files
+from async_rl.weights.transport import remove_directory
 from async_rl.workers import Workers
 
 
@@ -68,7 +69,9 @@ class Program:
         config = self._config
         changes = record_config(self._directory, config, train_step=self._resume.state.train_step)
         async with contextlib.AsyncExitStack() as stack:
-            console = open_console(total_train_steps=config.total_train_steps)
+            logs = self._directory.resolve() / "logs"
+            make_folder(logs)
+            console = open_console(total_train_steps=config.total_train_steps, log=logs / "driver.log")
             recorder = Recorder(
                 self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
             )
@@ -98,14 +101,15 @@ class Program:
                 stack=stack,
                 weights_directory=weights_directory,
                 processes=self._directory / "processes.json",
+                logs=logs,
             )
             trainer, replicas, checkpoint = await workers.start(console)
+            keep_model_files(checkpoint, self._directory / "model")
             await trainer.remove_updates(weights_directory)  # those of a killed run
             lasting = self._build_lasting(workers, replicas, checkpoint, recorder, trace)
             held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
             lives = Lives(config, lasting, order=self._order, held_out=held_out, resume=self._resume)
             async with stop_on_interrupt(lives.request_stop, note=recorder.note):
-            keep_model_files(checkpoint, self._directory / "model")
                 finished = await lives.run(trainer)
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))

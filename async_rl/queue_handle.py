@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
 from async_rl.actors import QueueActor, ShardActor
+from async_rl.logs import open_log
 from async_rl.object_store import ObjectStore
 from message_queue.client import QueueClient, QueueClientConfig
 from message_queue.restart import JournalPlace
@@ -64,12 +67,18 @@ def start_queue(
     config: QueueClientConfig,
     options: dict[str, Any],
     shard_options: Sequence[dict[str, Any]] = (),
+    logs: Path | None = None,
 ) -> QueueHandle:
     """Start the queue's actors; the client is the driver's side of them. Their journal is to be opened first.
 
     Args:
         shard_options: of each actor that holds a part of the content; none where the queue's holds all.
+        logs: folder of the logs; None leaves the output to Ray.
     """
+
+    def log(name: str) -> Callable[[], None] | None:
+        return None if logs is None else partial(open_log, logs / f"{name}.log")
+
     shards = len(shard_options)
     actor = QueueActor.options(**options, max_restarts=0).remote(
         sharded=shards > 0,
@@ -78,9 +87,12 @@ def start_queue(
         max_ready=max_ready,
         journal=journal.of_books(shards=shards) if shards else journal,
         memory=ObjectStore(),
+        open_log=log("queue"),
     )
     holders = [
-        ShardActor.options(**of, max_restarts=0).remote(journal.of_shard(shard, shards=shards), memory=ObjectStore())
+        ShardActor.options(**of, max_restarts=0).remote(
+            journal.of_shard(shard, shards=shards), memory=ObjectStore(), open_log=log(f"queue-shard-{shard}")
+        )
         for shard, of in enumerate(shard_options)
     ]
     return QueueHandle(actor, name="driver", routing=routing, config=config, shards=holders)

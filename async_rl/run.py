@@ -6,12 +6,15 @@ Exit codes: 0 done or stopped on request, 1 a stage failed, 2 the run cannot be 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from async_rl.logs import notes_of
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -49,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("stopped at once; the last checkpoint stands\n")
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - whatever ended the run is reported as its last lines
-        for line in causes(error):
-            sys.stderr.write(f"error: {line}\n")
+        text = "".join(f"{line}\n" for line in (*log_ends(error), *(f"error: {line}" for line in causes(error))))
+        sys.stderr.write(text)
+        with contextlib.suppress(OSError), (config.output_dir / "logs" / "driver.log").open("a") as log:
+            log.write(text)
         return EXIT_FAILED
     return 0
 
@@ -71,6 +76,14 @@ def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
             "resume=auto",
         ]
     )
+
+
+def log_ends(error: BaseException) -> list[str]:
+    """The ends of logs that an error and its causes carry as notes, each once."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    cause = () if error.__cause__ is None else (error.__cause__,)
+    found = [*notes_of(error), *(note for part in (*inner, *cause) for note in log_ends(part))]
+    return list(dict.fromkeys(found))
 
 
 def causes(error: BaseException) -> Iterator[str]:

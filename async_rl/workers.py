@@ -35,6 +35,7 @@ class Workers:
     Args:
         stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0.
         processes: file that names the process of each, for whoever looks at a run from outside.
+        logs: folder with the output of each.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Workers:
         stack: contextlib.AsyncExitStack,
         weights_directory: Path,
         processes: Path,
+        logs: Path,
     ) -> None:
         self._config = config
         self._task = task
@@ -53,11 +55,14 @@ class Workers:
         self._stack = stack
         self._weights_directory = weights_directory
         self._processes_file = processes
+        self._logs = logs
+        self._console: Console | None = None
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
 
     async def start(self, console: Console) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
         """Trainer and replicas on the checkpoint that RL starts from, warm-started first where that is asked for."""
+        self._console = console
         config, warm = self._config, self._config.warm_start
         folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=config.trainer)
         ready = config.model.checkpoint or (folder if folder.is_dir() else None)
@@ -107,6 +112,7 @@ class Workers:
             config=config.queue,
             options=self._placement.queue(),
             shard_options=[self._placement.shard(shard) for shard in range(config.queue.holders)],
+            logs=self._logs,
         )
         self._name(await queue.pids(timeout_s=config.cluster.start_timeout_s))
         return queue
@@ -131,6 +137,7 @@ class Workers:
             placement=self._placement,
             timeout_s=config.cluster.call_timeout_s,
             variables=config.cluster.rank_env,
+            logs=self._logs,
         )
         self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(await trainer.pids())})
@@ -164,6 +171,7 @@ class Workers:
             force_routing=config.forces_routing,
             options=self._placement.replica(slot),
             variables=config.cluster.replica_env,
+            log=self._logs / f"{name}.log",
         )
         self._stack.push_async_callback(self._closing(replica.close))
         self._name({name: await replica.pid()})
@@ -172,6 +180,10 @@ class Workers:
     def _name(self, processes: dict[str, int]) -> None:
         self._processes |= processes
         self._processes_file.write_text(json.dumps(self._processes) + "\n")
+        for name in processes:
+            log = self._logs / f"{name}.log"
+            if self._console is not None and not log.exists():
+                self._console.note(f"warning: {name} has no log at {log}: its node cannot write there")
 
     def _closing(self, close: Callable[..., Awaitable[None]]) -> Callable[[], Awaitable[None]]:
         """Close a part; what it raises then must not hide why the run ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from message_queue.client import REFUSALS
@@ -12,15 +13,27 @@ from message_queue.together import TogetherHost
 
 
 class QueueHost(TogetherHost):
-    """A QueueService that is called through `Together`. Takes its arguments, and whether shards hold the content."""
+    """A QueueService that is called through `Together`. Takes its arguments, and whether shards hold the content.
 
-    def __init__(self, *, sharded: bool = False, **kwargs: Any) -> None:
+    Args:
+        open_log: called first; sends the output of the process to its log.
+    """
+
+    def __init__(self, *, sharded: bool = False, open_log: Callable[[], None] | None = None, **kwargs: Any) -> None:
+        if open_log is not None:
+            open_log()
         service = Bookkeeper(**kwargs) if sharded else QueueService(**kwargs)
         super().__init__(service, refusals=REFUSALS)
 
 
 class ShardHost(TogetherHost):
-    """A ContentHolder that is called through `Together`. Takes its arguments."""
+    """A ContentHolder that is called through `Together`. Takes its arguments.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        open_log: called first; sends the output of the process to its log.
+    """
+
+    def __init__(self, *args: Any, open_log: Callable[[], None] | None = None, **kwargs: Any) -> None:
+        if open_log is not None:
+            open_log()
         super().__init__(ContentHolder(*args, **kwargs), refusals=REFUSALS)

@@ -112,9 +112,8 @@ class SglangReplica:
         try:
             digest = first_digest(server.report)
         except ContractError as error:
-            log = server.log_tail()
             await server.stop()
-            raise EngineError(f"{name}: {error}; the end of its log:\n{log}") from error
+            raise EngineError(f"{name}: {error}") from error
         return cls(
             server,
             config=config,

@@ -28,8 +28,6 @@ from async_rl.engines.sglang_config import (
     server_environment,
 )
 
-LOG_TAIL = 40  # lines of the server's log in the error of a failed start
-DEATH_LOG_TAIL = 12  # lines of it in what every caller of a server that died is told
 CONNECT_S = 0.2  # between two attempts to reach a server that starts
 VERSION_TIMEOUT_S = 60.0
 
@@ -67,7 +65,7 @@ class SglangServer:
         label: what the first weights are called in answers.
 
         Raises:
-            EngineError: no SGLang, the wrong version, or the server ended while it started; with the end of its log.
+            EngineError: no SGLang, the wrong version, or the server ended while it started.
             TimeoutError: never by itself; the caller bounds the start.
         """
         python = interpreter(config)
@@ -83,14 +81,11 @@ class SglangServer:
         server = cls(process, port=port, folder=folder, session=_session())
         try:
             await server._until_serving(served_name)
-        except BaseException as error:
-            held.close()
-            log = server.log_tail()
+        except BaseException:
             await server.stop()
-            if isinstance(error, EngineError):
-                raise EngineError(f"{error}; the end of its log:\n{log}") from error
             raise
-        held.close()
+        finally:
+            held.close()
         return server
 
     @property
@@ -127,13 +122,6 @@ class SglangServer:
         """Return when the server's process has ended."""
         await self._dead.wait()
 
-    def log_tail(self, lines: int = LOG_TAIL) -> str:
-        """Last `lines` of what the server wrote."""
-        with contextlib.suppress(OSError):
-            written = (self._folder / "server.log").read_text(errors="replace").splitlines()
-            return "\n".join(written[-lines:])
-        return "(no log)"
-
     async def stop(self) -> None:
         """End all its processes and remove its folder."""
         self._unwatch()
@@ -154,8 +142,7 @@ class SglangServer:
             os.killpg(self._process.pid, signal.SIGKILL)  # the rest of its group
         self._dead.set()
         if self._on_death is not None:
-            reason = f"server process {self._process.pid} died, exit code {self._process.wait()}"
-            self._on_death(f"{reason}; the end of its log:\n{self.log_tail(DEATH_LOG_TAIL)}")
+            self._on_death(f"server process {self._process.pid} died, exit code {self._process.wait()}")
 
     def _unwatch(self) -> None:
         if self._pidfd is not None:
@@ -220,12 +207,12 @@ async def check_version(python: Path) -> None:
 
 
 def _launch(command: list[str], config: SglangConfig, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a process that leads a group of its own, so that all of it can be ended together."""
+    """Start a process that leads a group of its own, so that all of it can be ended together.
+
+    All that it writes goes to the error output of this process: a replica's log.
+    """
     environment = server_environment(config, owner=os.getpid(), folder=folder)
-    with (folder / "server.log").open("wb") as log:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
 
 
 def _free_port() -> tuple[socket.socket, int]:

@@ -146,7 +146,7 @@ def process_environment(config: VllmConfig) -> dict[str, str]:
     return {
         PLUGIN_VARIABLE: "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         "OMP_NUM_THREADS": str(config.threads),  # more threads than cores cost a factor of ten
     }
 

@@ -6,6 +6,8 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.columns import Columns
@@ -36,18 +38,43 @@ _COLUMNS = (
 _SHOWN_STEPS = 12
 
 
-def open_console(*, total_train_steps: int) -> Console:
-    """The live table on a terminal, plain lines elsewhere."""
+def open_console(*, total_train_steps: int, log: Path) -> Console:
+    """The live table on a terminal, plain lines elsewhere; the same lines are appended to the file `log`."""
     clock = _Clock(total=total_train_steps)
-    return LiveConsole(clock) if sys.stdout.isatty() else PlainConsole(clock)
+    shown = LiveConsole(clock) if sys.stdout.isatty() else PlainConsole(clock)
+    return LoggedConsole(shown, log=PlainConsole(_Clock(total=total_train_steps), out=log.open("a")))
+
+
+class LoggedConsole:
+    """A console and a log of it."""
+
+    def __init__(self, shown: Console, *, log: Console) -> None:
+        self._both = (shown, log)
+
+    def step(self, record: StepRecord) -> None:
+        for console in self._both:
+            console.step(record)
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        for console in self._both:
+            console.validation(train_step, result)
+
+    def note(self, text: str) -> None:
+        for console in self._both:
+            console.note(text)
+
+    def close(self) -> None:
+        for console in self._both:
+            console.close()
 
 
 class PlainConsole:
-    """One line per event, for files and pipes."""
+    """One line per event, for files and pipes. out: a file that it closes; None for the output of the process."""
 
-    def __init__(self, clock: _Clock) -> None:
+    def __init__(self, clock: _Clock, *, out: TextIO | None = None) -> None:
         self._clock = clock
-        self._out = RichConsole(highlight=False, markup=False, soft_wrap=True)
+        self._file = out
+        self._out = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         cells = "  ".join(f"{title} {_cell(record.metrics, key, form)}" for title, key, form in _COLUMNS)
@@ -59,7 +86,9 @@ class PlainConsole:
     def note(self, text: str) -> None:
         self._out.print(text)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 class LiveConsole:

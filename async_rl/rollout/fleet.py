@@ -17,6 +17,7 @@ from typing import Protocol
 
 from agent_loop.engine import Engine, ReplicaLostError
 from async_rl.engines.replica import KeptKV, ReplicaStats
+from async_rl.logs import notes_of
 from async_rl.rollout.bell import Bell
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
@@ -85,6 +86,7 @@ class ReplicaFleet:
         self._changed = Bell()
         self._live = self._members
         self._lost: dict[str, str] = {}
+        self._notes: list[str] = []
         self._on_lost = on_lost
 
     @classmethod
@@ -149,13 +151,21 @@ class ReplicaFleet:
         """Raise ReplicaLostError when none is left or being started; it names all of them with their reasons."""
         if not self._live and not self._awaited:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
-            raise ReplicaLostError(f"all {len(self._members)} replicas are lost ({reasons})")
+            error = ReplicaLostError(f"all {len(self._members)} replicas are lost ({reasons})")
+            for note in self._notes:
+                error.add_note(note)
+            raise error
 
-    def lose(self, member: Member, *, reason: str) -> None:
-        """Take a replica out for good and end every call on it. The first reason stands."""
+    def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
+        """Take a replica out for good and end every call on it. The first reason stands.
+
+        Args:
+            notes: of the error that is the reason, as the end of a log.
+        """
         if member.name in self._lost:
             return
         self._lost[member.name] = reason
+        self._notes += notes
         self._live = tuple(other for other in self._live if other is not member)
         now = asyncio.get_running_loop().time()
         for call in member.calls:
@@ -165,7 +175,8 @@ class ReplicaFleet:
             self._awaited += 1
             self._to_restart.put_nowait(member)
         if self._on_lost is not None:
-            self._on_lost(f"replica {member.name} is lost, {len(self._live)} left: {reason}")
+            text = f"replica {member.name} is lost, {len(self._live)} left: {reason}"
+            self._on_lost("\n".join([text, *notes]))
 
     @asynccontextmanager
     async def calling(
@@ -194,7 +205,7 @@ class ReplicaFleet:
             self.lose(member, reason=f"{member.name} {late} within {timeout_s} s")  # unless it was lost before
             self._require_live(member)
         except ReplicaLostError as error:
-            self.lose(member, reason=str(error))
+            self.lose(member, reason=str(error), notes=notes_of(error))
             raise
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agent_loop.engine import EngineError
+from async_rl.logs import with_notes
 from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from async_rl.weights.publisher import Publisher
 
@@ -118,7 +119,7 @@ class Supervisor:
                 member.replica = await self._start(member.replica, slot=member.slot, name=name)
                 await self._publisher.bring_up(member.replica, slot=member.slot)
             except EngineError as error:
-                self._note(f"replica {name} did not start in place of {lost}: {error}")
+                self._note(f"replica {name} did not start in place of {lost}: {with_notes(error)}")
             else:
                 self._note(f"replica {name} serves in place of {lost}")
                 return

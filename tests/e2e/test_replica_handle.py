@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,10 @@ class ClosableEngine(FakeEngine):
 class FakeHost(ReplicaHost):
     """A replica whose engine is a fake."""
 
-    async def start(self, *, token_s: float) -> None:  # type: ignore[override]
+    async def start(self, *, token_s: float, line: str = "") -> None:  # type: ignore[override]
+        engine = await asyncio.create_subprocess_exec("echo", line)
+        await engine.wait()
+
         def fail(request: GenerateRequest) -> Exception | None:
             return AnswerError("fake-0: request bad.: nonsense") if request.request_id == "bad." else None
 
@@ -52,10 +57,12 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-async def fake_replica(*, token_s: float = 0.0, generate_timeout_s: float = 60.0) -> tuple[ReplicaHandle, Any]:
-    actor = ray.remote(concurrency_groups=REPLICA_GROUPS)(FakeHost).options(num_cpus=1).remote()
-    await actor.start.options(concurrency_group="generate").remote(token_s=token_s)
-    handle = ReplicaHandle(actor, name="fake-0", generate_timeout_s=generate_timeout_s, control_timeout_s=20.0)
+async def fake_replica(
+    *, token_s: float = 0.0, generate_timeout_s: float = 60.0, log: Path | None = None, line: str = ""
+) -> tuple[ReplicaHandle, Any]:
+    actor = ray.remote(concurrency_groups=REPLICA_GROUPS)(FakeHost).options(num_cpus=1).remote(log=log)
+    await actor.start.options(concurrency_group="generate").remote(token_s=token_s, line=line)
+    handle = ReplicaHandle(actor, name="fake-0", generate_timeout_s=generate_timeout_s, control_timeout_s=20.0, log=log)
     return handle, actor
 
 
@@ -137,3 +144,26 @@ async def test_a_dead_process_fails_every_caller_and_every_control_call(cluster:
         await replica.pause()
     with pytest.raises(ReplicaLostError, match="fake-0"):
         await replica.generate(request("later"))
+
+
+async def test_a_killed_replica_shows_the_end_of_its_log(cluster: None, tmp_path: Path):
+    log = tmp_path / "fake-0.log"
+    replica, _ = await fake_replica(token_s=0.05, log=log, line="out of memory")
+    tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(3)]
+    os.kill(await replica.pid(), signal.SIGKILL)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, ReplicaLostError)
+        (note,) = outcome.__notes__
+        assert note.splitlines()[0] == f"the end of {log}:" and "    out of memory" in note.splitlines()
+        assert "\n" not in str(outcome)
+
+
+async def test_a_replica_whose_log_cannot_be_opened_works_and_says_so(cluster: None, tmp_path: Path):
+    log = tmp_path / "no such folder" / "fake-0.log"
+    replica, actor = await fake_replica(log=log)
+    assert len((await replica.generate(request("one")))[-1]) > 0
+    actor.die.remote()
+    with pytest.raises(ReplicaLostError) as raised:
+        await replica.generate(request("two", tokens=100_000))
+    assert str(log) in raised.value.__notes__[0] and "no log" in raised.value.__notes__[0]

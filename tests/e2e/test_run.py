@@ -6,11 +6,20 @@ import shlex
 import signal
 import time
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from agent_loop.engine import GenerateRequest
+from async_rl.engines.checkpoint_weights import digest_checkpoint
+from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
+from async_rl.export import main
+from tests.conformance.reference import logprob_gap, reference
 from tests.e2e.runs import finish, lines, spawn, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
+MARGIN = 8  # two float32 implementations differ by less than this times the error of transformers' own
 SHORT = ("staleness.max_staleness=1",)
 
 
@@ -27,6 +36,7 @@ def short_run(tmp_path_factory, warm_starts):
     process = start(directory, warm_starts, *SHORT, "total_train_steps=4")
     output = finish(process)
     assert process.returncode == 0, output
+    (directory / "console.txt").write_text(output)
     return directory
 
 
@@ -46,6 +56,69 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run):
     assert total["error"] == 0 and total["trained"] == 16
     for name in ("config.yaml", "trace.json", "report.html", "tensorboard", "checkpoints/step-000004/run.json"):
         assert (short_run / name).exists(), name
+
+
+def test_logs_hold_the_output_of_every_process(short_run):
+    processes = json.loads((short_run / "processes.json").read_text())
+    assert set(processes) == {"trainer-0", "replica-0", "queue"}
+    assert {path.name for path in (short_run / "logs").iterdir()} == {
+        "driver.log",
+        *(f"{name}.log" for name in processes),
+    }
+    for name, pid in processes.items():
+        assert f"process {pid} started" in (short_run / "logs" / f"{name}.log").read_text()
+    assert "(EngineCore pid=" in (short_run / "logs" / "replica-0.log").read_text()
+    log = (short_run / "logs" / "driver.log").read_text().splitlines()
+    assert len([line for line in log if line.startswith("step ")]) == 4
+    assert set(log) <= set((short_run / "console.txt").read_text().splitlines())
+    assert log[-1].startswith("done: ") and str(short_run / "final") in log[-1]
+
+
+def last_published(directory):
+    """Version and digest of the last version that the replicas loaded."""
+    events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    last = [event for event in events if event["cat"] == "publish"][-1]
+    return last["name"], last["args"]["digest"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of megatron
+def test_final_and_export_hold_the_tensors_of_the_last_version(short_run, tmp_path, capsys):
+    assert last_published(short_run) == ("version 4", digest_checkpoint(short_run / "final"))
+    assert main([str(short_run), "--step", "4", "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    for path in (short_run / "final").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert json.loads((short_run / "final" / "config.json").read_text())["dtype"] == "float32"
+
+
+async def test_final_is_loaded_by_transformers_and_by_vllm_alike(short_run, monkeypatch):
+    final = short_run / "final"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    messages = [{"role": "user", "content": "12 + 30 = ?"}]
+    tokens = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"], np.int32)
+    assert GenerationConfig.from_pretrained(final).eos_token_id == tokenizer.eos_token_id
+    config = VllmConfig(device="cpu", max_model_len=256, max_num_seqs=2, kv_cache_bytes=8 << 20)
+    for name, value in engine_environment(config).items():
+        monkeypatch.setenv(name, value)
+    replica = await VllmReplica.start(config, name="final", checkpoint=final)
+    try:
+        assert replica.weights.digest == last_published(short_run)[1]
+        (segment,) = await replica.generate(GenerateRequest(request_id="one", token_ids=tokens, max_new_tokens=32))
+    finally:
+        await replica.close()
+    both = np.concatenate([tokens, segment.token_ids])
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # grouped ones have no float64
+    exact, rounded = (
+        reference(
+            AutoModelForCausalLM.from_pretrained(final, dtype=dtype, **eager),
+            both,
+            forced=segment.routed_experts.experts,
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    error = np.abs(rounded.logprobs - exact.logprobs).max()
+    assert 0 < error < 1e-3
+    assert logprob_gap(exact, both, segment.logprobs, start=len(tokens)) <= MARGIN * error
 
 
 def test_a_run_keeps_to_the_schedule_of_another_one(tmp_path, warm_starts, short_run):
@@ -98,6 +171,9 @@ def test_killing_a_process_that_is_not_restarted_ends_the_run_with_the_cause(tmp
         output
     )
     assert time.monotonic() - begun < 90
+    assert f"the end of {tmp_path}/logs/trainer-0.log:" in output.splitlines()
+    log = (tmp_path / "logs" / "driver.log").read_text()
+    assert log.splitlines()[-1] == output.splitlines()[-1]
 
 
 def test_a_run_outlives_one_of_its_replicas(tmp_path, warm_starts):
@@ -116,6 +192,7 @@ def test_a_run_outlives_one_of_its_replicas(tmp_path, warm_starts):
     output = finish(process)
     assert process.returncode == 0, output
     assert "replica replica-1 is lost, 1 left" in output
+    assert f"the end of {tmp_path}/logs/replica-1.log:" in output.splitlines()
     steps = lines(tmp_path, "metrics.jsonl")
     assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6]
     for s in steps:

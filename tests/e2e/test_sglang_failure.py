@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import ray
 
 from agent_loop.engine import EngineError, GenerateRequest
+from async_rl.actors import ClusterConfig, start_ray
 from async_rl.engines.sglang import SglangReplica
+from async_rl.handles import ReplicaHandle
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.conformance.sglang_support import config, mixtral, require_sglang
@@ -76,14 +79,22 @@ def test_nothing_of_the_server_outlives_its_owner(dense_checkpoint: Path):
     assert not Path(folder).exists()
 
 
-async def test_a_server_that_does_not_start_shows_the_end_of_its_log(dense_checkpoint: Path):
-    with pytest.raises(EngineError, match=r"replica-0: the server ended with exit code(.|\n)*no_such_policy"):
-        await SglangReplica.start(
-            config(extra_args={"schedule_policy": "no_such_policy"}),
-            name="replica-0",
-            checkpoint=dense_checkpoint,
-            capture_routing=False,
-        )
+async def test_a_server_that_does_not_start_shows_the_end_of_its_log(dense_checkpoint: Path, tmp_path: Path):
+    start_ray(ClusterConfig(num_cpus=4, object_store_bytes=128 << 20))
+    try:
+        with pytest.raises(EngineError, match=r"replica-0: the server ended with exit code") as raised:
+            await ReplicaHandle.start(
+                config(extra_args={"schedule_policy": "no_such_policy"}),
+                name="replica-0",
+                checkpoint=dense_checkpoint,
+                capture_routing=False,
+                options={"num_cpus": 1},
+                log=tmp_path / "replica-0.log",
+            )
+    finally:
+        ray.shutdown()
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"the end of {tmp_path}/replica-0.log:") and "no_such_policy" in note
 
 
 async def test_a_start_that_takes_too_long_is_ended(dense_checkpoint: Path):
@@ -95,7 +106,9 @@ async def test_a_start_that_takes_too_long_is_ended(dense_checkpoint: Path):
     assert set(descendants(os.getpid())) <= before, "what was started is gone"
 
 
-async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(tmp_path: Path):
+async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -107,8 +120,9 @@ async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(tmp_
     expert = r"model.layers.1.block_sparse_moe.experts.3.w2.weight"
     tensors["model.layers.1.experts.fused"] = torch.clone(tensors.pop(expert))
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(EngineError, match=r"no tensor that fills 1 parameters of the model \(model.layers.1"):
+    with pytest.raises(EngineError, match="replica-0: the server ended with exit code"):
         await SglangReplica.start(CONFIG, name="replica-0", checkpoint=tmp_path)
+    assert "no tensor that fills 1 parameters of the model (model.layers.1" in capfd.readouterr().err
 
 
 async def scenario(checkpoint: Path, victim: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from agent_loop.engine import ReplicaLostError
+from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.actors import ClusterConfig, Placement, PlacementError, start_ray
 from async_rl.engines.vllm import VllmConfig, engine_environment
 from async_rl.handles import ReplicaHandle
@@ -52,6 +52,7 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
             capture_routing=True,
             options={"num_cpus": 1},
             variables={"NCCL_DEBUG": "WARN"},
+            log=tmp_path / "replica-0.log",
         )
     tokens = prompt(30)
     tasks = [asyncio.create_task(generate(replica, request(f"r{i}", tokens, max_new_tokens=400))) for i in range(24)]
@@ -74,15 +75,20 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
     actor = psutil.Process(await replica.pid())
     processes = [actor, *actor.children(recursive=True)]
     assert len(processes) >= 2, "the engine has a process of its own"
-    expected_variables = {"NCCL_DEBUG": "WARN", **engine_environment(dataclasses.replace(CONFIG, device="cpu"))}
+    expected_variables = {"NCCL_DEBUG": "WARN", **engine_environment(replace(CONFIG, device="cpu"))}
     for process in processes[1:]:
         assert expected_variables.items() <= process.environ().items()
         assert "VLLM_USE_V2_MODEL_RUNNER" not in process.environ()
     lost = asyncio.create_task(generate(replica, request("lost", tokens, max_new_tokens=400)))
     await replica.stats()
+    engine = next(process for process in processes if "EngineCore" in process.name())
+    engine.kill()
+    with pytest.raises(ReplicaLostError, match=r"replica-0: engine process \d+ died") as raised:
+        await lost
+    assert f"the end of {tmp_path}/replica-0.log:" in raised.value.__notes__[0]
     actor.kill()
     with pytest.raises(ReplicaLostError, match="replica-0: process died during"):
-        await lost
+        await replica.stats()
     assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=30))[1] == []
 
 
@@ -98,7 +104,7 @@ async def test_a_tensor_parallel_replica_serves_inside_the_placement_group_of_a_
     placement = Placement(ClusterConfig(), ranks=0, replicas=1, gpus_per_replica=0)
     await placement.ready()
     replica = await ReplicaHandle.start(
-        dataclasses.replace(CONFIG, tensor_parallel=2),
+        replace(CONFIG, tensor_parallel=2),
         name="replica-0",
         checkpoint=save_checkpoint(qwen3_moe_config(), tmp_path / "model", seed=0),
         capture_routing=True,
@@ -114,3 +120,20 @@ async def test_a_tensor_parallel_replica_serves_inside_the_placement_group_of_a_
         assert routing_mismatches(expected, segment.routed_experts.experts, start=0) == 0
     finally:
         await replica.close(timeout_s=20)
+
+
+async def test_an_engine_that_does_not_start_shows_the_root_cause_in_its_log(cluster: None, tmp_path: Path):
+    from tests.tiny_models import qwen3_dense_config, save_checkpoint
+
+    with pytest.raises(EngineError, match="replica-0: start failed") as raised:
+        await ReplicaHandle.start(
+            replace(CONFIG, kv_cache_bytes=1000),
+            name="replica-0",
+            checkpoint=save_checkpoint(qwen3_dense_config(), tmp_path / "model", seed=0),
+            capture_routing=False,
+            options={"num_cpus": 1},
+            log=tmp_path / "replica-0.log",
+        )
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"the end of {tmp_path}/replica-0.log:")
+    assert "No available memory for the cache blocks" in note

@@ -138,7 +138,7 @@ def a_lost_queue_that_only_the_rollouts_notice(patch):
             return next(filter(None, map(lost_part, error.exceptions)), None)
         while error is not None and not isinstance(error, TrainerLostError | QueueUnavailable):
             error = error.__cause__
-        return error and str(error)
+        return error
 
     patch.setattr(lives, "_lost_part", lost_part)
 

@@ -27,10 +27,10 @@ from tests.unit.journal_model import opened
 def test_a_lost_queue_that_only_the_rollouts_noticed_is_a_lost_part():
     stage = RuntimeError("stage rollout failed")
     stage.__cause__ = ExceptionGroup("rollouts", [QueueUnavailable("the queue is dead")])
-    assert _lost_part(ExceptionGroup("stages", [stage])) == "the queue is dead"
+    assert str(_lost_part(ExceptionGroup("stages", [stage]))) == "the queue is dead"
     stage.__cause__ = ExceptionGroup("rollouts", [ValueError("something else")])
     assert _lost_part(ExceptionGroup("stages", [stage])) is None
-    assert _lost_part(TrainerLostError("rank 0 is dead")) == "rank 0 is dead"
+    assert str(_lost_part(TrainerLostError("rank 0 is dead"))) == "rank 0 is dead"
 
 
 async def test_a_rollout_that_cannot_be_written_down_is_no_failed_rollout():

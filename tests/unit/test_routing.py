@@ -113,6 +113,20 @@ async def test_a_request_whose_replica_dies_goes_to_another_one_as_it_was_asked(
     assert notes == ["replica fake-0 is lost, 1 left: replica fake-0 is dead: out of memory"]
 
 
+async def test_a_lost_replica_is_reported_with_the_end_of_its_log():
+    (replica,), notes = fakes(1), []
+    fleet = ReplicaFleet([replica], on_lost=notes.append)
+    with pytest.raises(ReplicaLostError):
+        async with fleet.calling(fleet.live[0]):
+            error = ReplicaLostError("fake-0 died")
+            error.add_note("the end of fake-0.log:")
+            raise error
+    assert notes == ["replica fake-0 is lost, 0 left: fake-0 died\nthe end of fake-0.log:"]
+    with pytest.raises(ReplicaLostError, match="all 1 replicas are lost") as raised:
+        fleet.require_any()
+    assert raised.value.__notes__ == ["the end of fake-0.log:"]
+
+
 @settings(deadline=None, max_examples=40)
 @given(cut=st.integers(0, 20), death=st.integers(0, 12), version=st.integers(0, 2))
 def test_what_was_returned_before_a_death_is_kept_and_the_rest_comes_from_another_replica(cut, death, version):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from async_rl.config import CONFIGS, RECIPES, load_config, recipe_overrides
-from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, main, resume_command
+from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, log_ends, main, resume_command
 from message_queue.journal import Journal, JournalConfig, JournalStart
 
 
@@ -136,6 +136,20 @@ def test_a_cause_is_one_line_from_stage_to_root():
 def test_every_leaf_has_its_line():
     error = ExceptionGroup("all", [ValueError("a"), ExceptionGroup("inner", [KeyError("b"), ValueError("c")])])
     assert list(causes(error)) == ["a", "'b'", "c"]
+
+
+def test_log_ends_are_found_in_groups_and_causes_each_once():
+    lost = OSError("replica-0 died")
+    lost.add_note("the end of replica-0.log:\n    out of memory")
+    noted = ValueError("rank 0 failed")
+    noted.add_note("the end of trainer-0.log:")
+    error = ExceptionGroup("all", [_chained(RuntimeError("stage publish failed"), lost), lost, noted])
+    assert log_ends(error) == ["the end of replica-0.log:\n    out of memory", "the end of trainer-0.log:"]
+    assert list(causes(error)) == [
+        "stage publish failed: OSError: replica-0 died",
+        "replica-0 died",
+        "rank 0 failed",
+    ]
 
 
 def _chained(error, cause):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from async_rl import handles
 from async_rl.batch.micro_batch import Coordinates
@@ -97,6 +98,28 @@ async def test_each_data_parallel_rank_is_sent_its_own_examples(puts):
     shares = [sent_to(rank) for rank in ranks]
     assert sum(len(share.per_sequence) for share in shares) == len(batch)
     assert all(len(share.per_sequence) < len(batch) and share.rows is None for share in shares)
+
+
+async def test_a_rank_that_raises_shows_the_end_of_its_log(puts, tmp_path):
+    (tmp_path / "trainer-1.log").write_text("FloatingPointError: the gradient is not finite\n")
+
+    class FailingRank(FakeRank):
+        def remote(self, method, *args):
+            raise_in_ray = asyncio.get_running_loop().create_future()
+            raise_in_ray.set_exception(RayTaskError("call", "its traceback", FloatingPointError("not finite")))
+            return raise_in_ray
+
+    ranks = [FakeRank(0), FailingRank(1)]
+    config = replace(TRAINER, ranks=2)
+    planner = Planner(config=config, loss=LossConfig(), routing=ROUTING, places=[RankPlace(), RankPlace(data_rank=1)])
+    handle = handles.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=tmp_path)
+    with pytest.raises(handles.TrainerError, match="trainer rank 1: save failed: not finite") as raised:
+        await handle.save(tmp_path)
+    (note,) = raised.value.__notes__
+    assert note.splitlines() == [
+        f"the end of {tmp_path / 'trainer-1.log'}:",
+        "    FloatingPointError: the gradient is not finite",
+    ]
 
 
 async def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(puts):

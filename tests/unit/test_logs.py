@@ -1,0 +1,88 @@
+"""Logs of processes: where output goes, that a kill loses none of it, and how its end is shown."""
+
+import contextlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from async_rl.config import load_config
+from async_rl.logs import TAIL_LINES, log_end, notes_of, with_notes
+from async_rl.workers import Workers
+
+SCRIPT = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from async_rl.logs import log_failure, open_log
+print("before")
+open_log(Path(sys.argv[1]))
+print("printed")
+print("wrong", file=sys.stderr)
+subprocess.run([sys.executable, "-c", "import os; print('of a child'); os._exit(0)"])
+"""
+
+
+def run(script, log):
+    return subprocess.run([sys.executable, "-c", script, str(log)], capture_output=True, text=True, check=False)
+
+
+def test_open_log_appends_the_output_of_a_process_and_its_children(tmp_path):
+    log = tmp_path / "one.log"
+    log.write_text("of a run before\n")
+    done = run(SCRIPT, log)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "before\n", "")
+    first, header, *rest = log.read_text().splitlines()
+    assert first == "of a run before" and header.startswith("--- process ")
+    assert rest == ["printed", "wrong", "of a child"]
+
+
+def test_open_log_loses_nothing_in_a_kill(tmp_path):
+    run(f"{SCRIPT}\nos.kill(os.getpid(), signal.SIGKILL)", tmp_path / "one.log")
+    assert (tmp_path / "one.log").read_text().splitlines()[1:] == ["printed", "wrong", "of a child"]
+
+
+def test_open_log_that_cannot_open_says_so_and_changes_nothing(tmp_path):
+    log = tmp_path / "missing" / "one.log"
+    done = run(SCRIPT, log)
+    assert done.stdout.splitlines() == ["before", "printed", "of a child"]
+    assert str(log) in done.stderr.splitlines()[0] and done.stderr.splitlines()[1:] == ["wrong"]
+
+
+def test_log_failure_writes_the_traceback_and_raises(tmp_path):
+    run(f"{SCRIPT}\nwith log_failure():\n    raise ValueError('no such expert')", tmp_path / "one.log")
+    assert "ValueError: no such expert" in (tmp_path / "one.log").read_text()
+
+
+def test_log_end_has_the_path_and_the_last_lines(tmp_path):
+    log = tmp_path / "one.log"
+    log.write_bytes(b"\xff" * 100_000 + b"\n" + b"".join(b"line %d\n" % i for i in range(100)))
+    path, *lines = log_end(log).splitlines()
+    assert path == f"the end of {log}:"
+    assert lines == [f"    line {i}" for i in range(100 - TAIL_LINES, 100)]
+
+
+@pytest.mark.parametrize("name", ["missing.log", "."])
+def test_log_end_of_a_file_that_cannot_be_read_names_it(tmp_path, name):
+    assert str(tmp_path / name) in log_end(tmp_path / name)
+
+
+def test_with_notes_puts_notes_below_the_text():
+    error = ValueError("it died")
+    assert (with_notes(error), notes_of(error)) == ("it died", ())
+    error.add_note("the end of x:\n    y")
+    assert with_notes(error) == "it died\nthe end of x:\n    y"
+
+
+def test_workers_say_which_process_has_no_log(tmp_path):
+    notes = []
+    config, task, placement = load_config([]), None, None
+    stack = contextlib.AsyncExitStack()
+    workers = Workers(
+        config, task=task, placement=placement, stack=stack, processes=tmp_path / "processes.json", logs=tmp_path
+    )
+    workers._console = SimpleNamespace(note=notes.append)
+    (tmp_path / "queue.log").touch()
+    workers._name({"queue": 1, "replica-0": 2})
+    (note,) = notes
+    assert "replica-0" in note and str(tmp_path / "replica-0.log") in note
