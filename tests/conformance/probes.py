@@ -14,6 +14,7 @@ from async_rl.engines import vllm_decode
 from async_rl.engines.sglang import SglangReplica
 from async_rl.engines.vllm import VllmReplica
 from message_queue.tokens import Int32Array, RoutingSpec, TokenOutput
+from tests import numerics
 from tests.conformance.reference import Reference, reference_of_parts
 from tests.conformance.sglang_support import loads
 from tests.fakes import FakeEngine, fake_logprob, fake_row
@@ -52,7 +53,14 @@ class FakeTruth:
             given = np.asarray(forced)[: len(ids)].astype(np.int64)
             experts[: len(given)] = np.where(given < 0, experts[: len(given)], given)
         margins = np.full(experts.shape[:2], np.inf)
-        return Reference(logprobs=logprobs, experts=np.sort(experts, -1), margins=margins)
+        bound = numerics.EPSILON * np.nanmax(np.abs(logprobs), initial=0.0)  # it writes logprobs in float32
+        return Reference(
+            logprobs=logprobs,
+            experts=np.sort(experts, -1),
+            margins=margins,
+            logprob_bound=bound,
+            score_errors=np.zeros(margins.shape),
+        )
 
 
 class CountingScript:

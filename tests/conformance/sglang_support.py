@@ -18,7 +18,7 @@ from async_rl.engines.sglang import SglangConfig, SglangReplica
 from async_rl.engines.sglang_server import interpreter
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput
-from tests.conformance.reference import assert_logprobs_agree, reference, routing_mismatches
+from tests.conformance.reference import logprob_gap, reference, routing_mismatches
 from tests.tiny_models import COMMON, qwen3_moe_config, save_checkpoint, spread_model
 
 VOCAB = 117
@@ -169,5 +169,5 @@ def assert_agrees(model: Any, before: Any, segment: TokenOutput, *, forced: Any 
     assert segment.routed_experts is not None
     rows = segment.routed_experts
     assert rows.end_position == len(tokens) - 1
-    assert_logprobs_agree(model, expected, tokens, segment.logprobs, start=len(before))
+    assert logprob_gap(expected, tokens, segment.logprobs, start=len(before)) <= 1
     assert routing_mismatches(expected, rows.experts, start=rows.first_position) == 0

@@ -21,7 +21,7 @@ from tests.conformance.checks import (
     with_boundary_moved,
 )
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
-from tests.conformance.reference import LOGPROB_TOLERANCE, routing_mismatches
+from tests.conformance.reference import routing_mismatches
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -82,8 +82,8 @@ async def test_keep_goes_on_in_the_engine_and_is_split_at_the_token(tested: Engi
         assert_whole(tested, rollout)
         for by in (-1, 1):
             moved = with_boundary_moved(exchange, by=by)
-            assert gap_of(tested, moved, strict=True) > LOGPROB_TOLERANCE, "exact at the token"
-    exact = [gap_of(tested, exchange, strict=True) <= LOGPROB_TOLERANCE for exchange in tested.exchanges]
+            assert gap_of(tested, moved, strict=True) > 1, "exact at the token"
+    exact = [gap_of(tested, exchange, strict=True) <= 1 for exchange in tested.exchanges]
     assert sum(exact) >= 2, "with a numerical tie in most requests this shows nothing"
 
 
@@ -96,7 +96,7 @@ async def test_kept_and_recomputed_kv_can_be_told_apart(tested: EngineUnderTest)
     assert_true(tested, tested.exchanges)
     tested.kept[1] = "recompute"
     for exchange in tested.exchanges:
-        assert gap_of(tested, exchange, strict=True) > 100 * LOGPROB_TOLERANCE
+        assert gap_of(tested, exchange, strict=True) > 10
 
 
 async def test_drain_lets_everything_end_under_the_old_weights(tested: EngineUnderTest):

@@ -9,7 +9,7 @@ from agent_loop.engine import SamplingConfig
 from async_rl.engines.vllm import VllmReplica
 from message_queue.tokens import StopReason
 from tests.conformance.conftest import Models, generate, prompt, request
-from tests.conformance.reference import LOGPROB_TOLERANCE, reference
+from tests.conformance.reference import reference
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
@@ -18,10 +18,11 @@ async def test_logprobs_are_of_the_distribution_after_temperature(replica: VllmR
     tokens = prompt(20)
     segment = await generate(replica, request("warm", tokens, sampling=SamplingConfig(temperature=2.0)))
     both = np.concatenate([tokens, segment.token_ids])
-    scaled = reference(models.reference_first, both).logprobs / 2.0
+    expected = reference(models.reference_first, both)
+    scaled = expected.logprobs / 2.0
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
     at = np.arange(20, 44)
-    assert np.abs(scaled[at - 1, both[at]] - segment.logprobs).max() <= LOGPROB_TOLERANCE
+    assert np.abs(scaled[at - 1, both[at]] - segment.logprobs).max() <= expected.logprob_bound
 
 
 async def test_a_stop_token_ends_the_decode_and_is_part_of_it(replica: VllmReplica):

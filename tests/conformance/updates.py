@@ -20,8 +20,8 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, prompt, request
 from tests.conformance.reference import (
-    LOGPROB_TOLERANCE,
     logprob_gap,
+    logprob_gaps,
     reference,
     reference_of_parts,
     routing_mismatches,
@@ -61,7 +61,7 @@ def gap_of(
     old_prefill: int = 0,
     strict: bool = False,
 ) -> float:
-    """Largest |dlogp| of any token against its own version; infinite where a row differs.
+    """Largest |dlogp| of any token against its own version, over its bound; infinite where a row differs.
 
     kvs: how the load before each further segment treated the K/V. old_prefill: positions that weights 0 forwarded
     before an update under the prefill of a request that weights 1 sampled alone. strict: a numerical tie that was
@@ -84,7 +84,7 @@ def gaps_of_segment(
     old_prefill: int = 0,
     strict: bool = False,
 ) -> np.ndarray[Any, Any]:
-    """|dlogp| of every token of segment `at`; infinite where the row that gave the token, or one before it, differs."""
+    """|dlogp| of the tokens of segment `at` over its bound; infinite if the row of a token, or one before, differs."""
     by_version = [models.reference_first, models.reference_second]
     starts = np.cumsum([len(ask.token_ids), *(len(s) for s in segments)]).tolist()
     held = np.concatenate([ask.token_ids, *(s.token_ids for s in segments[: at + 1])])
@@ -95,8 +95,7 @@ def gaps_of_segment(
     parts = [(by_version[s.weights.version], end) for s, end in zip(segments[first : at + 1], ends, strict=True)]
     forced = rows[: starts[first] - 1] if first else None
     expected = reference_of_parts([(by_version[0], old_prefill), *parts], held, forced=forced)
-    positions = np.arange(starts[at], starts[at + 1])
-    gaps = np.abs(expected.logprobs[positions - 1, held[positions]] - segments[at].logprobs)
+    gaps = logprob_gaps(expected, held, segments[at].logprobs, start=starts[at])
     settled = len(rows) if strict else settled_rows(expected, rows, start=0)
     gaps[max(0, settled + 1 - starts[at]) :] = 0.0
     differs = (np.sort(rows[:settled], -1) != expected.experts[:settled]).any((1, 2))
@@ -120,13 +119,13 @@ def whole_gap(models: Models, ask: GenerateRequest, segments: list[TokenOutput])
     last = int(np.argmax(differs)) if differs.any() else len(old) - 1
     for old_prefill in range(last, -1, -1):
         gap = gap_of(models, ask, segments, [], old_prefill=old_prefill)
-        if gap <= LOGPROB_TOLERANCE:
+        if gap <= 1:
             return gap, old_prefill
     return np.inf, 0
 
 
 def gap_after_preemption(models: Models, ask: GenerateRequest, segments: list[TokenOutput], lost: int) -> float:
-    """|dlogp| of the second segment from its token `lost` on, when its K/V was lost there but for some whole blocks.
+    """|dlogp| over its bound of the second segment from its token `lost` on, if some blocks of K/V were left.
 
     The K/V was then computed again by the second weights, and all rows recorded until then were forced.
     """

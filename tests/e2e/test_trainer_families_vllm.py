@@ -13,11 +13,12 @@ from tensordict import TensorDict
 
 from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.train.optimizer import OptimizerConfig
+from async_rl.weights.transport import read_update
 from message_queue.tokens import TokenOutput
 from tests import tiny_models
 from tests.conformance.conftest import generate, prompt, publish, request
-from tests.conformance.reference import LOGPROB_TOLERANCE
-from tests.parallel.support import make_batch, start_trainer
+from tests.conformance.reference import reference
+from tests.parallel.support import assert_near, load_reference, make_batch, start_trainer
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
@@ -47,16 +48,20 @@ def batch_of(tokens: Any, segment: TokenOutput) -> TensorDict:
     )
 
 
-async def assert_agrees(replica: VllmReplica, trainer: Any, *, name: str) -> None:
-    """The trainer gives the engine's tokens the engine's logprobs, over its routing and over its own alike."""
+async def assert_agrees(replica: VllmReplica, trainer: Any, model: Any, *, name: str) -> None:
+    """The trainer gives the engine's tokens the engine's logprobs, over its routing and over its own alike.
+
+    model: the same weights in transformers.
+    """
     tokens = prompt(40)
     segment = await generate(replica, request(name, tokens))
     batch = batch_of(tokens, segment)
     live = batch.clone()
     live["routed_experts"][:] = -1
     sampled = torch.from_numpy(segment.logprobs)
+    bound = 2 * reference(model, np.concatenate([tokens, segment.token_ids])).logprob_bound
     for rows in (batch, live):
-        assert (trainer.logprobs(rows)[batch["loss_mask"]] - sampled).abs().max() <= LOGPROB_TOLERANCE
+        assert_near(trainer.logprobs(rows)[batch["loss_mask"]], sampled, bound=bound)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -70,17 +75,22 @@ async def test_exported_checkpoints_and_updates_of_a_family_agree_with_the_train
     exported = tmp_path / "exported"
     exported.mkdir()
     (exported / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    save_file(dict(export_weights(trainer.model.chunks, shape=trainer.model.shape)), exported / "model.safetensors")
+    save_file(
+        dict(export_weights(trainer.model.chunks, shape=trainer.model.shape)),
+        exported / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
     replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=exported)
     try:
-        await assert_agrees(replica, trainer, name="exported")
+        await assert_agrees(replica, trainer, load_reference(exported), name="exported")
         trainer.train(make_batch(layers=len(trainer.model.replay.layers)))
         update = trainer.export(tmp_path / "updates", version=1)
         assert update is not None
         await publish(replica, update)
-        await assert_agrees(replica, trainer, name="updated")
+        save_file(dict(read_update(update.path)), exported / "model.safetensors", metadata={"format": "pt"})
+        await assert_agrees(replica, trainer, load_reference(exported), name="updated")
     finally:
         await replica.close()
         trainer.close()

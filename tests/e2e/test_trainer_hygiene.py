@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from async_rl.train.optimizer import OptimizerConfig
+from tests import numerics
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
 from tests.tiny_models import qwen2_moe_config, qwen3_moe_config, save_checkpoint
@@ -49,7 +50,8 @@ def test_the_gradient_of_all_weights_together_is_clipped(checkpoint, tmp_path, b
     used = torch.stack([t.double().norm() for t in first]).norm().item() / 0.1
     assert metrics["grad_norm"] > 0.5
     expected = bound if bound == 0.5 else metrics["grad_norm"]
-    assert used == pytest.approx(expected, rel=1e-5)
+    # A norm is a sum of squares in float32, tensor by tensor.
+    assert used == pytest.approx(expected, rel=numerics.rounding(max(t.numel() for t in first)))
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
@@ -67,7 +69,8 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, split):
     assert {1, 2} <= {t.dim() for t in weights.values()}
     for name, tensor in weights.items():
         factor = 1.0 if tensor.dim() == 1 else 0.95
-        assert torch.allclose(after[name], factor * tensor, rtol=1e-6), name
+        # Adam rounds a few times: the factor, the product, and the update of zero.
+        assert torch.allclose(after[name], factor * tensor, rtol=numerics.rounding(4)), name
 
 
 def test_updates_too_small_for_bfloat16_are_kept_in_float32(checkpoint, tmp_path):

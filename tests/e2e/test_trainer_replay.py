@@ -3,13 +3,21 @@
 import pytest
 import torch
 
+from async_rl.train.losses import LossConfig
+from tests import numerics
 from tests.parallel.support import (
     EXPERTS,
     LAYERS,
     TOP_K,
+    assert_equal_metrics,
+    assert_equal_steps,
+    assert_near,
     gradients,
     largest_difference,
+    load_reference,
     make_batch,
+    policy_terms,
+    reference_step,
     save_tiny_moe,
     start_trainer,
 )
@@ -36,6 +44,11 @@ def routers(trainer):
     return {layer: trainer.model.chunks[0].decoder.layers[layer].mlp.router for layer in LAYERS}
 
 
+def reference_of(checkpoint, *, routed=True):
+    """The update of the default batch by transformers."""
+    return reference_step(load_reference(checkpoint), make_batch(), policy_terms(LossConfig()), routed=routed)
+
+
 def router_inputs(trainer, batch):
     """Metrics of an update, and what the router of each layer was given, float32 [t, hidden]."""
     seen, hooks = {}, []
@@ -55,11 +68,15 @@ def test_gate_mass_and_overlap_of_each_layer_are_those_of_its_live_router(traine
     batch = make_batch((19,))
     metrics, inputs = router_inputs(trainer, batch)
     for i, layer in enumerate(LAYERS):
-        scores = (inputs[layer] @ routers(trainer)[layer].weight.detach().T).softmax(-1)[:-1]
+        weight = routers(trainer)[layer].weight.detach().double()
+        scores = (inputs[layer].double() @ weight.T).softmax(-1)[:-1]
         rows = batch["routed_experts"][0, :-1, i].long()  # the last has none
         live = scores.topk(TOP_K).indices
         overlap = (rows.unsqueeze(2) == live.unsqueeze(1)).any(2).double().mean()
-        assert metrics[f"routing/gate_mass_layer{layer}"] == pytest.approx(scores.gather(1, rows).sum(1).mean().item())
+        # A softmax is less steep than 1 in the logits, each of them a float32 dot product.
+        bound = numerics.rounding(weight.shape[1]) * (inputs[layer].double().abs() @ weight.abs().T).max().item()
+        mass = scores.gather(1, rows).sum(1).mean().item()
+        numerics.assert_within(abs(metrics[f"routing/gate_mass_layer{layer}"] - mass), bound)
         assert metrics[f"routing/overlap_layer{layer}"] == pytest.approx(overlap.item())
         assert metrics[f"routing/fallback_fraction_layer{layer}"] == pytest.approx(1 / 19)
     by_layer = [metrics[f"routing/gate_mass_layer{layer}"] for layer in LAYERS]
@@ -70,9 +87,7 @@ def test_gate_mass_and_overlap_of_each_layer_are_those_of_its_live_router(traine
 def test_metrics_are_the_same_where_layers_are_computed_twice(trainer, checkpoint):
     expected = trainer.train(make_batch())
     again = start_trainer(checkpoint, recompute="full", **WHOLE).train(make_batch())
-    assert {k: v for k, v in again.items() if k.startswith("routing/")} == pytest.approx(
-        {k: v for k, v in expected.items() if k.startswith("routing/")}
-    )
+    assert_equal_metrics(again, expected, reference_of(checkpoint))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -80,8 +95,9 @@ def test_a_threshold_of_one_trains_as_the_live_router_does(trainer, checkpoint, 
     live = start_trainer(checkpoint, router_replay="none", **WHOLE)
     strict = start_trainer(checkpoint, replay_threshold=1.0, recompute=recompute, **WHOLE)
     expected, got = live.train(make_batch()), strict.train(make_batch())
-    assert got["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-    assert largest_difference(gradients(strict), gradients(live)) <= 1e-5
+    reference = reference_of(checkpoint, routed=False)
+    assert_equal_steps(expected["loss"], gradients(live), reference)
+    assert_equal_steps(got["loss"], gradients(strict), reference)
     # Random rows and the live choice have an expert in common now and then.
     assert got["routing/refused_fraction"] == pytest.approx(1 - got["routing/overlap"])
     assert 0 < got["routing/overlap"] < 1
@@ -92,7 +108,7 @@ def test_a_threshold_between_refuses_some(trainer, checkpoint):
     metrics = some.train(make_batch())
     trainer.train(make_batch())
     assert 0 < metrics["routing/refused_fraction"] < 1 - metrics["routing/overlap"]
-    assert largest_difference(gradients(some), gradients(trainer)) > 1e-2
+    assert largest_difference(gradients(some), gradients(trainer)) > 100 * reference_of(checkpoint).gradient_bound
 
 
 def test_the_balance_loss_under_replay_is_of_the_routers_own_choice(trainer, checkpoint):
@@ -108,4 +124,7 @@ def test_the_balance_loss_under_replay_is_of_the_routers_own_choice(trainer, che
     (expected,) = torch.autograd.grad(coefficient * loss, weight)
     name = f"model.layers.{layer}.mlp.gate.weight"
     got = gradients(balanced)[name] - gradients(trainer)[name]
-    assert (got - expected).norm() <= 1e-4 * expected.norm()
+    # Both gradients are off by what the reference allows, relative to the largest entry of the one without the loss.
+    bound = 2 * reference_of(checkpoint).gradient_bound * gradients(trainer)[name].abs().max().item()
+    assert_near(got, expected, bound=bound)
+    assert expected.abs().max() > 100 * bound

@@ -16,13 +16,10 @@ from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import RoutedExperts
 from tests.conformance.conftest import VOCAB, generate, prompt, publish, request, until_sampled
 from tests.conformance.reference import (
-    LOGPROB_TOLERANCE,
-    assert_logprobs_agree,
     logprob_gap,
     reference,
     reference_of_parts,
     routing_mismatches,
-    tolerance_of,
 )
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
@@ -34,7 +31,7 @@ CONFIG = VllmConfig(
 
 def assert_agrees(model: Any, tokens: Any, logprobs: Any, rows: Any, *, start: int, forced: Any = None) -> None:
     expected = reference(model, tokens, forced=forced)
-    assert_logprobs_agree(model, expected, tokens, logprobs, start=start)
+    assert logprob_gap(expected, tokens, logprobs, start=start) <= 1
     assert routing_mismatches(expected, rows, start=0) == 0
 
 
@@ -82,7 +79,7 @@ async def assert_forced(replica: VllmReplica, model: Any, tokens: Any, forced: R
     assert (rows[: len(forced.experts)] == forced.experts).all()
     both = np.concatenate([tokens, segment.token_ids])
     assert_agrees(model, both, segment.logprobs, rows, start=len(tokens), forced=forced.experts)
-    assert logprob_gap(reference(model, both), both, segment.logprobs, start=len(tokens)) > tolerance_of(model)
+    assert logprob_gap(reference(model, both), both, segment.logprobs, start=len(tokens)) > 10
 
 
 def family_config(family: str) -> Any:
@@ -166,10 +163,10 @@ async def test_a_dense_model_is_updated_in_flight(
         first, second = await running
         so_far = np.concatenate([prompt(40), first.token_ids])
         whole = np.concatenate([so_far, second.token_ids])
-        assert logprob_gap(reference(old, so_far), so_far, first.logprobs, start=40) <= LOGPROB_TOLERANCE
+        assert logprob_gap(reference(old, so_far), so_far, first.logprobs, start=40) <= 1
         kept = len(so_far) - 1 if kv == "keep" else 0
         expected = reference_of_parts([(old, kept), (new, len(whole))], whole)
-        assert logprob_gap(expected, whole, second.logprobs, start=len(so_far)) <= LOGPROB_TOLERANCE
+        assert logprob_gap(expected, whole, second.logprobs, start=len(so_far)) <= 1
     finally:
         await replica.close()
 

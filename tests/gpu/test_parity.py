@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel.parity import run_cells
+from tests.parallel.parity import TOLERANCE, run_cells
 from tests.parallel.parity_cells import LAYOUTS, Cell
 
 pytestmark = [
@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-FLOAT32_TOLERANCE = 1e-5  # kernels are chosen by shape, and sum in other orders
 BFLOAT16_RATIO = 2.0
 BFLOAT16_ROUNDOFF = 2.0**-8  # the loss is one number, and may be close by luck on one GPU
 CELLS = [
@@ -65,7 +64,7 @@ def test_a_layout_is_within_rounding_of_one_gpu(cell, results):
     found = results[cell.name]
     assert not found.error, found.error
     if cell.dtype == "float32":
-        assert found.largest <= FLOAT32_TOLERANCE, found
+        assert found.largest <= TOLERANCE, found
         return
     assert_as_close_as_one_gpu(found, results[cell.on_one_rank.name])
 

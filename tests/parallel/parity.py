@@ -6,12 +6,11 @@ compared with the same update on one rank, packed, with nothing recomputed.
 """
 
 import contextlib
-import os
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,12 +21,14 @@ from async_rl.model_info import read_model_info
 from async_rl.train.distributed import open_store
 from async_rl.train.losses import LossConfig
 from async_rl.train.planning import Planner
-from tests import tiny_models
+from tests import numerics, tiny_models
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
 from tests.parallel.support import NO_UPDATE, gradients, make_batch
 
-TOLERANCE = 2e-6
+# Forward and backward pass of 4 layers, each of about 12 operations in a row: projections, attention, norms, experts.
+# A broken replay moves gradients by 2e-2 or more.
+TOLERANCE = numerics.rounding(2 * 4 * 12)
 LIMIT_S = 180.0  # of one cell; the first waits for the processes to start
 LOSS = LossConfig(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
 MOVED_BY = 0.04  # standard deviation of what is added to router weights, which have 0.1
@@ -238,7 +239,6 @@ def _rank(rank, ranks, cells, folder, addresses, sending):
     from async_rl.train.distributed import ProcessGroups
 
     warnings.simplefilter("ignore")
-    os.environ["OMP_NUM_THREADS"] = "1"
     groups, layout = None, None
     for cell in cells:
         try:
@@ -246,9 +246,9 @@ def _rank(rank, ranks, cells, folder, addresses, sending):
                 if groups is not None:
                     groups.close()
                 layout = cell.layout
-                config = replace(cell.config(), threads=1)
+                config = cell.config()
                 groups = ProcessGroups(config, rank=rank, world_size=ranks, rendezvous=addresses[layout])
-                torch.set_num_threads(1)
+                torch.set_num_threads(numerics.THREADS)
             result = update(cell, folder / cell.family, rank=rank)
             if rank == 0:
                 sending.send(compare(result, torch.load(folder / cell.reference, weights_only=False)))

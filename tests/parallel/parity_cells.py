@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from async_rl.train.model import ParallelConfig, TrainerConfig
-from tests import tiny_models
+from tests import numerics, tiny_models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +110,7 @@ class Cell:
             layer_spec="transformer_engine" if self.layers == "transformer_engine" else "local",
             micro_batch_tokens=32,  # several micro-batches on every rank, of sequences of different lengths
             timeout_s=60,
+            threads=numerics.THREADS,
         )
 
 

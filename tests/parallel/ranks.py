@@ -1,7 +1,6 @@
 """Runs trainer cases on several ranks, each a process of its own; a process runs all cases one after the other."""
 
 import contextlib
-import os
 import sys
 import traceback
 import warnings
@@ -14,7 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from async_rl.train.distributed import open_store
 from async_rl.train.optimizer import OptimizerConfig
 from tests.parallel.processes import rank_processes
-from tests.parallel.support import gradients, make_batch, make_supervised_batch, start_trainer
+from tests.parallel.support import (
+    assert_equal_gradients,
+    assert_equal_metrics,
+    assert_equal_weights,
+    assert_near,
+    gradients,
+    make_batch,
+    make_supervised_batch,
+    start_trainer,
+)
 
 LIMIT_S = 300.0
 # A large eps keeps an update smooth in its gradient: entries near zero would else differ by their sign.
@@ -39,6 +47,16 @@ def run_case(trainer, batch, *, folder: Path | None = None):
     grads = {} if model.wrapped[0].ddp_config.use_distributed_optimizer else gradients(trainer)
     weights = dict(export_weights(model.chunks, shape=model.shape))
     return {"logprobs": logprobs, "metrics": metrics, "gradients": grads, "weights": weights}
+
+
+def assert_equal_cases(ours, theirs, expected):
+    """Two results of `run_case` by float32 trainers, of which `expected` is the reference of the first update."""
+    assert_near(ours["logprobs"], theirs["logprobs"], bound=2 * expected.logprob_bound)
+    for mine, single in zip(ours["metrics"], theirs["metrics"], strict=True):
+        assert_equal_metrics(mine, single, expected)
+    if ours["gradients"]:  # of the second update, clipped
+        assert_equal_gradients(ours["gradients"], expected, theirs["gradients"])
+    assert_equal_weights(ours["weights"], theirs["weights"], expected, optimizer=ADAM, updates=2)
 
 
 def run_balance_case(trainer, batch):
@@ -140,7 +158,6 @@ def _result(folder: Path, name: str):
 
 def _rank(rank, ranks, checkpoint, cases, addresses, folder):
     warnings.simplefilter("ignore")
-    os.environ["OMP_NUM_THREADS"] = "1"
     for (name, changes), address in zip(cases.items(), addresses, strict=True):
         try:
             changes = dict(changes)

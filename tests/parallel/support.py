@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,15 +11,17 @@ import transformers
 from tensordict import TensorDict
 
 from async_rl.batch.collate import collate_supervised
-from async_rl.train.losses import LossConfig, TokenLogprobs, policy_loss, token_weights
+from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, policy_loss, token_weights
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
+from async_rl.train.ratios import second_moment_bound
+from tests import numerics
 from tests.tiny_models import qwen3_moe_config, save_checkpoint
 
 VOCAB, EXPERTS, TOP_K, LAYERS = 117, 8, 2, (1, 2, 3)
 LENGTHS = (23, 9, 31, 14, 9, 17)
 NO_UPDATE = OptimizerConfig(lr=1e-30, clip_grad=0.0)
-TRAINER = TrainerConfig(micro_batch_tokens=64, timeout_s=60)
+TRAINER = TrainerConfig(micro_batch_tokens=64, timeout_s=60, threads=numerics.THREADS)
 
 
 def save_tiny_moe(directory: Path) -> Path:
@@ -118,19 +121,25 @@ def routers_of(model):
 
 @contextlib.contextmanager
 def forced_routing(model, rows):
-    """Make every router of a transformers model choose `rows` [T, L, K]; rows of -1 are left to it."""
+    """Make every router of a transformers model choose `rows` [T, L, K]; rows of -1 are left to it.
+
+    Yields the experts that were used, int64 [T, K] of each router after it ran.
+    """
+    used = []
 
     def forcing(given):
         def force(router, _inputs, output):
-            logits, _, live = output
+            logits, weights, live = output
             chosen = torch.where(given < 0, live, given)
-            return logits, gate_weights(router, logits, chosen), chosen
+            used.append(chosen)
+            free = (given < 0).any(-1, keepdim=True)
+            return logits, torch.where(free, weights, gate_weights(router, logits, chosen)), chosen
 
         return force
 
     hooks = [r.register_forward_hook(forcing(rows[:, i].long())) for i, r in enumerate(routers_of(model))]
     try:
-        yield
+        yield used
     finally:
         for hook in hooks:
             hook.remove()
@@ -157,40 +166,98 @@ def live_routing(model, token_ids):
     return torch.stack([experts.sort(-1).values for experts in seen], dim=1)
 
 
-def reference_logprobs(model, batch, *, routed=True):
-    """float32 [S, T] logprob of each token given those before it (0 for the first and for padding), and entropy."""
-    logprobs, entropies = [], []
-    longest = batch["token_ids"].shape[1]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """One update of a batch by transformers in float64, and what float32 adds to it."""
+
+    logprobs: torch.Tensor
+    """float64 [S, T]: logprob of each token given those before it; 0 for the first and for padding."""
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    """float64, by Hugging Face name, one tensor per expert."""
+    logprob_bound: float
+    """How far a float32 implementation may be from `logprobs`; so are the other bounds."""
+    loss_bound: float
+    gradient_bound: float
+    """Of `largest_difference`."""
+    distance_bound: float
+    """Of `distance`."""
+
+
+def supervised_terms(batch, current, _entropy):
+    """The terms of the supervised loss of `batch`."""
+    mask = batch["loss_mask"]
+    return -current[mask] / mask.sum()
+
+
+def policy_terms(config: LossConfig):
+    """What gives the terms of a policy loss of a batch, all tokens at once."""
+
+    def terms(batch, logprobs, entropy):
+        mask = batch["loss_mask"]
+        current, behaviour, of = logprobs[mask], batch["behaviour_logprobs"][mask], mask.nonzero()[:, 0]
+        token_loss, _ = policy_loss(
+            TokenLogprobs(current=current, behaviour=behaviour, proximal=current.detach()),
+            advantages=batch["advantages"][of],
+            entropy=entropy[mask],
+            config=config,
+            trajectories=Trajectories(index=of, count=len(batch)),
+            log_ratio_bound=second_moment_bound(current.detach() - behaviour, limit=config.max_second_moment),
+        )
+        weights = token_weights(
+            mask.sum(1), aggregation=config.aggregation, group=batch["group"], fixed_length=config.fixed_length
+        )
+        return weights[of] * token_loss
+
+    return terms
+
+
+def reference_step(model, batch, terms, *, routed=True) -> Expected:
+    """One update of a batch: in float64 for the result, and in float32 for the error of float32.
+
+    model: of transformers, in float32. terms: (batch, logprobs [S, T], entropy [S, T]) -> tensor whose sum is the loss.
+    routed: over the rows of the batch; those of -1, and all without, are of the live routers in float64.
+    """
+    rows = batch["routed_experts"] if routed else None
+    exact_model = numerics.float64_model(model)
+    with numerics.float64_forward():
+        logprobs, loss_terms, grads, used = _step(exact_model, batch, terms, rows)
+    logprobs_32, loss_terms_32, grads_32, _ = _step(model, batch, terms, used)
+    # The error of a sum, not of this sum: errors of its terms may cancel by chance.
+    sum_error = (loss_terms - loss_terms_32).abs().sum().item() + numerics.EPSILON * loss_terms.abs().sum().item()
+    return Expected(
+        logprobs=logprobs,
+        loss=loss_terms.sum().item(),
+        gradients=grads,
+        logprob_bound=numerics.FACTOR * numerics.error(logprobs_32, logprobs),
+        loss_bound=numerics.FACTOR * sum_error,
+        gradient_bound=numerics.FACTOR * largest_difference(grads_32, grads),
+        distance_bound=numerics.FACTOR * distance(grads_32, grads),
+    )
+
+
+def _step(model, batch, terms, rows):
+    """Logprobs, terms of the loss, gradients, and the experts that were used, [S, T, L, K] or None."""
+    model.zero_grad()
+    logprobs, entropies, used = [], [], []
+    longest, layers = batch["token_ids"].shape[1], len(routers_of(model))
     for i, length in enumerate(batch["lengths"].tolist()):
         ids = batch["token_ids"][i, :length]
-        context = forced_routing(model, batch["routed_experts"][i, :length]) if routed else contextlib.nullcontext()
-        with context:
+        given = torch.full((length, layers, TOP_K), -1) if rows is None else rows[i, :length]
+        with forced_routing(model, given) as found:
             scores = model(ids[None]).logits[0, :-1].log_softmax(-1)
         pad = (1, longest - length)
         logprobs.append(torch.nn.functional.pad(scores.gather(1, ids[1:, None])[:, 0], pad))
         entropies.append(torch.nn.functional.pad(-(scores.exp() * scores).sum(-1), pad))
-    return torch.stack(logprobs), torch.stack(entropies)
-
-
-def reference_step(model, batch, loss: LossConfig, *, routed=True):
-    """Loss and gradients (Hugging Face names, one tensor per expert) of one policy update."""
-    model.zero_grad()
-    current, entropy = reference_logprobs(model, batch, routed=routed)
-    mask = batch["loss_mask"]
-    weights = token_weights(mask.sum(1), aggregation=loss.aggregation)
-    rows = mask.nonzero()[:, 0]
-    token_loss, _ = policy_loss(
-        TokenLogprobs(
-            current=current[mask], behaviour=batch["behaviour_logprobs"][mask], proximal=current[mask].detach()
-        ),
-        advantages=batch["advantages"][rows],
-        entropy=entropy[mask],
-        config=loss,
-    )
-    total = (weights[rows] * token_loss).sum()
-    total.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return total.item(), checkpoint_names(model.config.model_type, grads)
+        used.append(
+            torch.nn.functional.pad(torch.stack(found, 1) if layers else given, (0, 0, 0, 0, 0, longest - length))
+        )
+    current = torch.stack(logprobs)
+    loss_terms = terms(batch, current, torch.stack(entropies))
+    loss_terms.sum().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    grads = checkpoint_names(model.config.model_type, grads)
+    return current.detach(), loss_terms.detach(), grads, torch.stack(used)
 
 
 def checkpoint_names(family, tensors):
@@ -220,7 +287,8 @@ def per_expert(tensors):
 def largest_difference(ours, theirs):
     """Largest difference of any tensor, relative to the largest entry of that tensor in `theirs`."""
     assert ours.keys() == theirs.keys()
-    return max(((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp(min=1e-12)).item() for n in theirs)
+    least = torch.finfo(torch.float32).tiny
+    return max(((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp(min=least)).item() for n in theirs)
 
 
 def distance(ours, theirs):
@@ -229,3 +297,56 @@ def distance(ours, theirs):
     squares = torch.tensor([[((ours[n] - t).double() ** 2).sum(), (t.double() ** 2).sum()] for n, t in theirs.items()])
     difference, norm = squares.sum(0).sqrt().tolist()
     return difference / norm
+
+
+def assert_near(ours, theirs, *, bound):
+    """Every value of `ours` is within `bound` of `theirs`."""
+    numerics.assert_within((ours.double() - theirs.double()).abs().max().item(), bound)
+
+
+def assert_equal_gradients(ours, expected, theirs=None):
+    """`ours` are the gradients of `expected`, or those of `theirs`, another float32 implementation of it."""
+    parts, theirs = (1, expected.gradients) if theirs is None else (2, theirs)
+    numerics.assert_within(distance(ours, theirs), parts * expected.distance_bound, "distance")
+    numerics.assert_within(largest_difference(ours, theirs), parts * expected.gradient_bound, "largest difference")
+
+
+def assert_equal_steps(loss, grads, expected):
+    """Loss and gradients of an update are those of `expected`."""
+    numerics.assert_within(abs(loss - expected.loss), expected.loss_bound, "loss")
+    assert_equal_gradients(grads, expected)
+
+
+def assert_equal_metrics(ours, theirs, expected):
+    """Metrics of an update by two float32 trainers, of which `expected` is the reference.
+
+    All but loss and gradient norm are means over tokens of some f(d), d = current - behaviour logprob, or shares of
+    tokens, which do not change. Of every f here |f'| <= 2 (|f| + |d| + 1): d, exp(d) - 1 - d, (exp(d) - 1)^2, weights.
+    Of the histogram of |d| the bins do not depend on rounding either, unless |d| lies at the edge of one.
+    """
+    assert ours.keys() == theirs.keys()
+    drift, mean = 2 * expected.logprob_bound, theirs["mismatch/abs_mean"]
+    for key, value in theirs.items():
+        bound = 2 * drift * (abs(value) + mean + 1)
+        if key == "loss":
+            bound = 2 * expected.loss_bound
+        elif key == "grad_norm":
+            bound = 2 * expected.distance_bound * value
+        if not math.isnan(value):
+            numerics.assert_within(abs(ours[key] - value), bound, key)
+
+
+def assert_equal_weights(ours, theirs, expected, *, optimizer, updates):
+    """Weights of two float32 trainers after some updates by AdamW that are like that of `expected`.
+
+    An update is lr * m / (sqrt(v) + eps), in the gradient at most as steep as lr / eps: eps must not be small. A weight
+    is rounded once in each update. A defect of one update moves weights by about lr.
+    """
+    assert ours.keys() == theirs.keys()
+    norm = math.sqrt(sum((t.double() ** 2).sum().item() for t in expected.gradients.values()))
+    steepness = optimizer.lr / optimizer.eps * (min(1.0, optimizer.clip_grad / norm) if optimizer.clip_grad else 1.0)
+    for name, weight in theirs.items():
+        gradient = expected.gradients[name].abs().max().item() if name in expected.gradients else 0.0
+        moved = 2 * expected.gradient_bound * gradient * steepness
+        bound = updates * (moved + numerics.FACTOR * numerics.EPSILON * weight.abs().max().item())
+        numerics.assert_within((ours[name] - weight).abs().max().item(), bound, name)
