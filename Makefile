@@ -12,7 +12,8 @@ FAST_TESTS := tests/architecture tests/unit tests/flow tests/simulation/test_fou
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run seeds test test-fast parity simulate kills lint format types contracts setup setup-sglang staleness bench clean
+.PHONY: run seeds test test-fast test-numerics parity simulate kills lint format types contracts setup setup-sglang staleness \
+	bench clean
 
 setup: $(VENV)/.ready
 
@@ -49,6 +50,16 @@ test: setup setup-sglang
 # At most five minutes on two idle cores: without servers and whole runs, but with one vLLM engine and one trainer.
 test-fast: setup
 	$(PYTEST) $(FAST_TESTS) $(ARGS)
+
+# Tests that compare numbers, with the kernels for this CPU and those for AVX2, with one thread and two. Threads of trainers,
+# engines and references are set by TEST_THREADS, as their own settings override OMP_NUM_THREADS; threads that wait must not
+# spin where there are more of them than cores.
+test-numerics: setup setup-sglang
+	for kernels in "" "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=avx2"; do for threads in 1 2; do \
+		echo "$${kernels:-default kernels}, threads: $$threads"; \
+		env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA $$kernels OMP_WAIT_POLICY=passive \
+			OMP_NUM_THREADS=$$threads TEST_THREADS=$$threads $(PYTEST) -m numerics $(TESTS) $(ARGS) || exit 1; \
+	done; done
 
 # Every layout, replay mode, recomputation and packing against one rank; ARGS choose cells (--help says how).
 parity: setup

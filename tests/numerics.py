@@ -27,8 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 EPSILON = torch.finfo(torch.float32).eps  # the distance of 1.0 to the next number
 FACTOR = 8.0
-# CPU threads of trainers and engines in tests: their own settings decide, not OMP_NUM_THREADS.
+# CPU threads of trainers and engines in tests, whose own settings decide, not OMP_NUM_THREADS; and of references, which
+# take ten times as long with more threads than idle cores.
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
+torch.set_num_threads(THREADS)
 
 
 def rounding(operations: float) -> float:

@@ -23,6 +23,7 @@ from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput, WeightVersion
+from tests import numerics
 from tests.conformance import sglang_support
 from tests.conformance.engines import EngineUnderTest, Exchange
 from tests.conformance.probes import CountingScript, FakeProbe, FakeTruth, SglangProbe, TransformersTruth, VllmProbe
@@ -32,6 +33,7 @@ VOCAB = 117
 VLLM_KV_TOKENS = 3072
 CONFIG = VllmConfig(
     device="cpu",
+    threads=numerics.THREADS,
     max_model_len=512,
     max_num_seqs=32,
     max_num_batched_tokens=96,  # prompts longer than this are prefilled in chunks

@@ -18,6 +18,7 @@ from async_rl.engines.sglang import SglangConfig, SglangReplica
 from async_rl.engines.sglang_server import interpreter
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput
+from tests import numerics
 from tests.conformance.reference import logprob_gap, reference, routing_mismatches
 from tests.tiny_models import COMMON, qwen3_moe_config, save_checkpoint, spread_model
 
@@ -29,6 +30,7 @@ def config(**changes: Any) -> SglangConfig:
     """A small CPU replica; prompts longer than 96 tokens are prefilled in chunks."""
     fields: dict[str, Any] = {
         "device": "cpu",
+        "threads": numerics.THREADS,
         "max_model_len": 512,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 96,
@@ -144,11 +146,18 @@ async def until_used(replica: SglangReplica, tokens: int, tasks: Sequence[asynci
     Raises:
         AssertionError: one of `tasks`, which make those requests, ended before.
     """
+    assert await uses(replica, tokens, tasks), f"a request ended before {tokens} slots were seen in use"
+
+
+async def uses(replica: SglangReplica, tokens: int, tasks: Sequence[asyncio.Task[Any]]) -> bool:
+    """As `until_used`, but false if one of `tasks` ended before."""
     begun, figures = time.time(), await loads(replica)
     while figures["num_used_tokens"] < tokens or figures["timestamp"] < begun:
-        assert not any(task.done() for task in tasks), f"a request ended before {tokens} slots were seen in use"
+        if any(task.done() for task in tasks):
+            return False
         await asyncio.sleep(0.005)
         figures = await loads(replica)
+    return True
 
 
 async def idle(replica: SglangReplica) -> bool:

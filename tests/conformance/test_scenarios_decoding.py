@@ -13,6 +13,7 @@ from tests.conformance.engines import EngineUnderTest, tokens
 from tests.conformance.probes import SglangProbe
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(240),

@@ -14,6 +14,7 @@ from tests.conformance.checks import assert_merged, assert_true, rows_sent, samp
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(240),

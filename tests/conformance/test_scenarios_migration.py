@@ -25,6 +25,7 @@ from tests.conformance.conftest import CONFIG, Models, fake_under_test, sglang_u
 from tests.conformance.engines import EngineUnderTest, Exchange, tokens
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(240),

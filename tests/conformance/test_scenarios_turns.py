@@ -24,6 +24,7 @@ from tests.conformance.reference import routing_mismatches
 from tests.fakes import FakeReward, FakeTool
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(240),

@@ -24,6 +24,7 @@ from tests.conformance.engines import EngineUnderTest, Rollout, tokens
 from tests.conformance.reference import routing_mismatches
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(240),
@@ -99,11 +100,20 @@ async def test_kept_and_recomputed_kv_can_be_told_apart(tested: EngineUnderTest)
         assert gap_of(tested, exchange, strict=True) > 10
 
 
-async def test_drain_lets_everything_end_under_the_old_weights(tested: EngineUnderTest):
+async def test_drain_lets_everything_end_under_the_old_weights(
+    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+):
+    paused, pause = asyncio.Event(), tested.replica.pause
+
+    async def pause_and_tell() -> None:
+        await pause()
+        paused.set()
+
+    monkeypatch.setattr(tested.replica, "pause", pause_and_tell)
     rollouts, tasks = start(tested, 3, tokens_each=60)
     await tested.until_sampled(12)
     publishing = tested.start(tested.publish("drain"))
-    await asyncio.sleep(0.01)
+    await paused.wait()
     late = tested.rollout("late", cache_salt="v1")
     await late.turn(tokens(20), max_new_tokens=20)
     report = await publishing

@@ -33,6 +33,7 @@ from tests.conformance.sglang_support import (
 )
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(300),

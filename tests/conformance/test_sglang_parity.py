@@ -24,6 +24,7 @@ from tests.conformance.sglang_support import (
 )
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(300),

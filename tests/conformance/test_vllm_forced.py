@@ -16,7 +16,7 @@ from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, generate, prompt, publish, request, until_sampled
 from tests.conformance.reference import logprob_gap, reference, routing_mismatches
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
 FAR = 10  # bounds: a prefix under other experts moves some logprob by more than this
 

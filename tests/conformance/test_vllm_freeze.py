@@ -16,7 +16,7 @@ from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.conftest import Models, generate, prompt, request, until_sampled
 from tests.conformance.updates import KINDS, freeze, gap_of, several, start
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("loads", [0, 1, 2])

@@ -28,7 +28,7 @@ from tests.conformance.updates import (
     whole_gap,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("kv", KINDS)

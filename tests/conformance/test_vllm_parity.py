@@ -11,7 +11,7 @@ from message_queue.tokens import StopReason
 from tests.conformance.conftest import Models, generate, prompt, request
 from tests.conformance.reference import reference
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
 
 async def test_logprobs_are_of_the_distribution_after_temperature(replica: VllmReplica, models: Models):

@@ -9,7 +9,10 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import psutil
+import torch
+from transformers import AutoModelForCausalLM
 
 from async_rl.model_info import read_model_info
 from async_rl.resume import Resume
@@ -17,6 +20,7 @@ from message_queue.journal import JournalError
 from message_queue.restart import open_patiently
 from message_queue.shards.holder import ContentHolder
 from message_queue.wire import decode_group
+from tests.conformance.reference import reference
 
 SMALL = (
     "task.factory=tests.e2e.parity_task:parity_task",
@@ -61,6 +65,19 @@ def finish(process, *, timeout_s=400):
 
 def lines(directory, name):
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def k3_bound(warm_starts):
+    """Of tokens that engine and trainer give the same weights: k3 is d^2 / 2 + ..., both are float32.
+
+    One wrong row of routing changes a logprob by 4e-2 and more.
+    """
+    (checkpoint,) = (path.parent for path in warm_starts.glob("*/config.json"))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    token_ids = np.random.default_rng(0).integers(3, model.config.vocab_size, 96).astype(np.int32)
+    drift = 2 * reference(model, token_ids).logprob_bound
+    assert drift < 4e-3
+    return drift**2
 
 
 def wait_for_step(directory, step, process, *, timeout_s=300):

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from async_rl.train.optimizer import OptimizerConfig
+from tests import numerics
 from tests.parallel.resharding import whole_tensors
-from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
+from tests.parallel.support import assert_near, make_batch, save_tiny_moe, start_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 OFFLOAD = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01, cpu_offload=1.0)
 PLAIN = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
+BFLOAT16 = torch.finfo(torch.bfloat16).eps
 SPLIT_BFLOAT16 = {"dtype": "bfloat16", "distributed_optimizer": True}
 
 
@@ -76,12 +78,16 @@ def test_offloaded_training_and_its_checkpoints_are_those_without(checkpoint, tm
     plain.save(tmp_path / "plain")
     ours, theirs = whole_tensors(tmp_path / "offloaded"), whole_tensors(tmp_path / "plain")
     assert ours.keys() == theirs.keys()
-    assert all(torch.allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-7) for key in theirs)
+    for key, tensor in theirs.items():
+        # Adam is about ten operations; bfloat16 weights are rounded copies, which may fall on either side.
+        rounding = BFLOAT16 if tensor.dtype is torch.bfloat16 else numerics.rounding(10)
+        assert_near(ours[key], tensor, bound=rounding * tensor.abs().max().item())
     offloaded.restore(tmp_path / "plain")
     plain.restore(tmp_path / "offloaded")
     ours, theirs = (trainer.train(make_batch(seed=2)) for trainer in (offloaded, plain))
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=BFLOAT16)  # of weights that may differ in the last bit
     offloaded.save(tmp_path / "again")
     plain.save(tmp_path / "too")
     ours, theirs = whole_tensors(tmp_path / "again"), whole_tensors(tmp_path / "too")
-    assert all(torch.allclose(ours[key], theirs[key], rtol=1e-4, atol=1e-5) for key in theirs)
+    for key, tensor in theirs.items():
+        assert_near(ours[key], tensor, bound=BFLOAT16 * tensor.abs().max().item())

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from async_rl.engines.sglang import SglangReplica
-from message_queue.tokens import RoutedExperts
+from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.sglang_support import (
+    Models,
     assert_agrees,
     config,
     generate,
@@ -25,10 +26,32 @@ from tests.conformance.sglang_support import (
     qwen3_moe,
     request,
     require_sglang,
-    until_used,
+    uses,
 )
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+LONG = config(max_model_len=2048, kv_cache_tokens=4096)
+
+
+async def cut_by_updates(replica: SglangReplica, models: Models, tokens: Any) -> list[TokenOutput]:
+    """Segments of a request that a load reaches in flight and an abort ends later.
+
+    A fast server may end a request before it is looked at: it is then made again, twice as long.
+    """
+    for budget in (440, 880, 1760):
+        await publish(replica, models.updates[0])
+        running = asyncio.create_task(replica.generate(request(f"cut{budget}", tokens, max_new_tokens=budget)))
+        reached = (
+            await uses(replica, len(tokens) + 20, [running])
+            and await load_frozen(replica, models.updates[1], "recompute") == 1
+            and await uses(replica, len(tokens) + 60, [running])
+            and await publish(replica, models.updates[0]) == 1
+        )
+        segments = await running
+        if reached and len(segments) == 2:
+            return segments
+    pytest.fail(f"requests of up to {budget} tokens ended before the load or the abort")
 
 
 @pytest.mark.parametrize("family", [mixtral, glm4_moe], ids=["mixtral", "glm4_moe"])
@@ -36,7 +59,7 @@ async def test_a_family_agrees_fresh_forced_updated_and_resumed(tmp_path: Path, 
     require_sglang()
     models = make_models(tmp_path, family())
     layers = 4 if family is mixtral else 3
-    replica = await SglangReplica.start(config(), name="replica-0", checkpoint=models.paths[0])
+    replica = await SglangReplica.start(LONG, name="replica-0", checkpoint=models.paths[0])
     try:
         prompts = [prompt(30 + 40 * i, seed=i) for i in range(5)]
         fresh = await asyncio.gather(*(generate(replica, request(f"f{i}", t)) for i, t in enumerate(prompts)))
@@ -51,12 +74,7 @@ async def test_a_family_agrees_fresh_forced_updated_and_resumed(tmp_path: Path, 
         segment = await generate(replica, request("forced", prompts[3], forced_experts=forced))
         assert_agrees(models.models[0], prompts[3], segment, forced=rows)
 
-        running = asyncio.create_task(replica.generate(request("cut", prompts[1], max_new_tokens=440)))
-        await until_used(replica, len(prompts[1]) + 20, [running])
-        assert await load_frozen(replica, models.updates[1], "recompute") == 1
-        await until_used(replica, len(prompts[1]) + 60, [running])
-        assert await publish(replica, models.updates[0]) == 1
-        before, after = await running
+        before, after = await cut_by_updates(replica, models, prompts[1])
         assert (before.weights.version, after.weights.version) == (0, 1)
         assert before.routed_experts is not None
         assert_agrees(models.models[0], prompts[1], before)

@@ -29,7 +29,7 @@ from tests.parallel.support import (
     supervised_terms,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 ADAM = OptimizerConfig(lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup_steps=2)
 BY_LAG = {

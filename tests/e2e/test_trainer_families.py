@@ -30,7 +30,7 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 LOSS = LossConfig(entropy_coefficient=0.01)
 SMALL_LATENT = {

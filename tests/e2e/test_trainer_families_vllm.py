@@ -15,15 +15,20 @@ from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
 from message_queue.tokens import TokenOutput
-from tests import tiny_models
+from tests import numerics, tiny_models
 from tests.conformance.conftest import generate, prompt, publish, request
 from tests.conformance.reference import reference
 from tests.parallel.support import assert_near, load_reference, make_batch, start_trainer
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
 CONFIG = VllmConfig(
-    device="cpu", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=512, kv_cache_bytes=16 << 20
+    device="cpu",
+    threads=numerics.THREADS,
+    max_model_len=512,
+    max_num_seqs=16,
+    max_num_batched_tokens=512,
+    kv_cache_bytes=16 << 20,
 )
 CONFIGS = {
     # Latent attention of vLLM on the CPU has kernels for these sizes of the latents only, which are the defaults.

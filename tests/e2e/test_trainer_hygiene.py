@@ -13,11 +13,14 @@ from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
 from tests.tiny_models import qwen2_moe_config, qwen3_moe_config, save_checkpoint
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
-)
+pytestmark = [
+    pytest.mark.numerics,
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
+    ),
+]
 
 
 @pytest.fixture(scope="module")

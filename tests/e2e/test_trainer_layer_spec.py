@@ -23,7 +23,7 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 MODELS = {
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(

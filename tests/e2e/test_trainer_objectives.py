@@ -29,7 +29,7 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 NAMES = LossName.__args__
 TRAJECTORY = tuple(name for name in NAMES if LossConfig(name=name).needs_whole_trajectories)

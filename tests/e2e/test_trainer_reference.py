@@ -19,7 +19,7 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 KL = LossConfig(kl_coefficient=0.5)
 ADAM = OptimizerConfig(lr=3e-3)

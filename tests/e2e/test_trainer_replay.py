@@ -22,7 +22,7 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 WHOLE = {"micro_batch_tokens": 4096}  # one micro-batch
 

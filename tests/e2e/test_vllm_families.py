@@ -14,6 +14,7 @@ import pytest
 from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import RoutedExperts
+from tests import numerics
 from tests.conformance.conftest import VOCAB, generate, prompt, publish, request, until_sampled
 from tests.conformance.reference import (
     logprob_gap,
@@ -22,10 +23,15 @@ from tests.conformance.reference import (
     routing_mismatches,
 )
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
 CONFIG = VllmConfig(
-    device="cpu", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=512, kv_cache_bytes=16 << 20
+    device="cpu",
+    threads=numerics.THREADS,
+    max_model_len=512,
+    max_num_seqs=16,
+    max_num_batched_tokens=512,
+    kv_cache_bytes=16 << 20,
 )
 
 

@@ -15,6 +15,7 @@ from tests.parallel.parity import TOLERANCE, run_cells
 from tests.parallel.parity_cells import LAYOUTS, Cell
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.timeout(900),

@@ -28,6 +28,7 @@ from tests.parallel.support import (
 from tests.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [
+    pytest.mark.numerics,
     pytest.mark.filterwarnings(
         "ignore::DeprecationWarning",
         "ignore::FutureWarning",

@@ -13,7 +13,7 @@ from async_rl.train.metrics import TokenSums
 from async_rl.train.mismatch import BINS, lag_buckets, quantile, token_sums
 from async_rl.train.ratios import Trajectories
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def tokens(n, seed=0, *, spread=1.0):

@@ -19,7 +19,7 @@ from async_rl.train.losses import (
 )
 from async_rl.train.ratios import second_moment_bound
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 NAMES = LossName.__args__
 SCORE = ("tis", "dis", "cispo", "sequence_tis", "sequence_mis")
