@@ -226,17 +226,29 @@ async def publish(replica: VllmReplica, update: WeightUpdate) -> int:
     return aborted
 
 
-async def until_sampled(replica: VllmReplica, tokens: int) -> None:
-    """Return when the requests in flight have sampled `tokens` together; vLLM has no event for it.
+async def until_sampled(replica: VllmReplica, tokens: int, *, requests: int = 0) -> None:
+    """Return when the requests in flight have sampled `tokens` together, and `requests` of them at least one each.
+
+    vLLM has no event for it.
 
     Raises:
         AssertionError: all of them ended before.
     """
+    seen = await samples(replica, tokens, requests=requests)
+    assert seen, f"all requests ended before {tokens} tokens were seen in flight"
+
+
+async def samples(replica: VllmReplica, tokens: int, *, requests: int = 0) -> bool:
+    """As `until_sampled`, but false if all requests ended before."""
     states: Any = replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
     started = False
-    while sum(state.detokenizer.num_output_tokens() for state in states.values()) < tokens:
-        assert states or not started, f"all requests ended before {tokens} tokens were seen in flight"
-        started = bool(states)
+    while True:
+        counts = [state.detokenizer.num_output_tokens() for state in states.values()]
+        if sum(counts) >= tokens and sum(count > 0 for count in counts) >= requests:
+            return True
+        if started and not counts:
+            return False
+        started = bool(counts)
         await asyncio.sleep(0.005)
 
 

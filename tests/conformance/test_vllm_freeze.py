@@ -26,7 +26,7 @@ async def test_an_abort_during_a_freeze_ends_everything_as_it_is(
 ):
     asks = several(f"abort-{kv}-{loads}", 4, tokens=200)
     tasks = start(replica, asks)
-    await until_sampled(replica, 40)
+    await until_sampled(replica, 40, requests=len(asks))
     assert await freeze(replica) == 4
     for update in (models.update_second, models.update_first)[:loads]:
         await replica.load(update, kv=kv)
@@ -49,7 +49,7 @@ async def test_a_second_load_during_one_freeze_is_the_one_that_samples(
 ):
     asks = several(f"twice-{kv}", 3)
     tasks = start(replica, asks)
-    await until_sampled(replica, 30)
+    await until_sampled(replica, 30, requests=len(asks))
     assert await freeze(replica) == 3
     await replica.load(models.update_first, kv=kv)
     await replica.load(models.update_second, kv=kv)
@@ -66,7 +66,7 @@ async def test_a_caller_that_is_cancelled_during_a_freeze_leaves_nothing_behind(
 ):
     asks = several(f"cancel-{loaded}", 4)
     tasks = start(replica, asks)
-    await until_sampled(replica, 30)
+    await until_sampled(replica, 30, requests=len(asks))
     assert await freeze(replica) == 4
     if loaded:
         await replica.load(models.update_second)
@@ -86,7 +86,7 @@ async def test_a_caller_that_is_cancelled_during_a_freeze_leaves_nothing_behind(
 async def test_without_a_load_a_frozen_request_goes_on_as_one_segment(replica: VllmReplica, models: Models):
     asks = several("thaw", 3)
     tasks = start(replica, asks)
-    await until_sampled(replica, 30)
+    await until_sampled(replica, 30, requests=len(asks))
     assert await freeze(replica) == 3
     assert await replica.freeze() == 3, "a freeze of what is frozen changes nothing"
     done, _ = await asyncio.wait(tasks, timeout=0.3)
@@ -103,7 +103,7 @@ async def test_without_a_load_a_frozen_request_goes_on_as_one_segment(replica: V
 async def test_control_calls_that_do_not_fit_a_freeze_are_refused(replica: VllmReplica, models: Models, tmp_path: Path):
     asks = several("refused", 2)
     tasks = start(replica, asks)
-    await until_sampled(replica, 20)
+    await until_sampled(replica, 20, requests=len(asks))
     with pytest.raises(EngineError, match="replica-0: freeze while serving; call pause"):
         await replica.freeze()
     assert await freeze(replica) == 2
@@ -129,7 +129,7 @@ async def test_where_no_router_can_be_forced_kv_is_kept_but_not_computed_again(
     unforcible = dataclasses.replace(replica._model, unforcible="the model family is granitemoe")
     asks = several("unforcible", 2)
     tasks = start(replica, asks)
-    await until_sampled(replica, 20)
+    await until_sampled(replica, 20, requests=len(asks))
     assert await freeze(replica) == 2
     with monkeypatch.context() as patch:
         patch.setattr(replica, "_model", unforcible)
