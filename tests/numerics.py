@@ -12,7 +12,7 @@ A bound is derived in one of two ways:
 FACTOR does not depend on a machine. A sum of n terms is off by 0.5 to 1 times sqrt(n) half units if it is added up term
 after term, and by less if it is added up in blocks, which kernels do that have wider registers or more threads; the
 maximum over some hundred values of one size varies by a factor of about 2. Defects are far larger: one wrong row of
-routing changes some logprob by 4e-2 and some gradient by 1e-2 of its size, where the bounds here are below 3e-3 and 1e-3.
+routing changes some logprob by 4e-2 and some gradient by 1e-2 of its size; the bounds are below 3e-3 and below 1e-3.
 """
 
 import contextlib
