@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +142,7 @@ class Placement:
         Raises:
             PlacementError: one is not.
         """
-        nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        nodes = self._nodes()
         away = [i for i in range(self._queue - self._ranks) if nodes[self._ranks + i] != nodes[0]]
         if away:
             raise PlacementError(
@@ -149,6 +150,33 @@ class Placement:
                 "than trainer rank 0, whose shared memory they cannot read; set sync.transport=disk "
                 "sync.directory=<a directory that all nodes see>"
             )
+
+    async def require_visible(self, directory: Path, *, field: str) -> None:
+        """Check that every node of the run sees what this process writes to `directory`, which exists here.
+
+        Args:
+            field: of the config, for the error.
+
+        Raises:
+            PlacementError: a node does not.
+        """
+        here = ray.get_runtime_context().get_node_id()
+        bundles = {node: bundle for bundle, node in self._nodes().items() if node != here}
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as probe:
+            calls = [
+                _exists.options(**self._options(bundle, cpus=0.0, gpus=0.0)).remote(Path(probe.name))
+                for bundle in bundles.values()
+            ]
+            seen: list[bool] = await asyncio.gather(*calls)
+        if blind := [node for node, sees in zip(bundles, seen, strict=True) if not sees]:
+            raise PlacementError(
+                f"{field} is {directory}, which node {blind[0]} of the cluster does not see ({len(blind)} of "
+                f"{len(bundles) + 1} nodes); give a directory that all nodes share"
+            )
+
+    def _nodes(self) -> dict[int, str]:
+        """Bundle -> node id."""
+        return placement_group_table(self._group)["bundles_to_node_id"]
 
     def rank(self, index: int) -> dict[str, Any]:
         """Actor options of trainer rank `index`."""
@@ -293,12 +321,14 @@ class TrainerActor:
         with log_failure():
             return getattr(self._rank, method)(*args, **kwargs)
 
-    def sees(self, path: Path) -> tuple[bool, str]:
-        """Whether `path` exists on this node, and the node's address."""
-        return path.exists(), ray.util.get_node_ip_address()
-
     def pid(self) -> int:
         return os.getpid()
+
+
+@_remote
+def _exists(path: Path) -> bool:
+    """Whether the node of this task sees `path`."""
+    return path.exists()
 
 
 def _require_node(bundle: dict[str, float], *, fields: str) -> None:

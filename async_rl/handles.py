@@ -319,18 +319,6 @@ class TrainerHandle:
         await self._everywhere("save", directory)
         await asyncio.to_thread(_require_complete, directory)
 
-    async def require_visible(self, path: Path) -> None:
-        """Check that every rank sees a file or directory of this process.
-
-        Raises:
-            TrainerError: a rank does not; names rank, node and path.
-        """
-        for rank, (seen, node) in enumerate(await self._all("sees", [a.sees.remote(path) for a in self._actors])):
-            if not seen:
-                raise TrainerError(
-                    f"trainer rank {rank} on node {node} does not see {path}; give an output_dir that every node shares"
-                )
-
     async def restore(self, directory: Path) -> None:
         await self._everywhere("restore", directory)
 

@@ -90,8 +90,12 @@ class Program:
                 shards=config.queue.holders,
             )
             await placement.ready()
-            if config.sync.transport == "shm":
+            await placement.require_visible(self._directory, field="output_dir")
+            if config.sync.directory is None:
                 placement.require_shared_memory()
+            else:
+                make_folder(config.sync.directory)
+                await placement.require_visible(config.sync.directory, field="sync.directory")
             weights_directory = self._weights_directory
             stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
             workers = Workers(

@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import json
 import shutil
-import uuid
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -141,8 +140,6 @@ class Workers:
         )
         self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(await trainer.pids())})
-        with _probe(config.output_dir) as probe:
-            await trainer.require_visible(probe)
         return trainer
 
     async def _start_replicas(self) -> list[ReplicaHandle]:
@@ -193,14 +190,3 @@ class Workers:
                 await close(timeout_s=self._config.cluster.stop_timeout_s)
 
         return close_in_time
-
-
-@contextlib.contextmanager
-def _probe(directory: Path) -> Generator[Path]:
-    """A file in `directory` that no other directory has."""
-    path = directory / f".probe-{uuid.uuid4().hex}"
-    path.touch()
-    try:
-        yield path
-    finally:
-        path.unlink()

@@ -210,6 +210,8 @@ def cpu_args(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
     else:
         # vLLM's CPU rotary kernel is wrong for the rotary part of latent attention; its torch version is right
         args["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        if config.dtype == "float32":
+            args["attention_backend"] = "CPU_MLA"  # on a CPU with AMX vLLM picks a backend that refuses float32
         if config.block_size is not None:
             args["block_size"] = config.block_size
     return args

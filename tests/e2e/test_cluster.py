@@ -115,3 +115,13 @@ def test_shared_memory_over_nodes_is_refused_before_any_part_starts(address, env
     last = output.splitlines()[-1]
     assert "sync.transport" in last and "sync.directory" in last, output
     assert not (tmp_path / "run" / "processes.json").exists()
+
+
+def test_a_run_directory_that_other_nodes_do_not_see_is_refused(address, environment, tmp_path):
+    own = f"/proc/self/cwd/{tmp_path.name}"  # each process has another
+    disk = ("sync.transport=disk", f"sync.directory={tmp_path}")
+    process = start(own, "warm", *APART, *disk, f"cluster.address={address}", cwd=tmp_path, env=environment)
+    output = finish(process)
+    assert process.returncode == 1, output
+    assert "output_dir" in output.splitlines()[-1], output
+    assert not (tmp_path / tmp_path.name / "processes.json").exists()

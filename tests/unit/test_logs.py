@@ -82,7 +82,13 @@ def test_workers_say_which_process_has_no_log(tmp_path):
     config, task, placement = load_config([]), None, None
     stack = contextlib.AsyncExitStack()
     workers = Workers(
-        config, task=task, placement=placement, stack=stack, processes=tmp_path / "processes.json", logs=tmp_path
+        config,
+        task=task,
+        placement=placement,
+        stack=stack,
+        weights_directory=tmp_path,
+        processes=tmp_path / "processes.json",
+        logs=tmp_path,
     )
     workers._console = SimpleNamespace(note=notes.append)
     (tmp_path / "queue.log").touch()

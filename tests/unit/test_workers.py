@@ -18,8 +18,6 @@ class FakeTrainer:
     async def pids(self):
         return [7]
 
-    async def require_visible(self, path): ...
-
     async def close(self, *, timeout_s, remove_updates=None):
         self.closed.append(remove_updates)
         raise OSError("its node is gone")
@@ -48,6 +46,7 @@ async def test_a_trainer_removes_its_versions_at_the_end_of_a_run_and_not_before
             stack=stack,
             weights_directory=versions,
             processes=tmp_path / "processes.json",
+            logs=tmp_path,
         )
         first = await running._start_trainer(tmp_path, config.optimizer)
         second = await running.replace_trainer(first)
