@@ -90,12 +90,7 @@ class Program:
                 shards=config.queue.holders,
             )
             await placement.ready()
-            await placement.require_visible(self._directory, field="output_dir")
-            if config.sync.directory is None:
-                placement.require_shared_memory()
-            else:
-                make_folder(config.sync.directory)
-                await placement.require_visible(config.sync.directory, field="sync.directory")
+            await self._require_places(placement)
             weights_directory = self._weights_directory
             stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
             workers = Workers(
@@ -120,6 +115,25 @@ class Program:
             return finished
 
     # ---- parts
+
+    async def _require_places(self, placement: Placement) -> None:
+        """Check, before any actor starts, that the nodes of the run share the directories that they use together.
+
+        Raises:
+            PlacementError: a directory that a node does not see, or shared memory over several nodes.
+        """
+        config = self._config
+        if config.sync.transport == "shm":
+            placement.require_shared_memory()
+        shared = {
+            "output_dir": self._directory,
+            "sync.directory": config.sync.directory,
+            "warm_start.cache": config.warm_start.cache if config.model.checkpoint is None else None,
+        }
+        for field, directory in shared.items():
+            if directory is not None:
+                make_folder(directory)
+                await placement.require_visible(directory, field=field)
 
     @property
     def _weights_directory(self) -> Path:
