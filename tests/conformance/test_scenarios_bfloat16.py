@@ -26,7 +26,6 @@ from tests.conformance.engines import EngineUnderTest, Exchange, tokens
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(240),
 ]
 
 MEAN_GAP, SAME_EXPERTS = 0.1, 0.8  # a wrong row, token or model is beyond both

@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(240),
 ]
 
 # The fake has no K/V, so there is no prefix cache, no chunk of a prefill, and nothing to preempt.

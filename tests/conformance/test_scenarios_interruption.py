@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(240),
 ]
 
 # The fake has a place for every request.

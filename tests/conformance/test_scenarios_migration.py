@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(240),
 ]
 
 Pair = tuple[EngineUnderTest, EngineUnderTest]

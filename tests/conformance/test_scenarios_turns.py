@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(240),
 ]
 
 FAR = 10  # bounds: rows of other weights move some logprob by more than this

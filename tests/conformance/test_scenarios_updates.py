@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(240),
 ]
 
 # The fake has no K/V: nothing of old weights is left in it, and whether K/V is kept makes no difference.

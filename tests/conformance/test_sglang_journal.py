@@ -25,7 +25,6 @@ from tests.unit.test_queue_client import Handle
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(240),
 ]
 LENGTH = 60  # tokens that every trajectory samples
 

@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.numerics,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
 ]
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.e2e.runs import finish, lines, start
 
-pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 CLUSTER = """
 import sys

@@ -20,7 +20,7 @@ from async_rl.handles import ReplicaHandle
 from message_queue.tokens import StopReason
 from tests.fakes import FakeEngine, fake_weights
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
 class ClosableEngine(FakeEngine):

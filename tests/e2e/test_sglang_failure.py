@@ -30,7 +30,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.conformance.sglang_support import config, mixtral, require_sglang
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 CONFIG = config(load_timeout_s=20)
 TOLD = "told: "

@@ -29,7 +29,7 @@ from tests.conformance.sglang_support import (
     uses,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
 LONG = config(max_model_len=2048, kv_cache_tokens=4096)
 

@@ -20,7 +20,7 @@ from tests.conformance.conftest import generate, prompt, publish, request
 from tests.conformance.reference import reference
 from tests.parallel.support import assert_near, load_reference, make_batch, start_trainer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
 CONFIG = VllmConfig(
     device="cpu",

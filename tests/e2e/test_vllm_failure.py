@@ -26,7 +26,7 @@ from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 CONFIG = VllmConfig(
     device="cpu",

@@ -23,7 +23,7 @@ from tests.conformance.reference import (
     routing_mismatches,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
 CONFIG = VllmConfig(
     device="cpu",

@@ -23,7 +23,7 @@ from tests import numerics
 from tests.conformance.conftest import generate, prompt, request
 from tests.conformance.reference import logprob_gap, reference, routing_mismatches
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
 CONFIG = VllmConfig(
     device="auto",

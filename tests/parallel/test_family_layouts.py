@@ -8,7 +8,7 @@ from tests import tiny_models
 from tests.parallel.ranks import ADAM, assert_equal_cases, run_case, run_on_ranks
 from tests.parallel.support import LENGTHS, load_reference, make_batch, policy_terms, reference_step, start_trainer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 # An odd rank of the latents, so that splitting them over ranks would fail.
 SMALL_LATENT = {

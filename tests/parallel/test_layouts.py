@@ -21,7 +21,7 @@ from tests.parallel.support import (
     supervised_terms,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 CASES = {
     "data": {},

@@ -14,7 +14,7 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 GSPO = LossConfig(name="gspo", aggregation="sequence_mean", clip_low=0.5, clip_high=0.9)
 # The products of the ratios of these trajectories are from 1e-41 to 1e-6.

@@ -12,7 +12,7 @@ from tests.parallel.broken_replay import FAULTS, ROUNDED
 from tests.parallel.parity import TOLERANCE, Difference, compare, relative, run_cells
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES, REPLAYS, Cell, all_cells
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def cell(family, layout, replay, recompute, packing, fault="", layers="local"):

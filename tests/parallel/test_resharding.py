@@ -34,7 +34,6 @@ pytestmark = [
         "ignore::FutureWarning",
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
     ),
-    pytest.mark.timeout(300),
 ]
 
 SPLIT = {"distributed_optimizer": True}
