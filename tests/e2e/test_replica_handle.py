@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,16 +74,12 @@ async def until_in_flight(actor: Any, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_pause_and_abort_answer_within_a_second_beside_two_thousand_generations(cluster: None):
-    replica, actor = await fake_replica(token_s=0.05)
+async def test_pause_and_abort_answer_beside_two_thousand_generations(cluster: None):
+    replica, actor = await fake_replica(token_s=1.0)  # all of them outlast the time-out of a control call
     tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(2000)]
     await until_in_flight(actor, 2000)
-    begun = time.monotonic()
     await replica.pause()
-    paused = time.monotonic() - begun
     assert await replica.abort() == 2000
-    aborted = time.monotonic() - begun - paused
-    assert paused < 1.0 and aborted < 1.0, (paused, aborted)
     results = await asyncio.gather(*tasks)
     assert {segments[-1].stop_reason for segments in results} == {StopReason.ABORT}
     held = asyncio.create_task(replica.generate(request("held")))
