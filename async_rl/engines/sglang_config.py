@@ -39,6 +39,7 @@ OWN_VARIABLES = frozenset(
         *("PYTHONPATH", "ASYNC_RL_OWNER_PID", "ASYNC_RL_DEVICE", "ASYNC_RL_FOLDER", "TMPDIR", "PYTHONUNBUFFERED"),
         *("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_TIMEOUT_KEEP_ALIVE", "TOKENIZERS_PARALLELISM"),
         *("SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SGLANG_CPU_OMP_THREADS_BIND"),
+        "TORCHDYNAMO_DISABLE",
     }
 )
 
@@ -146,6 +147,7 @@ def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dic
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": str(config.threads),
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",  # a compiled embedding of two ranks gave wrong token ids
     }
     if config.tensor_parallel > 1:
         own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(config.tensor_parallel))

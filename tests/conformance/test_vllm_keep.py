@@ -106,7 +106,7 @@ async def test_a_boundary_at_the_first_or_the_last_token(replica: VllmReplica, m
 @pytest.mark.parametrize("kv", KINDS)
 async def test_an_update_under_a_chunked_prefill(replica: VllmReplica, models: Models, kv: KeptKV):
     """Weights 1 sample every token; with kept K/V the chunks before the update are of weights 0."""
-    asks = several(f"chunk-{kv}", 8, length=400, step=3, tokens=12)
+    asks = several(f"chunk-{kv}", 8, length=400, step=3, tokens=60)
     tasks = start(replica, asks)
     await until_sampled(replica, 2)
     assert await update_frozen(replica, models.update_second, kv) == 8
@@ -150,7 +150,7 @@ async def test_an_update_when_not_all_fit_in_memory(replica: VllmReplica, models
     """Far more K/V than there is room for: the engine preempts before and after the update."""
     asks = several(f"tight-{kv}", 40, step=7, tokens=80)
     tasks = start(replica, asks)
-    await until_sampled(replica, 1200)
+    await until_sampled(replica, 600)
     await update_frozen(replica, models.update_second, kv)
     preempted = 0
     for ask, task in zip(asks, tasks, strict=True):
