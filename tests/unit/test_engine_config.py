@@ -119,16 +119,20 @@ def test_a_block_size_without_a_cpu_kernel_is_refused(tmp_path: Path, fields: di
         check_engine(VllmConfig(device="cpu", block_size=size), checkpoint=path, capture_routing=True)
 
 
-def test_latent_attention_on_the_cpu_does_not_use_the_rotary_kernel(tmp_path: Path):
-    def args(fields: dict[str, Any], device: Any) -> dict[str, Any]:
-        config = VllmConfig(device=device)
+def test_latent_attention_on_the_cpu_avoids_kernels_that_are_wrong_or_refuse(tmp_path: Path):
+    def args(fields: dict[str, Any], device: Any, dtype: str = "float32") -> dict[str, Any]:
+        config = VllmConfig(device=device, dtype=dtype)
         model = check_engine(config, checkpoint=checkpoint(tmp_path, fields), capture_routing=True)
         return engine_args(config, model, capture_routing=True)
 
     assert args(DEEPSEEK, "cpu")["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
-    assert "compilation_config" not in args(QWEN, "cpu")
+    assert args(DEEPSEEK, "cpu")["attention_backend"] == "CPU_MLA"
+    assert "attention_backend" not in args(DEEPSEEK, "cpu", "bfloat16")
+    assert not {"compilation_config", "attention_backend"} & set(args(QWEN, "cpu"))
     on_gpu = args(DEEPSEEK, "cuda")
-    assert not {"compilation_config", "worker_cls", "kv_cache_memory_bytes"} & set(on_gpu), "a GPU needs no repair"
+    assert not {"compilation_config", "attention_backend", "worker_cls", "kv_cache_memory_bytes"} & set(on_gpu), (
+        "a GPU needs no repair"
+    )
     assert on_gpu["gpu_memory_utilization"] == 0.85
 
 

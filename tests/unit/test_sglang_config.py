@@ -145,6 +145,7 @@ def test_the_server_inherits_nothing_of_this_virtualenv(tmp_path: Path, monkeypa
     assert variables["PYTHONPATH"].split(os.pathsep) == [str(PLUGIN_PATH), str(CPU_PATH)]
     assert not {"PYTHONHOME", "VIRTUAL_ENV"} & set(variables)
     assert (variables["OMP_NUM_THREADS"], variables["ASYNC_RL_OWNER_PID"]) == ("2", "7")
+    assert variables["TORCHDYNAMO_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
