@@ -1,0 +1,94 @@
+"""SamplingSupport: packing is lossless, and sets that the sampled tokens cannot come from are refused."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from message_queue.support import SamplingSupport
+from message_queue.tokens import ContractError
+
+IDS = st.one_of(st.integers(0, 200), st.integers(0, 2**31 - 1))
+SETS = st.lists(st.sets(IDS, max_size=6).map(sorted), max_size=8)
+
+
+def packed(sets: list[list[int]]) -> SamplingSupport:
+    return SamplingSupport.pack(np.array([len(s) for s in sets], np.int64), np.array(list(chain(*sets)), np.int64))
+
+
+def sets_of(support: SamplingSupport) -> list[list[int]]:
+    counts, ids = support.unpack()
+    return [part.tolist() for part in np.split(ids, np.cumsum(counts)[:-1])] if len(counts) else []
+
+
+@given(SETS)
+def test_support_unpacks_to_the_sets_it_was_packed_from(sets: list[list[int]]) -> None:
+    assert sets_of(packed(sets)) == sets
+
+
+@given(SETS, st.data())
+def test_support_of_parts_joins_to_the_whole(sets: list[list[int]], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(sets)))
+    support = packed(sets)
+    parts = [support.part(0, cut), support.part(cut, len(sets))]
+    assert [sets_of(part) for part in parts] == [sets[:cut], sets[cut:]]
+    joined = SamplingSupport.join(parts)
+    assert joined.offsets.tolist() == support.offsets.tolist()
+    assert joined.packed.tobytes() == support.packed.tobytes()
+
+
+@given(SETS.filter(bool), st.data())
+def test_support_takes_positions_in_the_order_asked_for(sets: list[list[int]], data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, len(sets) - 1), max_size=8))
+    assert sets_of(packed(sets).take(np.array(places, np.int64))) == [sets[place] for place in places]
+
+
+def test_support_of_the_docstring_has_the_bytes_it_shows() -> None:
+    support = packed([[7], [], [5, 6, 300]])
+    assert support.packed.tobytes() == bytes([7, 5, 1, 0xA6, 2])
+    assert support.offsets.tolist() == [0, 1, 1, 5]
+
+
+def test_support_of_the_whole_vocabulary_has_no_bytes() -> None:
+    assert sets_of(SamplingSupport.whole(3)) == [[], [], []]
+    assert len(SamplingSupport.whole(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("sets", "tokens"),
+    [([[1, 4]], [2]), ([[1, 4], [3]], [1]), ([[1, 40]], [1])],
+    ids=["without the sampled token", "another number of positions", "outside the vocabulary"],
+)
+def test_support_refuses_sets_the_tokens_cannot_come_from(sets: list[list[int]], tokens: list[int]) -> None:
+    with pytest.raises(ContractError, match="SamplingSupport"):
+        packed(sets).check(np.array(tokens, np.int32), vocab_size=40)
+
+
+def test_support_accepts_sets_that_hold_the_sampled_tokens() -> None:
+    packed([[1, 4], [], [39]]).check(np.array([4, 7, 39], np.int32), vocab_size=40)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids"),
+    [([2], [4, 4]), ([2], [4, 1]), ([1], [-1]), ([2], [4]), ([1], [2**31])],
+    ids=["twice", "descending", "negative", "too few", "too large"],
+)
+def test_support_refuses_ids_that_do_not_ascend(counts: list[int], ids: list[int]) -> None:
+    with pytest.raises(ContractError, match="SamplingSupport"):
+        SamplingSupport.pack(np.array(counts, np.int64), np.array(ids, np.int64))
+
+
+@pytest.mark.parametrize("offsets", [[0, 1], [0, 2, 1, 2], [1, 2], [0, 3]], ids=["in an id", "falls", "late", "long"])
+def test_support_refuses_offsets_that_do_not_fit_the_bytes(offsets: list[int]) -> None:
+    with pytest.raises(ContractError, match=r"SamplingSupport\.offsets"):
+        SamplingSupport(offsets=np.array(offsets, np.int32), packed=np.array([0x80, 1], np.uint8))
+
+
+def test_support_check_refuses_a_gap_of_zero() -> None:
+    support = SamplingSupport(offsets=np.array([0, 2], np.int32), packed=np.array([4, 0], np.uint8))
+    with pytest.raises(ContractError, match="SamplingSupport"):
+        support.check(np.array([4], np.int32), vocab_size=40)
