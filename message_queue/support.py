@@ -120,7 +120,7 @@ class SamplingSupport:
         """The given positions, in the given order. positions: integer [m]."""
         starts, stops = self.offsets[:-1][positions].astype(np.int64), self.offsets[1:][positions].astype(np.int64)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
-        index: NDArray[np.int64] = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], stops - starts)
+        index = np.arange(int(offsets[-1])) + np.repeat(starts - offsets[:-1], stops - starts)
         return SamplingSupport(offsets=offsets.astype(np.int32), packed=self.packed[index])
 
     def unpack(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
