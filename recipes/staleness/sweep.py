@@ -1,4 +1,4 @@
-"""`python -m recipes.staleness.sweep`: max_staleness x loss, one run per cell, then one figure.
+"""`python -m recipes.staleness.sweep`: max_staleness x loss x seed, one run per cell, then one figure.
 
 A finished cell is not run again; a cell that was cut short continues from its checkpoint. If the directory of a cell
 holds a run with other settings, the sweep ends before any cell runs. The control is the synchronous run, max_staleness
@@ -28,6 +28,9 @@ from async_rl.observe.report import RunRecord, read_run
 RECIPE = Path(__file__).parent / "recipe.yaml"
 SETTINGS_FILE = "settings.json"
 SHOWN_DIFFERENCES = 5
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""0.975 quantile of Student's t distribution for 1 to 9 degrees of freedom; the last also serves more."""
+CELL_KEYS = ("name", "loss", "staleness.max_staleness", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +40,27 @@ class Cell:
     loss_name: str
     loss: str
     max_staleness: int
+    seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.loss_name}-s{self.max_staleness}"
+        return f"{self.loss_name}-s{self.max_staleness}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
-        return [f"name=staleness-{self.name}", f"loss={self.loss}", f"staleness.max_staleness={self.max_staleness}"]
+        return [
+            f"name=staleness-{self.name}",
+            f"loss={self.loss}",
+            f"staleness.max_staleness={self.max_staleness}",
+            f"seed={self.seed}",
+        ]
 
 
 def cells(recipe: dict) -> Iterator[Cell]:
-    """Every cell of the recipe."""
-    for loss_name, loss in recipe["cells"]["loss"].items():
-        for max_staleness in recipe["cells"]["max_staleness"]:
-            yield Cell(loss_name=loss_name, loss=loss, max_staleness=max_staleness)
+    """Every cell of the recipe; all cells of a seed come before those of the next."""
+    for seed in recipe["cells"]["seed"]:
+        for loss_name, loss in recipe["cells"]["loss"].items():
+            for max_staleness in recipe["cells"]["max_staleness"]:
+                yield Cell(loss_name=loss_name, loss=loss, max_staleness=max_staleness, seed=seed)
 
 
 def settings_of(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
@@ -111,7 +121,10 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mappi
 
 
 def draw(runs: dict[Cell, RunRecord]) -> Figure:
-    """Reward over steps, throughput and final success by bound, and the staleness of trained tokens."""
+    """Reward over steps, throughput and final success by bound, and the staleness of trained tokens.
+
+    Curves and bars are means over the seeds. Bands and error bars are 95 % intervals of the mean (`interval`).
+    """
     losses = list(dict.fromkeys(cell.loss_name for cell in runs))
     bounds = list(dict.fromkeys(cell.max_staleness for cell in runs))
     figure = Figure(figsize=(3.75 * max(len(losses) + 2, len(bounds)), 8.5), layout="constrained")
@@ -120,17 +133,35 @@ def draw(runs: dict[Cell, RunRecord]) -> Figure:
     *curves, success, throughput = upper.subplots(1, len(losses) + 2)
     histograms = lower.subplots(1, len(bounds), squeeze=False)[0]
     for axis, loss_name in zip(curves, losses, strict=True):
-        for cell, run in runs.items():
-            if cell.loss_name == loss_name:
-                steps, reward = run.column("reward/mean")
-                axis.plot(steps, _smooth(reward), label=_label(cell.max_staleness))
+        for bound in bounds:
+            _curve(axis, _runs_of(runs, loss_name, bound), label=_label(bound))
         axis.set(title=f"reward, {loss_name}", xlabel="train step", ylim=(0, 1))
         axis.legend(fontsize="small")
     _bars(success, runs, losses, bounds, "held-out success after the last step", _success)
     _bars(throughput, runs, losses, bounds, "tokens trained per second", _tokens_per_second)
     for axis, bound in zip(histograms, bounds, strict=True):
-        _histogram(axis, {c.loss_name: r for c, r in runs.items() if c.max_staleness == bound}, bound)
+        _histogram(axis, {loss_name: _runs_of(runs, loss_name, bound) for loss_name in losses}, bound)
     return figure
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the first axis [seeds, ...], and half the width of its 95 % interval (Student's t); 0 for one seed."""
+    seeds = len(values)
+    if seeds == 1:
+        return values[0], np.zeros_like(values[0])
+    return values.mean(0), T_QUANTILES[min(seeds - 2, len(T_QUANTILES) - 1)] * values.std(0, ddof=1) / np.sqrt(seeds)
+
+
+def _runs_of(runs: dict[Cell, RunRecord], loss_name: str, bound: int) -> list[RunRecord]:
+    """The runs of all seeds."""
+    return [run for cell, run in runs.items() if (cell.loss_name, cell.max_staleness) == (loss_name, bound)]
+
+
+def _curve(axis: Axes, runs: list[RunRecord], *, label: str) -> None:
+    steps = runs[0].column("reward/mean")[0]
+    mean, half = interval(np.stack([_smooth(run.column("reward/mean")[1]) for run in runs]))
+    (line,) = axis.plot(steps, mean, label=label)
+    axis.fill_between(steps, mean - half, mean + half, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def _bars(
@@ -143,20 +174,23 @@ def _bars(
 ) -> None:
     width = 0.8 / len(losses)
     for i, loss_name in enumerate(losses):
-        heights = [value(r) for c, r in runs.items() if c.loss_name == loss_name]
-        axis.bar(np.arange(len(bounds)) + i * width, heights, width, label=loss_name)
+        found = [interval(np.array([value(run) for run in _runs_of(runs, loss_name, bound)])) for bound in bounds]
+        heights, halves = (np.array(column) for column in zip(*found, strict=True))
+        axis.bar(np.arange(len(bounds)) + i * width, heights, width, yerr=halves, label=loss_name)
     axis.set_xticks(np.arange(len(bounds)) + width * (len(losses) - 1) / 2, [_label(b) for b in bounds])
     axis.set_title(title)
     axis.legend(fontsize="small", loc="lower right")
 
 
-def _histogram(axis: Axes, runs: dict[str, RunRecord], bound: int) -> None:
+def _histogram(axis: Axes, runs: dict[str, list[RunRecord]], bound: int) -> None:
+    """Share of the trained tokens by staleness, over all seeds."""
     width = 0.8 / len(runs)
-    lags = [int(lag) for run in runs.values() for step in run.steps for lag in step["staleness/tokens"]]
+    steps_of = {loss_name: [step for run in of_loss for step in run.steps] for loss_name, of_loss in runs.items()}
+    lags = [int(lag) for steps in steps_of.values() for step in steps for lag in step["staleness/tokens"]]
     oldest = max([bound, *lags])  # policy mask also counts tokens older than the bound
-    for i, (loss_name, run) in enumerate(runs.items()):
+    for i, (loss_name, steps) in enumerate(steps_of.items()):
         counts = np.zeros(oldest + 1)
-        for step in run.steps:
+        for step in steps:
             for lag, tokens in step["staleness/tokens"].items():
                 counts[int(lag)] += tokens
         axis.bar(np.arange(oldest + 1) + i * width, counts / counts.sum(), width, label=loss_name)
@@ -203,6 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     recipe = yaml.safe_load(RECIPE.read_text())
     overrides = [*recipe["overrides"], *arguments.overrides]
+    if taken := [override for override in arguments.overrides if override.partition("=")[0] in CELL_KEYS]:
+        sys.stderr.write(f"error: {taken[0]} differs from cell to cell; change the cells in {RECIPE}\n")
+        return 2
     try:
         chosen = {cell: settings_of(cell, overrides) for cell in cells(recipe)}
         for cell, settings in chosen.items():
@@ -225,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m recipes.staleness.sweep",
-        description="Runs every max_staleness with every loss of recipe.yaml, one run per cell, and draws "
+        description="Runs every max_staleness with every loss and seed of recipe.yaml, one run per cell, and draws "
         "staleness.png. A finished cell is not run again, and a cell that was cut short continues. If a cell's "
         "directory holds a run with other settings, the sweep ends before any cell runs.",
     )
@@ -239,7 +276,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="overrides for every cell, after those of recipe.yaml, such as seed=1 total_train_steps=40; "
+        help="overrides for every cell, after those of recipe.yaml, such as total_train_steps=40; "
         "other values need another --out",
     )
     return parser.parse_args(argv)

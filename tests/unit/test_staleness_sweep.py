@@ -14,20 +14,30 @@ from recipes.staleness import sweep
 RECIPE = yaml.safe_load(sweep.RECIPE.read_text())
 
 
+@pytest.fixture(autouse=True)
+def one_seed(tmp_path_factory, monkeypatch):
+    """Each cell costs a composed config, so that the sweeps here have the cells of one seed."""
+    recipe = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "cells": {**RECIPE["cells"], "seed": [0]}}, sort_keys=False))
+    monkeypatch.setattr(sweep, "RECIPE", recipe)
+
+
 def test_every_cell_builds_a_run_with_its_bound_and_its_loss():
     seen = set()
     for cell in sweep.cells(RECIPE):
         config = load_config([*RECIPE["overrides"], *cell.overrides()])
-        seen.add((config.staleness.max_staleness, config.loss.name))
-    assert seen == {(s, loss) for s in (0, 1, 2, 4) for loss in ("ppo_clip", "decoupled_ppo")}
+        seen.add((config.staleness.max_staleness, config.loss.name, config.seed))
+    assert seen == {
+        (s, loss, seed) for s in (0, 1, 2, 4) for loss in ("ppo_clip", "decoupled_ppo") for seed in (0, 1, 2)
+    }
 
 
-def record(cell, *, oldest=None):
+def record(cell, *, oldest=None, reward=0.1):
     oldest = cell.max_staleness if oldest is None else oldest
     steps = [
         {
             "train_step": i,
-            "reward/mean": 0.1 * i,
+            "reward/mean": reward * i,
             "throughput/tokens_per_s": 100.0,
             "staleness/tokens": {str(min(i, oldest)): 10},
         }
@@ -39,18 +49,36 @@ def record(cell, *, oldest=None):
 @pytest.mark.parametrize("bounds", [[2], [0, 1, 2, 4], [0, 1, 2, 3, 4, 5]], ids=len)
 @pytest.mark.parametrize("losses", [["tis"], ["ppo_clip", "decoupled_ppo"], ["tis", "dis", "gspo", "cispo"]], ids=len)
 def test_the_figure_shows_every_loss_and_every_bound(losses, bounds):
-    chosen = list(sweep.cells({"cells": {"loss": {name: name for name in losses}, "max_staleness": bounds}}))
+    chosen = list(
+        sweep.cells({"cells": {"loss": {name: name for name in losses}, "max_staleness": bounds, "seed": [0, 1]}})
+    )
     axes = sweep.draw({cell: record(cell) for cell in chosen}).axes
     curves, (success, throughput) = axes[: len(losses)], axes[len(losses) : len(losses) + 2]
     histograms = axes[len(losses) + 2 :]
     assert [axis.get_title() for axis in curves] == [f"reward, {name}" for name in losses]
     assert [len(axis.lines) for axis in curves] == [len(bounds)] * len(losses)
-    assert [len(axis.patches) for axis in (success, throughput)] == [len(chosen)] * 2
+    assert [len(axis.patches) for axis in (success, throughput)] == [len(losses) * len(bounds)] * 2
     assert [len(axis.patches) for axis in histograms] == [len(losses) * (bound + 1) for bound in bounds]
 
 
+def test_the_figure_shows_means_over_seeds_with_their_intervals():
+    chosen = list(sweep.cells({"cells": {"loss": {"naive": "ppo_clip"}, "max_staleness": [0], "seed": [0, 1, 2]}}))
+    runs = {cell: record(cell, reward=0.1 + 0.03 * cell.seed) for cell in chosen}
+    curve = sweep.draw(runs).axes[0]
+    mean, half = 0.13, 4.303 * 0.03 / 3**0.5  # rewards of the first step: 0.1, 0.13, 0.16
+    assert curve.lines[0].get_ydata()[0] == pytest.approx(mean)
+    band = curve.collections[0].get_paths()[0].vertices
+    at_first = band[band[:, 0] == 1, 1]
+    assert (at_first.min(), at_first.max()) == pytest.approx((mean - half, mean + half))
+
+
+def test_interval_of_one_seed_has_no_width():
+    mean, half = sweep.interval(sweep.np.array([[1.0, 2.0]]))
+    assert mean.tolist() == [1, 2] and half.tolist() == [0, 0]
+
+
 def test_the_figure_shows_tokens_that_are_older_than_the_bound():
-    cell = sweep.Cell(loss_name="naive", loss="ppo_clip", max_staleness=1)
+    cell = sweep.Cell(loss_name="naive", loss="ppo_clip", max_staleness=1, seed=0)
     histogram = sweep.draw({cell: record(cell, oldest=3)}).axes[-1]
     assert [patch.get_height() for patch in histogram.patches] == pytest.approx([0, 0.2, 0.2, 0.6])
 
@@ -68,47 +96,49 @@ class Runs:
         if directory.name in self.failing:
             raise subprocess.CalledProcessError(1, command)
         bound = next(int(o.rpartition("=")[2]) for o in command if o.startswith("staleness.max_staleness="))
-        run = record(sweep.Cell(loss_name="", loss="", max_staleness=bound))
+        run = record(sweep.Cell(loss_name="", loss="", max_staleness=bound, seed=0))
         for name, lines in (("metrics.jsonl", run.steps), ("validation.jsonl", run.validations)):
             (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_a_finished_cell_is_not_run_again_and_a_failed_one_stops_the_sweep(tmp_path, monkeypatch):
-    runs = Runs(monkeypatch, failing=["naive-s2"])
-    assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 1
-    assert len(runs.commands) == 3 and all("seed=3" in command for command in runs.commands)
-    assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 1
+    runs = Runs(monkeypatch, failing=["naive-s2-seed0"])
+    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
+    assert len(runs.commands) == 3 and all("optimizer.lr=1e-3" in command for command in runs.commands)
+    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
     assert len(runs.commands) == 4, "the two finished cells are skipped"
     runs.failing.clear()
-    assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 0
+    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 0
     assert len(runs.commands) == 10 and (tmp_path / "staleness.png").is_file()
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "cut-short"])
 def test_a_cell_with_other_settings_is_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, finished):
-    failing = "decoupled-s0" if finished else "naive-s0"  # so that cells are finished, or only the first is cut short
+    failing = (
+        "decoupled-s0-seed0" if finished else "naive-s0-seed0"
+    )  # so that cells are finished, or only the first is cut short
     runs = Runs(monkeypatch, failing=[failing])
-    assert sweep.main(["--out", str(tmp_path), "seed=3"]) == 1
+    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
     runs.commands.clear()
     capsys.readouterr()
     assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-4"]) == 2
     error = capsys.readouterr().err
-    assert "seed was 3, is 0" in error and "optimizer.lr was 0.0005, is 0.0001" in error and "naive-s0" in error
+    assert "optimizer.lr was 0.001, is 0.0001" in error and "naive-s0-seed0" in error
     assert not runs.commands
 
 
 def test_a_cell_of_unknown_settings_is_refused(tmp_path, monkeypatch, capsys):
     runs = Runs(monkeypatch)
-    (tmp_path / "naive-s1").mkdir()
-    (tmp_path / "naive-s1" / "done").touch()
+    (tmp_path / "naive-s1-seed0").mkdir()
+    (tmp_path / "naive-s1-seed0" / "done").touch()
     assert sweep.main(["--out", str(tmp_path)]) == 2
     assert "naive-s1" in capsys.readouterr().err and not runs.commands
 
 
 def test_settings_do_not_depend_on_the_way_they_are_written(tmp_path, monkeypatch):
-    runs = Runs(monkeypatch, failing=["naive-s1"])
-    assert sweep.main(["--out", str(tmp_path), "seed=3", "total_train_steps=7"]) == 1
-    assert sweep.main(["--out", str(tmp_path), "total_train_steps=7", "seed=1", "seed=3"]) == 1
+    runs = Runs(monkeypatch, failing=["naive-s1-seed0"])
+    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=0.001", "total_train_steps=7"]) == 1
+    assert sweep.main(["--out", str(tmp_path), "total_train_steps=7", "optimizer.lr=1", "optimizer.lr=1e-3"]) == 1
     assert len(runs.commands) == 3
 
 
@@ -119,6 +149,8 @@ def test_settings_do_not_depend_on_the_way_they_are_written(tmp_path, monkeypatc
         (["total_train_steps=0", "optimizer.decay=constant"], "total_train_steps is 0"),
         (["optimizer.lr=fast"], "optimizer.lr"),
         (["wish=1"], "wish"),
+        (["seed=3"], "seed=3"),
+        (["staleness.max_staleness=3"], "staleness.max_staleness=3"),
     ],
 )
 def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, overrides, field):
