@@ -29,6 +29,7 @@ MODES: dict[str, tuple[OnUpdate, KeptKV]] = {
     "drain": ("drain", "recompute"),
 }
 TIMEOUT_S = 100.0  # of one call; only a hang takes that long
+STEP_S = 0.01  # of an engine that is slowed down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +67,13 @@ class Probe(Protocol):
 
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
         """Whether the engine has all of `running`, so that `sampled` counts them all."""
+        ...
+
+    async def slow_down(self, step_s: float | None) -> None:
+        """Make each step of the engine take at least `step_s` seconds, None for full speed, if it can be slowed down.
+
+        An engine in a process of its own may otherwise end all requests before a test on a busy machine looks.
+        """
         ...
 
 
@@ -126,8 +134,13 @@ class EngineUnderTest:
         return Rollout(name, engine=self, routing=self.routing, **options)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` beside the test."""
-        task = asyncio.create_task(work)
+        """Run `work` beside the test, on an engine that is slow until the next publish."""
+
+        async def slowly() -> T:
+            await self.probe.slow_down(STEP_S)
+            return await work
+
+        task = asyncio.create_task(slowly())
         self._tasks.append(task)
         return task
 
@@ -136,6 +149,7 @@ class EngineUnderTest:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.probe.slow_down(None)
 
     async def until_sampled(self, tokens: int) -> None:
         """Return when the requests in flight have sampled `tokens` together; no engine has an event for it.
@@ -173,6 +187,7 @@ class EngineUnderTest:
         self._version = self._version + 1 if version is None else version
         publisher = Publisher([self.replica], on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=TIMEOUT_S)
         report = await publisher.publish(self.update(self._version))
+        await self.probe.slow_down(None)
         self.kept[self._version] = kv
         return report
 

@@ -91,6 +91,9 @@ class FakeProbe:
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
         return self._engine.in_flight == len(running)
 
+    async def slow_down(self, step_s: float | None) -> None:
+        """Nothing: the fake runs on the event loop of the test."""
+
 
 class VllmProbe:
     """Looks into vLLM's client.
@@ -119,6 +122,9 @@ class VllmProbe:
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
         states: Any = self._replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
         return len(states) == len(running)
+
+    async def slow_down(self, step_s: float | None) -> None:
+        """Nothing: vLLM has no such call."""
 
 
 class SglangProbe:
@@ -152,3 +158,6 @@ class SglangProbe:
 
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
         return (await loads(self._replica))["num_running_reqs"] == len(running)
+
+    async def slow_down(self, step_s: float | None) -> None:
+        await self._replica._server.post("/slow_down", {"forward_sleep_time": step_s})  # pyright: ignore[reportPrivateUsage]
