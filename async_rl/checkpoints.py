@@ -52,7 +52,10 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """every: train steps between checkpoints, 0 for only at the end or on a stop. keep: how many stay on disk."""
+    """every: train steps between checkpoints, 0 for only at the end or on a stop. keep: how many stay on disk.
+
+    A checkpoint is taken after the batch that reaches a multiple of `every`.
+    """
 
     every: int = 0
     keep: int = 2
@@ -77,9 +80,10 @@ class Checkpoints:
         self._directory = directory
         self._config = config
 
-    def due(self, train_step: int) -> bool:
-        """Whether a checkpoint is taken after this step."""
-        return bool(self._config.every) and train_step % self._config.every == 0
+    @property
+    def every(self) -> int:
+        """Train steps between checkpoints; 0 for only at the end or on a stop."""
+        return self._config.every
 
     async def save(self, state: RunState, *, trainer: SavesTrainer, records: Records) -> Path:
         """Write a checkpoint; one that is cut short leaves those before it usable.

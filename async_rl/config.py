@@ -93,9 +93,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """every: train steps per publish. transport: `shm` (shared memory of one node) or `disk` (a shared directory).
+    """every: train steps per publish, a multiple of trainer.updates_per_batch.
 
-    directory: for `disk`. timeout_s: bound on one publish.
+    transport: `shm` (shared memory of one node) or `disk` (a shared directory). directory: for `disk`.
+    timeout_s: bound on one publish.
     """
 
     every: int = 1
@@ -112,7 +113,10 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
-    """every: train steps between rounds over `prompts` held-out prompts; 0 for only before and after."""
+    """every: train steps between rounds over `prompts` held-out prompts; 0 for only before and after.
+
+    A round starts after the batch that reaches a multiple of `every`.
+    """
 
     every: int = 10
     prompts: int = 256
@@ -146,7 +150,9 @@ class QueueConfig(QueueClientConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run. resume: `auto` continues what `output_dir` holds, `never` refuses to, or a checkpoint folder.
+    """One run. total_train_steps: optimizer steps, a multiple of trainer.updates_per_batch.
+
+    resume: `auto` continues what `output_dir` holds, `never` refuses to, or a checkpoint folder.
 
     schedule: run directory to whose schedule this run keeps; null leaves it free. See `async_rl.rollout.schedule`.
     Paths are absolute: other processes, on other nodes too, have working directories of their own.

@@ -29,11 +29,28 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:
     """What is rolled out, and when."""
-    rollout, every = config.rollout, config.sync.every
-    if config.staleness.max_staleness < every - 1:
+    rollout, every, per_batch = config.rollout, config.sync.every, config.trainer.updates_per_batch
+    if every % per_batch:
         yield (
-            f"staleness.max_staleness is {config.staleness.max_staleness} with sync.every={every}: weights "
-            f"are up to {every - 1} updates old before any wait; raise the bound or publish more often"
+            f"sync.every is {every} with trainer.updates_per_batch={per_batch}: weights are published between batches, "
+            f"each of {per_batch} optimizer steps; set sync.every to a multiple of it"
+        )
+    elif config.staleness.max_staleness < every - 1:
+        yield (
+            f"staleness.max_staleness is {config.staleness.max_staleness} with sync.every={every} and "
+            f"trainer.updates_per_batch={per_batch}: at the last optimizer step of a batch its weights are up to "
+            f"{every - 1} steps old before any wait; raise the bound to at least that (to {every + per_batch - 1} so "
+            "that rollouts run one batch ahead), publish more often, or make fewer updates per batch"
+        )
+    if config.total_train_steps % per_batch:
+        yield (
+            f"total_train_steps is {config.total_train_steps} with trainer.updates_per_batch={per_batch}; train steps "
+            f"are optimizer steps, of which each batch makes {per_batch}: set a multiple of it"
+        )
+    if rollout.groups_per_batch % per_batch:
+        yield (
+            f"rollout.groups_per_batch is {rollout.groups_per_batch} with trainer.updates_per_batch={per_batch}; a "
+            "batch is split into as many mini-batches of equal size by its groups: set a multiple of it"
         )
     if rollout.trajectories_per_group == 1 and config.advantage.name != "reinforce_plus_plus":
         yield (
@@ -60,22 +77,18 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
 def _trainer_problems(config: RunConfig) -> Iterator[str]:
     """What is trained, and what training needs of a rollout."""
     rollout, trainer = config.rollout, config.trainer
-    trajectories = rollout.groups_per_batch * rollout.trajectories_per_group
+    trajectories = rollout.groups_per_batch * rollout.trajectories_per_group // trainer.updates_per_batch
     if trajectories % trainer.data_parallel:
         yield (
-            f"a batch has {trajectories} trajectories (rollout.groups_per_batch={rollout.groups_per_batch} x "
-            f"rollout.trajectories_per_group={rollout.trajectories_per_group}), which does not divide over "
-            f"{trainer.data_parallel} data-parallel ranks; change one of them"
+            f"a mini-batch has {trajectories} trajectories (rollout.groups_per_batch={rollout.groups_per_batch} x "
+            f"rollout.trajectories_per_group={rollout.trajectories_per_group} / trainer.updates_per_batch="
+            f"{trainer.updates_per_batch}), which do not divide over {trainer.data_parallel} data-parallel ranks; "
+            "change one of them"
         )
     if rollout.failure.on_failed == "rest" and trainer.data_parallel > 1:
         yield (
             f"rollout.failure.on_failed is 'rest' with {trainer.data_parallel} data-parallel ranks, over which "
             "a batch with failed rollouts does not divide; use rollout.failure.on_failed=fill or drop"
-        )
-    if trainer.updates_per_batch != 1:
-        yield (
-            f"trainer.updates_per_batch is {trainer.updates_per_batch}; a run makes one optimizer update per "
-            "batch, so set it to 1 and lower rollout.groups_per_batch for smaller updates"
         )
     if config.loss.temperature != rollout.sampling.temperature:
         yield (

@@ -200,6 +200,8 @@ class Lives(Generic[T]):
             config=PipelineConfig(
                 total_train_steps=config.total_train_steps,
                 publish_every=config.sync.every,
+                updates_per_batch=config.trainer.updates_per_batch,
+                seed=config.seed,
                 validate_every=config.validation.every,
                 max_failed_groups=config.rollout.max_failed_groups,
                 advantage=config.advantage,

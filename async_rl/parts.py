@@ -69,3 +69,5 @@ class PipelineConfig:
     weights_directory: Path
     replica_timeout_s: float
     kept_kv: bool = False
+    updates_per_batch: int = 1
+    seed: int = 0

@@ -42,7 +42,7 @@ from async_rl.parts import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, 
 from async_rl.rollout.conductor import Conducts, Free
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.tokens import require_closed
-from async_rl.rollout.validations import Validations
+from async_rl.rollout.validations import Validations, is_due
 from async_rl.rollout.validator import Validator
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate
@@ -96,11 +96,17 @@ class Pipeline:
         self._loaded_version = 0
         self._version_updates = dict(start.version_updates)
         self._restored = restored
-        self._replayed = start.train_step + (0 if restored is None else restored.replay)
+        replay = 0 if restored is None else restored.replay
+        self._replayed = start.train_step + replay * config.updates_per_batch
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
         self._validations = Validations(
-            validator, every=config.validate_every, last=config.total_train_steps, recorder=recorder, trace=trace
+            validator,
+            every=config.validate_every,
+            per_batch=config.updates_per_batch,
+            last=config.total_train_steps,
+            recorder=recorder,
+            trace=trace,
         )
         self._conductor = conductor or Free()
         self._stop = asyncio.Event()
@@ -267,7 +273,7 @@ class Pipeline:
                 return
             await self._step(batch, waited=time.monotonic() - begun, begun=begun, busy=busy)
             self._validations.request(self._train_step)
-            if self._checkpoints.due(self._train_step):
+            if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._config.updates_per_batch):
                 await self._save()
 
     async def _publish(self) -> None:
@@ -294,10 +300,12 @@ class Pipeline:
 
     async def _step(self, batch: Batch[PromptGroup], *, waited: float, begun: float, busy: float) -> None:
         """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
+        config = self._config
         self._conductor.taken()
-        with self._trace.span("train", f"step {self._train_step + 1}", groups=len(batch.groups)):
+        with self._trace.span("train", f"step {self._train_step + config.updates_per_batch}", groups=len(batch.groups)):
             prepared, metrics = await self._train_on(batch)
-        if self._train_step % self._config.publish_every == 0 and self._train_step > self._replayed:
+        due = is_due(self._train_step, every=config.publish_every, per_batch=config.updates_per_batch)
+        if due and self._train_step > self._replayed:
             await self._export()
         seconds = time.monotonic() - begun
         metrics["idle/trainer"] = waited / seconds
@@ -313,9 +321,11 @@ class Pipeline:
             advantage=self._config.advantage,
             version_updates=self._version_updates,
             kept_kv=self._config.kept_kv,
+            updates_per_batch=self._config.updates_per_batch,
+            seed=self._config.seed,
         )
         metrics = await self._trainer.train(prepared.tensors)
-        self._train_step += 1
+        self._train_step += self._config.updates_per_batch
         groups = [group.group for group in batch.groups]
         await self._queue.trained(groups, train_step=self._train_step, tokens=prepared.gradient_tokens)
         return prepared, metrics | dict(prepared.metrics)
@@ -338,6 +348,7 @@ class Pipeline:
     async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
         snapshot = await self._queue.snapshot()
         metrics |= {"train_step": self._train_step, "param_version": self._version}
+        metrics["optimizer_steps"] = self._config.updates_per_batch
         metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
         schedule = prepared.schedule if self._conductor.free else None
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
@@ -346,7 +357,7 @@ class Pipeline:
         require_closed(snapshot.ledger, wrong=self._rollouter.tokens.settle(records))
 
     async def _save(self) -> None:
-        """Checkpoint between two train steps; nothing is taken then."""
+        """Checkpoint between two batches; nothing is taken then."""
         cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # read first: later ones are in the snapshot
         await self._queue.sync()
         snapshot = await self._queue.snapshot()

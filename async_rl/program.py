@@ -196,6 +196,7 @@ def _read_schedule(config: RunConfig) -> RunSchedule:
     schedule.check(
         groups_per_batch=config.rollout.groups_per_batch,
         trajectories_per_group=config.rollout.trajectories_per_group,
+        updates_per_batch=config.trainer.updates_per_batch,
         train_steps=config.total_train_steps,
         max_staleness=config.staleness.max_staleness,
         every=config.sync.every,

@@ -75,7 +75,8 @@ class Resume:
             return
         tokens = sum(group.num_tokens for group in restored.open)
         recorder.note(
-            f"goes on after train step {step}: {restored.replay} steps are trained again, "
+            f"goes on after train step {step}: {restored.replay * self._config.trainer.updates_per_batch} steps are "
+            "trained again, "
             f"{len(restored.open)} groups in flight with {tokens} tokens go on"
         )
         for line in restored.notes:

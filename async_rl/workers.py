@@ -106,6 +106,7 @@ class Workers:
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
+            updates_per_batch=config.trainer.updates_per_batch,
             journal=journal,
             routing=routing,
             config=config.queue,

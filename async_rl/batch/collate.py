@@ -13,12 +13,14 @@ Keys of an RL batch of S sequences, the longest of T tokens:
     advantages           float32 [S]           of the trajectory
     informative          bool    [S]           of the trajectory; False, also where all of the sequence is too old: left
                                                out of the forward pass
-    lag                  int32   [S, T]        staleness in optimizer updates; -1 outside the loss mask
+    lag                  int32   [S, T]        staleness in optimizer steps, at the mini-batch that trains it; -1
+                                               outside the loss mask
     pure_lag0            bool    [S, T]        sampled by the current weights over nothing but what they compute here
     routed_experts       int16   [S, T, L, K]  -1: live router; absent where the model does not route
     lengths              int64   [S]
     trajectory           int64   [S]           number of the trajectory in the batch
     group                int64   [S]           id of the prompt group
+    mini_batch           int64   [S]           which optimizer step of the batch trains the sequence, from 0
 A supervised batch has token_ids, loss_mask and lengths.
 
 A token is pure at lag 0 when trainer and engine must agree on it but for rounding: its own weights are the current
@@ -82,15 +84,17 @@ def collate(
     version_updates: Mapping[int, int],
     min_update: int = 0,
     kept_kv: bool = False,
+    mini_batches: Mapping[int, int] | None = None,
 ) -> TensorDict:
     """Build the batch that the trainer takes its gradient on.
 
     Args:
         advantages: of the trajectories of `groups` in order.
-        current_update: optimizer updates held by the weights whose gradient is taken.
+        current_update: optimizer updates held by the weights at the start of the batch.
         version_updates: param_version -> optimizer updates those weights hold.
         min_update: tokens of weights that hold fewer updates take no gradient.
         kept_kv: K/V outlives weight updates in the engines (rollout.on_update=keep with rollout.kv=keep).
+        mini_batches: group id -> its mini-batch, from 0; None if the batch is one optimizer step.
 
     Raises:
         BatchError: no trajectories, advantages of another count, a version nobody published, or routed and unrouted
@@ -101,9 +105,13 @@ def collate(
         raise BatchError("the batch has no trajectories")
     if len(trajectories) != len(advantages.values):
         raise BatchError(f"{len(trajectories)} trajectories, but {len(advantages.values)} advantages")
-    ages = _Ages(current_update, version_updates, min_update=min_update, kept_kv=kept_kv)
+    mini_batches = mini_batches or dict.fromkeys((g.group for g in groups), 0)
+    ages = {
+        group: _Ages(current_update + mini_batch, version_updates, min_update=min_update, kept_kv=kept_kv)
+        for group, mini_batch in mini_batches.items()
+    }
     parts = [
-        _part(sequence, number, group, trajectory, ages)
+        _part(sequence, number, group, trajectory, ages[group.group])
         for number, (group, trajectory) in enumerate(trajectories)
         for sequence in trajectory.sequences()
     ]
@@ -121,6 +129,7 @@ def collate(
         "lengths": torch.tensor([len(p.sequence) for p in parts], dtype=torch.int64),
         "trajectory": torch.tensor(of, dtype=torch.int64),
         "group": torch.tensor([trajectories[number][0].group for number in of], dtype=torch.int64),
+        "mini_batch": torch.tensor([mini_batches[trajectories[number][0].group] for number in of], dtype=torch.int64),
     }
     experts = _routed_experts([part.sequence for part in parts])
     if experts is not None:

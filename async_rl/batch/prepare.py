@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -36,17 +37,26 @@ class PreparedBatch:
 
 
 def prepare(
-    batch: Batch[PromptGroup], *, advantage: AdvantageConfig, version_updates: Mapping[int, int], kept_kv: bool
+    batch: Batch[PromptGroup],
+    *,
+    advantage: AdvantageConfig,
+    version_updates: Mapping[int, int],
+    kept_kv: bool,
+    updates_per_batch: int = 1,
+    seed: int = 0,
 ) -> PreparedBatch:
-    """Leave out rollouts that failed, mask what is too old, and collate the rest.
+    """Leave out rollouts that failed, mask what is too old, split into mini-batches, and collate the rest.
 
     Advantages are those of all rollouts that did not fail, masked or not: a baseline has no age.
 
     Args:
         version_updates: param_version -> optimizer updates those weights hold.
-        kept_kv: see `collate`.
+        kept_kv: see `collate`. updates_per_batch, seed: see `mini_batches_of`.
     """
     groups = [_without_failed(group) for group in batch.groups]
+    mini_batches = mini_batches_of(
+        [group.group for group in groups], count=updates_per_batch, seed=seed, update=batch.update
+    )
     advantages = compute_advantages(groups, advantage)
     tensors = collate(
         groups,
@@ -55,6 +65,7 @@ def prepare(
         version_updates=version_updates,
         min_update=batch.min_update,
         kept_kv=kept_kv,
+        mini_batches=mini_batches,
     )
     young = frozenset(version for version, update in version_updates.items() if update >= batch.min_update)
     lengths = gradient_lengths(groups, versions=young)
@@ -63,15 +74,38 @@ def prepare(
         gradient_tokens=_tokens_of_groups(tensors, [g.group for g in groups]),
         lengths=lengths,
         staleness_tokens=staleness_histogram(
-            groups, update=batch.update, version_updates=version_updates, min_update=batch.min_update
+            groups,
+            update=batch.update,
+            version_updates=version_updates,
+            min_update=batch.min_update,
+            mini_batches=mini_batches,
         ),
         metrics={
-            **batch_metrics(groups, update=batch.update, version_updates=version_updates, min_update=batch.min_update),
+            **batch_metrics(
+                groups,
+                update=batch.update,
+                version_updates=version_updates,
+                min_update=batch.min_update,
+                mini_batches=mini_batches,
+            ),
             **_masking(groups, advantages, lengths),
             "length/trained_mean": sum(lengths) / len(lengths),
         },
         schedule=scheduled_groups(batch.groups, version_updates=version_updates),
     )
+
+
+def mini_batches_of(groups: Sequence[int], *, count: int, seed: int, update: int) -> dict[int, int]:
+    """Group id -> its mini-batch, from 0: a random split of whole groups into `count` parts of equal size.
+
+    It depends on the ids, not on their order, so a batch that is trained again after a restart is split as before.
+
+    Args:
+        seed: of the run. update: optimizer updates held by the weights at the start of the batch.
+    """
+    order = np.random.default_rng((abs(seed), update)).permutation(np.sort(np.array(groups, np.int64)))
+    parts = np.array_split(order, count)
+    return {int(group): number for number, part in enumerate(parts) for group in part}
 
 
 def _without_failed(group: PromptGroup) -> PromptGroup:

@@ -91,6 +91,7 @@ def _filter_metrics(name: str, meaning: str) -> dict[str, Metric]:
 
 METRICS: dict[str, Metric] = {
     "train_step": Metric("last", "steps", "optimizer steps done"),
+    "optimizer_steps": Metric("sum", "steps", "optimizer steps made on the batch (trainer.updates_per_batch)"),
     "param_version": Metric("last", "version", "newest published version"),
     "reward/mean": Metric("mean", "reward", "over the trajectories of the batch"),
     "reward/std": Metric("mean", "reward", "over the trajectories of the batch"),
@@ -119,7 +120,7 @@ METRICS: dict[str, Metric] = {
     "tokens/positive": Metric("sum", "tokens", "of these, with positive advantage"),
     "tokens/negative": Metric("sum", "tokens", "of these, with negative advantage"),
     **{f"tokens/{lag}": Metric("sum", "tokens", f"of these, {meaning}") for lag, meaning in _OF_LAG.items()},
-    "staleness/mean": Metric("mean", "updates", "over tokens of the batch that take gradient"),
+    "staleness/mean": Metric("mean", "updates", "over tokens of the batch that take gradient, at their mini-batch"),
     "staleness/p99": Metric("max", "updates", "over tokens of the batch that take gradient"),
     "staleness/max": Metric("max", "updates", "over tokens of the batch that take gradient"),
     "staleness/masked_tokens": Metric("sum", "tokens", "sampled tokens of the batch that are too old to take gradient"),
@@ -188,18 +189,26 @@ def metric_of(key: str) -> Metric | None:
 
 
 def batch_metrics(
-    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int], min_update: int = 0
+    groups: Sequence[PromptGroup],
+    *,
+    update: int,
+    version_updates: Mapping[int, int],
+    min_update: int = 0,
+    mini_batches: Mapping[int, int] | None = None,
 ) -> dict[str, float]:
     """Metrics that the trajectories of a batch determine.
 
     Args:
-        update: optimizer updates held by the weights whose gradient is taken.
+        update: optimizer updates held by the weights at the start of the batch.
         version_updates: param_version -> optimizer updates those weights hold.
         min_update: tokens of weights that hold fewer take no gradient.
+        mini_batches: group id -> its mini-batch, from 0; None if the batch is one optimizer step.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
-    histogram = staleness_histogram(groups, update=update, version_updates=version_updates, min_update=min_update)
+    histogram = staleness_histogram(
+        groups, update=update, version_updates=version_updates, min_update=min_update, mini_batches=mini_batches
+    )
     staleness = np.repeat(np.array(list(histogram), np.float64), list(histogram.values()))
     row_bytes = sum(s.routed_experts.experts.nbytes for t in trajectories for s in t.segments if s.routed_experts)
     forwarded = sum(len(t) - 1 for t in trajectories)
@@ -301,14 +310,23 @@ def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
 
 
 def staleness_histogram(
-    groups: Sequence[PromptGroup], *, update: int, version_updates: Mapping[int, int], min_update: int = 0
+    groups: Sequence[PromptGroup],
+    *,
+    update: int,
+    version_updates: Mapping[int, int],
+    min_update: int = 0,
+    mini_batches: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Tokens of the batch by staleness, but for those of weights that hold fewer than `min_update` updates."""
+    """Tokens of the batch by staleness, but for those of weights that hold fewer than `min_update` updates.
+
+    The arguments are those of `batch_metrics`.
+    """
     counts: dict[int, int] = {}
-    for trajectory in (t for g in groups for t in g.trajectories):
+    for group, trajectory in ((g, t) for g in groups for t in g.trajectories):
+        trained_at = update + (0 if mini_batches is None else mini_batches[group.group])
         versions, tokens = np.unique(trajectory.param_versions()[trajectory.loss_mask()], return_counts=True)
         for version, n in zip(versions.tolist(), tokens.tolist(), strict=True):
             if version_updates[version] >= min_update:
-                lag = update - version_updates[version]
+                lag = trained_at - version_updates[version]
                 counts[lag] = counts.get(lag, 0) + n
     return dict(sorted(counts.items()))

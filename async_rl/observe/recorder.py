@@ -19,7 +19,7 @@ from async_rl.rollout.validator import ValidationResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One train step.
+    """One batch, and the train steps that were made on it.
 
     staleness_tokens: sampled tokens of the batch by staleness. schedule: see `async_rl.rollout.schedule`.
     """
@@ -95,7 +95,7 @@ class Recorder:
         sync_path(self._directory)
 
     def step(self, record: StepRecord) -> None:
-        """Record one train step."""
+        """Record the train steps of one batch."""
         metrics = {**record.metrics, **self.lengths.metrics()}
         step = int(metrics["train_step"])
         listed = [key for key in METRICS if key in metrics]
@@ -103,7 +103,8 @@ class Recorder:
         line["staleness/tokens"] = {str(lag): n for lag, n in record.staleness_tokens.items()}
         self._metrics.write(_json_line(line))
         if record.schedule is not None:
-            self._schedule.write(_json_line({"train_step": step, "groups": record.schedule}))
+            made = int(metrics.get("optimizer_steps", 1))
+            self._schedule.write(_json_line({"train_step": step, "optimizer_steps": made, "groups": record.schedule}))
         for key, value in metrics.items():
             if math.isfinite(value):
                 self._scalars.add_scalar(key, value, step)

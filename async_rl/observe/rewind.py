@@ -39,10 +39,11 @@ def missing_records(directory: Path, *, train_step: int, trained: int) -> list[s
     a file, makes this more than nothing.
 
     Args:
-        train_step: of the checkpoint; there is a line of `metrics.jsonl` for each, from the first step of the run in
-            this directory on, and of `schedule.jsonl` where the run writes it. trained: groups up to that step.
+        train_step: of the checkpoint; there is a line of `metrics.jsonl` for the `optimizer_steps` that end with each,
+            from the first step of the run in this directory on, and of `schedule.jsonl` where the run writes it.
+        trained: groups up to that step.
     """
-    found = {name: {cast(int, line["train_step"]) for line in _lines(directory / name)} for name in STEP_FILES}
+    found = {name: _steps(directory / name) for name in STEP_FILES}
     lost: list[str] = []
     for name, steps in found.items():
         if not steps and name != "metrics.jsonl":
@@ -82,6 +83,15 @@ def unseen_groups(
         for group in range(next_group)
         if group not in seen and group not in live
     ]
+
+
+def _steps(path: Path) -> set[int]:
+    """Train steps that the lines of a file are of; a line is of the `optimizer_steps` up to its `train_step`."""
+    steps: set[int] = set()
+    for line in _lines(path):
+        last = cast(int, line["train_step"])
+        steps.update(range(last - cast(int, line.get("optimizer_steps", 1)) + 1, last + 1))
+    return steps
 
 
 def _ended(line: dict[str, Any], train_step: int) -> bool:

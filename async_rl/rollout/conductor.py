@@ -35,7 +35,7 @@ class Conducts(Protocol):
     def free(self) -> bool: ...
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
-        """Go on with open `groups`, after `train_step` batches and the admission of all prompts before `cursor`.
+        """Go on with open `groups`, after `train_step` and the admission of all prompts before `cursor`.
 
         updates: `param_version` -> optimizer updates.
         """
@@ -119,6 +119,7 @@ class Conductor:
     free = False
 
     def __init__(self, schedule: RunSchedule, *, session: Callable[[int, int], str]) -> None:
+        self._schedule = schedule
         self._groups = schedule.groups
         self._session = session
         self._changed = Bell()
@@ -132,7 +133,7 @@ class Conductor:
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
         """See Conducts."""
-        self._num_taken, self._num_admitted = train_step, cursor
+        self._num_taken, self._num_admitted = train_step // self._schedule.updates_per_batch, cursor
         self._parts.clear()
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
@@ -154,7 +155,7 @@ class Conductor:
 
     async def may_put(self, prompt: int) -> None:
         """Return when all batches before that of the group were taken."""
-        await self._until(lambda: self._num_taken >= self._groups[prompt].train_step - 1)
+        await self._until(lambda: self._num_taken >= self._schedule.batch_of(prompt))
 
     def taken(self) -> None:
         """The next batch was taken."""

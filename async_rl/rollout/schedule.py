@@ -1,9 +1,10 @@
-"""What happened when in a run, apart from what was sampled: `schedule.jsonl`, one line per train step.
+"""What happened when in a run, apart from what was sampled: `schedule.jsonl`, one line per batch.
 
 A line names the groups of the batch, in the order of the trainer: the prompt of each, the optimizer updates in the
 weights on which it was admitted, and of each of its trajectories how many tokens were sampled under which weights. That
 is all of admissions, aborts, resumes, publishes and batches that shows in the data, so a run that keeps to it
-(`async_rl.rollout.conductor`) trains on tokens of the same prompts, of the same age at the same step.
+(`async_rl.rollout.conductor`) trains on tokens of the same prompts, of the same age at the same step. `train_step` is
+the last optimizer step of the batch, `optimizer_steps` says how many there are (trainer.updates_per_batch).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Span = tuple[int, int]
 class ScheduledGroup:
     """group: its id in the run that is recorded; ids go up in the order of admission. prompt: its index there.
 
-    spans: of each trajectory, in the order in which they were sampled.
+    train_step: last optimizer step of its batch. spans: of each trajectory, in the order in which they were sampled.
     """
 
     group: int
@@ -50,30 +51,45 @@ class RunSchedule:
     """The groups of a run that were trained. A position is a place among them in the order of admission.
 
     Args:
-        groups: in any order.
+        groups: in any order. updates_per_batch: optimizer steps per batch.
 
     Raises:
-        ScheduleError: train steps that do not go from 1 without a gap, or batches of different sizes.
+        ScheduleError: train steps that do not go from the first without a gap, or batches of different sizes.
     """
 
-    def __init__(self, groups: Sequence[ScheduledGroup]) -> None:
+    def __init__(self, groups: Sequence[ScheduledGroup], *, updates_per_batch: int = 1) -> None:
         self.groups = tuple(sorted(groups, key=lambda group: group.group))
+        self.updates_per_batch = per_batch = updates_per_batch
         steps, sizes = np.unique([group.train_step for group in self.groups], return_counts=True)
-        if not self.groups or steps.tolist() != list(range(1, len(steps) + 1)):
-            raise ScheduleError(f"a schedule has the train steps {steps.tolist()}; need 1, 2, 3 and so on")
+        if not self.groups or steps.tolist() != list(range(per_batch, len(steps) * per_batch + 1, per_batch)):
+            raise ScheduleError(
+                f"a schedule has the train steps {steps.tolist()}; need {per_batch}, {2 * per_batch}, {3 * per_batch} "
+                "and so on"
+            )
         if len(set(sizes.tolist())) > 1:
             raise ScheduleError(f"a schedule has batches of {sorted(set(sizes.tolist()))} groups; need one size")
-        self.train_steps = len(steps)
+        self.train_steps = len(steps) * per_batch
         self.batch_groups = int(sizes[0])
         self.trajectories_per_group = max(len(group.spans) for group in self.groups)
 
+    def batch_of(self, position: int) -> int:
+        """Number of the batch, from 0, of the group at a position."""
+        return self.groups[position].train_step // self.updates_per_batch - 1
+
     @property
     def max_staleness(self) -> int:
-        """Of the oldest weights that sampled a token, when it was trained."""
+        """Of the oldest weights that sampled a token, at the last optimizer step of its batch."""
         return max(g.train_step - 1 - update for g in self.groups for spans in g.spans for update, _ in spans)
 
     def check(
-        self, *, groups_per_batch: int, trajectories_per_group: int, train_steps: int, max_staleness: int, every: int
+        self,
+        *,
+        groups_per_batch: int,
+        trajectories_per_group: int,
+        updates_per_batch: int = 1,
+        train_steps: int,
+        max_staleness: int,
+        every: int,
     ) -> None:
         """Refuse a run that cannot keep to it.
 
@@ -87,6 +103,7 @@ class RunSchedule:
         for field, value, wanted in (
             ("rollout.groups_per_batch", groups_per_batch, self.batch_groups),
             ("rollout.trajectories_per_group", trajectories_per_group, self.trajectories_per_group),
+            ("trainer.updates_per_batch", updates_per_batch, self.updates_per_batch),
         ):
             if value != wanted:
                 raise ScheduleError(f"{field} is {value}, and the schedule is of a run with {wanted}; set that")
@@ -121,14 +138,18 @@ def read_schedule(path: Path) -> RunSchedule:
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"schedule is {path}, which has no {FILE_NAME} to read: {error}") from error
     groups: list[ScheduledGroup] = []
+    per_batch: set[int] = set()
     for number, line in enumerate(lines, start=1):
         try:
             step = json.loads(line)
+            per_batch.add(int(step.get("optimizer_steps", 1)))
             groups += [_group(int(step["train_step"]), entry) for entry in step["groups"]]
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise ScheduleError(f"line {number} of {file} is not a train step of a schedule: {error!r}") from error
+    if len(per_batch) > 1:
+        raise ScheduleError(f"{file}: batches of {sorted(per_batch)} optimizer steps; need one number")
     try:
-        return RunSchedule(groups)
+        return RunSchedule(groups, updates_per_batch=min(per_batch, default=1))
     except ScheduleError as error:
         raise ScheduleError(f"{file}: {error}") from error
 

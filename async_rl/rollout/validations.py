@@ -9,17 +9,36 @@ from async_rl.observe.trace import Trace
 from async_rl.rollout.validator import Validator
 
 
+def is_due(train_step: int, *, every: int, per_batch: int) -> bool:
+    """Whether a batch whose last optimizer step is `train_step` reaches a multiple of `every`; never if that is 0.
+
+    With `every` 10 and 4 optimizer steps per batch: after train steps 12, 20, 32, 40 and so on.
+    """
+    return every > 0 and train_step // every > (train_step - per_batch) // every
+
+
 class Validations:
     """One round at a time.
 
     Args:
         validator: None where there are no held-out prompts, and then nothing ever happens.
         every: train steps from one to the next; 0 is none but the first and the last. last: train step of the last.
+        per_batch: train steps that are made from one batch, see `is_due`.
     """
 
-    def __init__(self, validator: Validator | None, *, every: int, last: int, recorder: Recorder, trace: Trace) -> None:
+    def __init__(
+        self,
+        validator: Validator | None,
+        *,
+        every: int,
+        last: int,
+        recorder: Recorder,
+        trace: Trace,
+        per_batch: int = 1,
+    ) -> None:
         self._validator = validator
         self._every = every
+        self._per_batch = per_batch
         self._last = last
         self._recorder = recorder
         self._trace = trace
@@ -34,7 +53,9 @@ class Validations:
 
     def request(self, step: int) -> None:
         """Ask for a round where one is due after train step `step`."""
-        if self._validator is None or step == self._last or not self._every or step % self._every:
+        if self._validator is None or step == self._last:
+            return
+        if not is_due(step, every=self._every, per_batch=self._per_batch):
             return
         if self._requests.full():
             self._recorder.warn(f"validation at step {step} skipped: the one before still runs")

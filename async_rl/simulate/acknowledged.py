@@ -53,7 +53,10 @@ Fact: TypeAlias = Admission | Held | Ready | Dropped | Trained | Published
 
 @dataclass(slots=True)
 class Expected:
-    """What facts add up to. held: (group, trajectory) -> the last that is known of it. trained: by train step."""
+    """What facts add up to. held: (group, trajectory) -> the last that is known of it.
+
+    trained: by the last train step of the batch. updates_per_batch: train steps of each.
+    """
 
     admitted: dict[int, Admission] = field(default_factory=dict[int, Admission])
     held: dict[tuple[int, int], Held] = field(default_factory=dict[tuple[int, int], Held])
@@ -61,6 +64,7 @@ class Expected:
     dropped: set[int] = field(default_factory=set[int])
     trained: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     version: int = 0
+    updates_per_batch: int = 1
 
     def of_group(self, group: int) -> dict[int, Held]:
         """What is known of its trajectories, by number."""
@@ -70,11 +74,11 @@ class Expected:
         """Group -> the train step that it was in."""
         return {group: step for step, groups in self.trained.items() for group in groups}
 
-    def replay(self, train_step: int) -> list[tuple[int, ...]]:
-        """Batches that are trained again after a checkpoint of `train_step`."""
-        batches: list[tuple[int, ...]] = []
-        while (batch := self.trained.get(train_step + 1 + len(batches))) is not None:
-            batches.append(batch)
+    def replay(self, train_step: int) -> dict[int, tuple[int, ...]]:
+        """Batches that are trained again after a checkpoint of `train_step`, by their last train step."""
+        batches: dict[int, tuple[int, ...]] = {}
+        while (batch := self.trained.get(train_step := train_step + self.updates_per_batch)) is not None:
+            batches[train_step] = batch
         return batches
 
 
@@ -84,11 +88,18 @@ class Acknowledged:
     Args:
         durable_after_s: at the latest; None: never but by a sync.
         shards: of the queue; where there are several, each process has a disk of its own.
+        updates_per_batch: train steps of each batch.
     """
 
     def __init__(
-        self, *, durable_after_s: float | None = None, clock: Callable[[], float] = lambda: 0.0, shards: int = 1
+        self,
+        *,
+        durable_after_s: float | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        shards: int = 1,
+        updates_per_batch: int = 1,
     ) -> None:
+        self._updates_per_batch = updates_per_batch
         self._facts: list[Fact] = []
         self._told_at: list[float] = []
         self._shards = shards
@@ -142,7 +153,7 @@ class Acknowledged:
 
     def expected(self) -> Expected:
         """What must be there."""
-        made = Expected()
+        made = Expected(updates_per_batch=self._updates_per_batch)
         for fact in self._facts:
             match fact:
                 case Admission():

@@ -72,6 +72,7 @@ class JournalWatch:
             restored=decode_restored(restored, routing=model.ROUTING),
             snapshot=snapshot,
             attempts=self._attempts,
+            updates_per_batch=self._scenario.updates_per_batch,
         )
         new_driver, self._new_driver = self._new_driver, False
         self._attempts, self._power_lost = 0, False

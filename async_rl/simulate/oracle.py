@@ -7,6 +7,7 @@ out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -75,13 +76,21 @@ class Oracle:
         self._excused = excused
         self._serving = serving
         self._weights: dict[str, model.Weights] = {}
-        self.told = Acknowledged(durable_after_s=DURABLE_AFTER_S[scenario.fsync], clock=clock, shards=scenario.shards)
+        self._per_batch = scenario.updates_per_batch
+        self.told = Acknowledged(
+            durable_after_s=DURABLE_AFTER_S[scenario.fsync],
+            clock=clock,
+            shards=scenario.shards,
+            updates_per_batch=self._per_batch,
+        )
         self._digests: dict[int, str] = {0: INITIAL}
         self._updates: dict[int, int] = {0: 0}  # by version
         self._steps: dict[int, str] = {}  # train step -> digest
         self._served = self._published = 0
         self._loaded: dict[str, int] = {}
-        self._prompts = PromptAccount(batch_groups=scenario.batch_groups, require=_require)
+        self._prompts = PromptAccount(
+            batch_groups=scenario.batch_groups, updates_per_batch=self._per_batch, require=_require
+        )
         self._recycles = Recycles(max_recycles=scenario.max_recycles, require=_require)
         self._policies = PolicyChanges(scenario, require=_require)
         self._replayed: dict[int, tuple[int, ...]] = {}
@@ -124,8 +133,8 @@ class Oracle:
             if not damaged or not found.losses_are_told:
                 raise
         judge.check_consistent()
-        again = expected.replay(state.train_step)[: found.restored.replay]
-        self._replayed = dict(enumerate(again, state.train_step + 1))
+        again = expected.replay(state.train_step)
+        self._replayed = {step: batch for step, batch in again.items() if step <= found.end}
         losses = damaged and found.losses_are_told
         recycled = {group: self._admissions[group].prompt for group, prompt in given_up.items() if prompt is None}
         self._recycles.unseen(recycled)
@@ -278,22 +287,29 @@ class Oracle:
 
     def check_batch(self, batch: TensorDict, *, train_step: int) -> list[int]:
         """The trainer is to take the gradient of `batch` with weights that hold `train_step` updates; its groups."""
-        groups = self._taken
+        groups, last = self._taken, train_step + self._per_batch
         _require("exactly once", len(groups) == self._scenario.batch_groups, "a batch of {} groups", len(groups))
-        known = self._replayed.get(train_step + 1, tuple(g.group for g in groups))
-        batch_groups = self._batches[train_step + 1] = tuple(g.group for g in groups)
-        _require("exactly once", batch_groups == known, "step {} takes {}, not {}", train_step + 1, batch_groups, known)
-        judge = TrajectoryJudge(
-            self._policies.scenario,
-            weights={v: self.weights(d) for v, d in self._digests.items()},
-            lags={v: train_step - self._updates[v] for v in self._digests},
-            require=_require,
-        )
+        known = self._replayed.get(last, tuple(g.group for g in groups))
+        batch_groups = self._batches[last] = tuple(g.group for g in groups)
+        _require("exactly once", batch_groups == known, "step {} takes {}, not {}", last, batch_groups, known)
+        judges = [
+            TrajectoryJudge(
+                self._policies.scenario,
+                weights={v: self.weights(d) for v, d in self._digests.items()},
+                lags={v: train_step + mini_batch - self._updates[v] for v in self._digests},
+                oldest=last - 1 - self._policies.scenario.max_staleness,
+                updates=self._updates,
+                require=_require,
+            )
+            for mini_batch in range(self._per_batch)
+        ]
         data, number = SequenceData.of(batch), 0
         prompts, tokens = [g.prompt for g in groups], sum(sum(d.mask) for d in data)
-        self._prompts.trained(prompts, train_step=train_step + 1, tokens=tokens)
+        self._prompts.trained(prompts, train_step=last, tokens=tokens)
+        split = self._check_split(batch)
         for group in groups:
             self._check_group(group)
+            judge = judges[split.get(group.group, 0)]
             for i, trajectory in enumerate(group.trajectories):
                 if trajectory.stop_reason is StopReason.ERROR:
                     continue
@@ -310,6 +326,17 @@ class Oracle:
                 number += 1
         _require("exactly once", all(d.trajectory < number for d in data), "{} trajectories, too many rows", number)
         return [g.group for g in groups]
+
+    def _check_split(self, batch: TensorDict) -> dict[int, int]:
+        """The mini-batch of each group: whole groups, as many in each."""
+        pairs = set(zip(batch["group"].tolist(), batch["mini_batch"].tolist(), strict=True))
+        split = dict(pairs)
+        _require("exactly once", len(pairs) == len(split), "groups are in several mini-batches: {}", sorted(pairs))
+        size = self._scenario.batch_groups // self._per_batch
+        sizes = Counter(split.values())
+        fits = len(sizes) <= self._per_batch and all(count <= size for count in sizes.values())
+        _require("exactly once", fits, "mini-batches of {} groups, not {}", dict(sizes), size)
+        return split
 
     def _check_group(self, group: PromptGroup) -> None:
         admission = self._admissions.get(group.group)

@@ -66,7 +66,7 @@ class PolicyChanges:
             if record["outcome"] != "dropped":
                 continue
             admission = admissions[record["group"]]
-            age = found.end - min(found.end, updates[admission.admitted_version])
+            age = self._age(found, updates[admission.admitted_version])
             enough = age > self.now.max_staleness or self.now.policy == "wait"
             self._require("failure", enough, "{} is given up at the age of {} under {}", admission, age, self.now)
             ended[admission.group] = None if is_recycled(record) else admission.prompt
@@ -86,10 +86,14 @@ class PolicyChanges:
                 continue
             if steps.get(group, found.state.train_step + 1) <= found.state.train_step:
                 continue
-            age = found.end - min(found.end, updates[admission.admitted_version])
+            age = self._age(found, updates[admission.admitted_version])
             if any(config.policy == "wait" or age > config.max_staleness for config in by):
                 ended[group] = None if admission.prompt in waiting else admission.prompt
         return ended
+
+    def _age(self, found: Reopened, update: int) -> int:
+        """Staleness at the last optimizer step of the next batch."""
+        return found.end - min(found.end, update) + self._scenario.updates_per_batch - 1
 
     def forget_what_is_trained_otherwise(self, expected: Expected, found: Reopened) -> None:
         """Take back steps of which other tokens would take gradient now, where a person is told, or was to be."""

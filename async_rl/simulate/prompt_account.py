@@ -20,9 +20,10 @@ class PromptAccount:
     dropped: prompts whose groups were given up.
     """
 
-    def __init__(self, *, batch_groups: int, require: Require) -> None:
+    def __init__(self, *, batch_groups: int, updates_per_batch: int, require: Require) -> None:
         self.dropped: set[int] = set()
         self._batch_groups = batch_groups
+        self._updates_per_batch = updates_per_batch
         self._require = require
         self._trained: dict[int, list[int]] = {}  # by train step
         self._tokens: dict[int, int] = {}  # with gradient, by train step
@@ -83,7 +84,7 @@ class PromptAccount:
         self._require(
             "exactly once", not lost, "prompts {} are neither trained, dropped, nor to be admitted again", lost
         )
-        expected = state.train_step * self._batch_groups
+        expected = state.train_step // self._updates_per_batch * self._batch_groups
         self._require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
         counted = state.queue.ledger.trained
         self._require("ledger", counted == expected, "the checkpoint counts {} trained, not {}", counted, expected)

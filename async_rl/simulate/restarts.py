@@ -17,17 +17,21 @@ TOLD_LOSSES = ("damaged:", "lost", "cut off", "given up", "there was no journal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reopened:
-    """What came of it. state: of the checkpoint that the run goes on from. attempts: this one and those cut short."""
+    """What came of it. state: of the checkpoint that the run goes on from. attempts: this one and those cut short.
+
+    updates_per_batch: optimizer steps of each batch that is trained again.
+    """
 
     state: RunState
     restored: Restored[PromptGroup]
     snapshot: QueueSnapshot
     attempts: int
+    updates_per_batch: int = 1
 
     @property
     def end(self) -> int:
         """Optimizer updates once everything is trained again that was trained."""
-        return self.state.train_step + self.restored.replay
+        return self.state.train_step + self.restored.replay * self.updates_per_batch
 
     @property
     def live(self) -> dict[int, Admission]:
@@ -120,7 +124,7 @@ def facts_after(reopened: Reopened, expected: Expected) -> Iterator[Fact]:
             continue
         for number, trajectory in enumerate(open_groups[group].trajectories):
             yield Held(group, number, len(trajectory), trajectory.closed)
-    first = reopened.state.train_step + 1
-    for step, batch in enumerate(expected.replay(reopened.state.train_step)[: reopened.restored.replay], first):
-        yield Trained(batch, step)
+    for step, batch in expected.replay(reopened.state.train_step).items():
+        if step <= reopened.end:
+            yield Trained(batch, step)
     yield Published(reopened.restored.version)

@@ -111,6 +111,7 @@ def run_config(scenario: Scenario, *, directory: Path, start: int = 0) -> RunCon
         advantage=AdvantageConfig(name="reinforce_plus_plus") if alone else AdvantageConfig(),
         staleness=scenario.staleness_of(start),
         rollout=rollout,
+        trainer=replace(whole.trainer, updates_per_batch=scenario.updates_per_batch),
         sync=SyncConfig(every=scenario.publish_every, timeout_s=CALL_S),
         queue=QueueConfig(
             timeout_s=CALL_S,
@@ -232,6 +233,7 @@ class Run:
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
+            updates_per_batch=config.trainer.updates_per_batch,
             journal=place,
         )
         process = self._process("queue", self._service, together=world.scenario.together)

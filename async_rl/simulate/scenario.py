@@ -135,6 +135,7 @@ KINDS: dict[str, Kind] = {
 class Scenario:
     """Settings of the run as in the run config, and how long things take, in virtual seconds.
 
+    steps: optimizer steps, of which a batch makes `updates_per_batch`.
     later_staleness: of the driver's starts after the first, in turn; none: the same for all.
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
     fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision. shards: of the queue.
@@ -151,6 +152,7 @@ class Scenario:
     max_recycles: int
     on_failed: OnFailed
     publish_every: int
+    updates_per_batch: int
     on_update: OnUpdate
     kv: KeptKV
     resume_routing: ResumeRouting
@@ -187,8 +189,9 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     """The scenario of a seed; without faults only its schedule is random."""
     draw = random.Random(f"scenario {seed}")
     replicas = draw.choice((1, 2, 2, 3))
-    batch_groups = draw.randint(1, 4)
-    publish_every = draw.choice((1, 1, 1, 2, 3))
+    per_batch = random.Random(f"mini-batches {seed}").choice((1, 1, 1, 1, 1, 2, 3, 4))
+    batch_groups = draw.randint(1, 4) * per_batch
+    publish_every = draw.choice((1, 1, 1, 2, 3)) * per_batch
     on_update: OnUpdate = draw.choice(get_args(OnUpdate))
     policies = random.Random(f"policies {seed}")
     later = _draw_later_staleness(seed, least=publish_every - 1)
@@ -196,15 +199,16 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     num_shards = shards.choice((1, 1, 2, 3))
     return Scenario(
         seed=seed,
-        steps=draw.randint(2, 6),
+        steps=draw.randint(2, 6) * per_batch,
         batch_groups=batch_groups,
         trajectories_per_group=draw.randint(1, 3),
-        max_staleness=draw.choice((0, 1, 1, 2, 4)) + publish_every - 1,
+        max_staleness=draw.choice((0, 1, 1, 2, 4)) * per_batch + publish_every - 1,
         policy=policies.choice((draw.choice(("wait", "drop")), "recycle", "mask")),
         later_staleness=later,
         max_recycles=policies.choice((1, 1, 3)),
         on_failed=policies.choice(("drop", "drop", "fill")),
         publish_every=publish_every,
+        updates_per_batch=per_batch,
         on_update=on_update,
         kv=draw.choice(get_args(KeptKV)) if on_update == "keep" else "recompute",
         resume_routing=draw.choice(("append", "append", *get_args(ResumeRouting))),

@@ -47,13 +47,16 @@ class SimulatedTrainer:
         self._world = world
 
     async def train(self, batch: TensorDict) -> dict[str, float]:
-        await self._work("train", seconds=self._world.scenario.train_s)
-        self._world.check_batch(batch, train_step=self.train_step)
-        content = hashlib.blake2b(self.digest.encode(), digest_size=8)
-        for name in ("token_ids", "behaviour_logprobs", "advantages"):
-            content.update(batch[name].numpy().tobytes())
-        self.digest = content.hexdigest()
-        self.train_step += 1
+        per_batch = self._world.scenario.updates_per_batch
+        for mini_batch in range(per_batch):
+            await self._work("train", seconds=self._world.scenario.train_s / per_batch)
+            if not mini_batch:
+                self._world.check_batch(batch, train_step=self.train_step)
+            content = hashlib.blake2b(self.digest.encode(), digest_size=8)
+            for name in ("token_ids", "behaviour_logprobs", "advantages"):
+                content.update(batch[name][batch["mini_batch"] == mini_batch].numpy().tobytes())
+            self.digest = content.hexdigest()
+            self.train_step += 1
         self._world.trained(self.train_step, self.digest)
         self._world.note("trainer", "train", self.train_step, self.digest)
         return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}

@@ -53,7 +53,8 @@ class TrajectoryJudge:
     """Judges trajectories of one batch.
 
     Args:
-        weights: by version. lags: updates between each version and the gradient.
+        weights: by version. lags: updates between each version and the gradient. updates: that each version holds.
+        oldest: updates that weights hold whose tokens are within the bound.
         require: called with (invariant, whether it holds, text, values).
     """
 
@@ -63,11 +64,15 @@ class TrajectoryJudge:
         *,
         weights: Mapping[int, model.Weights],
         lags: Mapping[int, int],
+        updates: Mapping[int, int],
+        oldest: int,
         require: Require,
     ) -> None:
         self._scenario = scenario
         self._weights = weights
         self._lags = lags
+        self._updates = updates
+        self._oldest = oldest
         self._require = require
 
     def check(
@@ -103,8 +108,7 @@ class TrajectoryJudge:
 
     def _masked(self, version: int) -> bool:
         """Whether tokens of a version take no gradient."""
-        scenario = self._scenario
-        return scenario.policy == "mask" and self._lags.get(version, 0) > scenario.max_staleness
+        return self._scenario.policy == "mask" and self._updates.get(version, self._oldest) < self._oldest
 
     # ---- tokens
 

@@ -73,7 +73,7 @@ class TrainerConfig:
     replay_threshold: a recorded expert is replayed only if the router gives it at least this share of what it gives
         the weakest of its own choice; 0 replays all of them.
     micro_batch_tokens: tokens of one forward pass on one data-parallel rank; a longer sequence is alone in its own.
-    updates_per_batch: optimizer updates per batch; prompt groups stay whole.
+    updates_per_batch: optimizer steps per batch, one for each of as many mini-batches of whole prompt groups.
     aux_loss_coefficient: load-balance loss in RL; supervised_aux_loss_coefficient: the same in supervised steps.
     distributed_optimizer: split optimizer state over data-parallel ranks.
     seed: of the random state of every rank. timeout_s: bound on meeting at start and on each collective.

@@ -86,9 +86,12 @@ class UpdateShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchShare:
-    """What one rank trains of a batch. trajectories: of the whole batch, as their numbers count them."""
+    """What one rank trains of a batch. trajectories: of the whole batch, as their numbers count them.
 
-    updates: Sequence[UpdateShare]
+    updates: one of each mini-batch, in the order of the optimizer steps; None if it has nothing to train.
+    """
+
+    updates: Sequence[UpdateShare | None]
     trajectories: int
 
 
@@ -109,24 +112,23 @@ class Planner:
         self._places = [place if place.layers else replace(place, at=_without_tensor(place.at)) for place in places]
 
     def policy(self, batch: TensorDict) -> list[BatchShare]:
-        """An RL batch, in trainer.updates_per_batch updates of whole prompt groups.
+        """An RL batch, in trainer.updates_per_batch updates: its mini-batches, by the key `mini_batch`.
 
         Trajectories of groups without spread are left out, unless a KL or entropy term trains them too.
 
         Raises:
             RoutingError: R3, and the routing rows do not fit the model or the batch.
+            ValueError: the mini-batches of the batch are not those of trainer.updates_per_batch.
         """
         self._check_routing(batch)
         if "trajectory" not in set(batch.keys()):
             batch = batch.copy().set("trajectory", torch.arange(len(batch)))
-        kept = torch.arange(len(batch))
-        if not self._loss.needs_every_token:
-            kept = kept[batch["informative"]]
-        parts = _split_groups(kept, batch, self._config.updates_per_batch) if len(kept) else []
-        cut = [self._policy_update(batch, part) for part in parts]
+        cut = [self._mini_batch(batch, part) for part in self._split(batch)]
         trajectories = int(batch["trajectory"].max()) + 1
         shares = {
-            place: BatchShare(updates=[update[place] for update in cut], trajectories=trajectories)
+            place: BatchShare(
+                updates=[None if update is None else update[place] for update in cut], trajectories=trajectories
+            )
             for place in set(self._places)
         }
         return [shares[place] for place in self._places]
@@ -143,6 +145,26 @@ class Planner:
         numbers = torch.arange(len(batch))
         cut = self._cut(batch, numbers, [[i] for i in range(len(batch))], weights, replayed=False)
         return [cut[place] for place in self._places]
+
+    def _split(self, batch: TensorDict) -> list[Tensor]:
+        """The sequences of each mini-batch of a batch."""
+        count = self._config.updates_per_batch
+        if "mini_batch" not in set(batch.keys()):
+            if count == 1:
+                return [torch.arange(len(batch))]
+            raise ValueError(f"trainer.updates_per_batch is {count}, but the batch has no key `mini_batch`; add it")
+        of = batch["mini_batch"]
+        if not 0 <= int(of.min()) <= int(of.max()) < count:
+            raise ValueError(
+                f"the batch has mini-batches {int(of.min())} to {int(of.max())} with "
+                f"trainer.updates_per_batch={count}; number them 0 to {count - 1}, or change trainer.updates_per_batch"
+            )
+        return [(of == number).nonzero().squeeze(1) for number in range(count)]
+
+    def _mini_batch(self, batch: TensorDict, numbers: Tensor) -> dict[RankPlace, UpdateShare] | None:
+        """One optimizer step on the sequences `numbers` of the batch; None if there is nothing to train."""
+        kept = numbers if self._loss.needs_every_token else numbers[batch["informative"][numbers]]
+        return self._policy_update(batch, kept) if len(kept) else None
 
     def _policy_update(self, batch: TensorDict, numbers: Tensor) -> dict[RankPlace, UpdateShare]:
         """One update on the sequences `numbers` of the batch.
@@ -263,15 +285,6 @@ def _consecutive(micro_batches: Sequence[Sequence[int]]) -> list[list[int]]:
     """As many indices in each, counted through from 0."""
     ends = torch.tensor([len(indices) for indices in micro_batches]).cumsum(0).tolist()
     return [list(range(end - len(indices), end)) for end, indices in zip(ends, micro_batches, strict=True)]
-
-
-def _split_groups(numbers: Tensor, batch: TensorDict, parts: int) -> list[Tensor]:
-    """The sequences `numbers` in at most `parts` parts of whole prompt groups, about as many groups each."""
-    if parts == 1:
-        return [numbers]
-    of = batch["group"][numbers]
-    groups = of.unique(sorted=True)
-    return [numbers[torch.isin(of, chunk)] for chunk in torch.tensor_split(groups, min(parts, len(groups)))]
 
 
 def _trajectories(trajectory: Tensor) -> list[list[int]]:

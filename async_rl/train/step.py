@@ -212,7 +212,7 @@ class Objective:
             TokenLogprobs(
                 current=current,
                 behaviour=behaviour,
-                # One update per batch: the weights are still those of the batch's start.
+                # Without a proximal pass the batch is one update: its weights are those of the batch's start.
                 proximal=columns.get("proximal_logprobs", current.detach()),
                 reference=reference,
             ),

@@ -87,7 +87,10 @@ class TrainerRank:
     # ---- training
 
     def train(self, batch: TensorDict | BatchShare) -> dict[str, float]:
-        """Optimizer updates on one RL batch (keys: async_rl.batch.collate); metrics of the batch.
+        """Optimizer updates on one RL batch, one for each mini-batch; metrics of the batch.
+
+        Keys of a batch: async_rl.batch.collate. The proximal logprobs, and the routing that R2 replays, are of the
+        weights before the first update. A mini-batch without anything to train counts as an update all the same.
 
         A rank takes its share out of a whole batch, or is given it. With a KL term the batch may bring
         reference_logprobs float32 [S, T]; else they are those of the reference: the weights at the start or at the last
@@ -95,12 +98,10 @@ class TrainerRank:
 
         Raises:
             RoutingError: replay is on and the routing rows do not fit the model or the batch.
-            FloatingPointError: the gradient is not finite; the weights are unchanged.
+            FloatingPointError: the gradient is not finite; the weights are those of the updates before this one.
         """
         share = self._planner.policy(batch)[0] if isinstance(batch, TensorDict) else batch
-        if not share.updates:
-            return self._nothing_to_train()
-        planned = [(update, self._micro_batches(update)) for update in share.updates]
+        planned = [(update, self._micro_batches(update)) for update in share.updates if update is not None]
         if self._reference is not None:
             for update, micro_batches in planned:
                 if "reference_logprobs" not in set(update.per_token.keys()):
@@ -108,10 +109,11 @@ class TrainerRank:
         if self._needs_proximal_pass:
             for _, micro_batches in planned:
                 self._passes.proximal(micro_batches)
-        steps = [
-            self._update(update, mbs, self._passes.policy_objective(update, mbs), self._config.aux_loss_coefficient)
-            for update, mbs in planned
-        ]
+        trained, steps = iter(planned), list[tuple[float, float]]()
+        for update in share.updates:
+            steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
+        if not planned:
+            return self._nothing_to_train(lr=steps[-1][1])
         return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=share.trajectories)
 
     def train_supervised(self, batch: TensorDict | UpdateShare) -> dict[str, float]:
@@ -232,6 +234,11 @@ class TrainerRank:
         config = self._config
         return config.updates_per_batch > 1 or config.router_replay == "R2" or self._loss.needs_proximal_pass
 
+    def _policy_update(self, share: UpdateShare, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        """An update on a mini-batch; (gradient norm, learning rate)."""
+        objective = self._passes.policy_objective(share, micro_batches)
+        return self._update(share, micro_batches, objective, self._config.aux_loss_coefficient)
+
     def _update(
         self,
         share: UpdateShare,
@@ -269,8 +276,7 @@ class TrainerRank:
             "lr": lrs[-1],
         }
 
-    def _nothing_to_train(self) -> dict[str, float]:
-        lr = [self._optimizer.skip() for _ in range(self._config.updates_per_batch)][-1]
+    def _nothing_to_train(self, *, lr: float) -> dict[str, float]:
         empty = TokenSums(self._extra_columns, trajectories=0)
         return {
             **empty.metrics(updates=1),

@@ -192,6 +192,7 @@ def test_several_updates_per_batch_keep_the_proximal_policy_of_its_start(checkpo
     trainer = start_trainer(checkpoint, optimizer=OptimizerConfig(lr=1e-2), updates_per_batch=3, router_replay=replay)
     batch = make_batch()
     batch["behaviour_logprobs"] = trainer.logprobs(batch)
+    batch["mini_batch"] = batch["group"]
     metrics = trainer.train(batch)
     assert metrics["mismatch/abs_max"] > 1e-3  # the later updates see weights that the first one moved
     assert metrics["lr"] == 1e-2
@@ -203,7 +204,7 @@ def test_updates_of_a_batch_are_those_of_its_groups_in_turn(checkpoint, tmp_path
     together = start_trainer(checkpoint, optimizer=adam, loss=loss, updates_per_batch=3)
     apart = start_trainer(checkpoint, optimizer=adam, loss=loss)
     batch = make_batch()
-    together.train(batch)
+    together.train(batch.clone().set("mini_batch", batch["group"]))
     for group in range(3):
         apart.train(batch[batch["group"] == group])
     expected = reference_step(load_reference(checkpoint), batch, policy_terms(loss))

@@ -139,7 +139,7 @@ def test_mismatch_is_that_of_the_tokens_of_each_lag(checkpoint, batch, owner):
 @pytest.mark.parametrize("name", ["decoupled_ppo", "gspo", "m2po"])
 def test_several_updates_of_a_batch_take_the_objective_of_each(checkpoint, batch, name):
     trainer = start_trainer(checkpoint, loss=loss_config(name), optimizer=OptimizerConfig(lr=1e-3), updates_per_batch=3)
-    metrics = trainer.train(batch)
+    metrics = trainer.train(batch.clone().set("mini_batch", batch["group"]))
     assert metrics["tokens"] == batch["loss_mask"].sum()
     assert 0 < metrics["ess/sequence"] <= 1
 

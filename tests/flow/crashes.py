@@ -68,8 +68,9 @@ class Life:
             busy_s=1.0,
             disk=disk,
         )
+        self.per_batch = options.get("updates_per_batch", 1)
         defaults = {
-            "steps": STEPS,
+            "steps": STEPS * self.per_batch,
             "token_s": 0.0005,
             "trainer": FakeTrainer(step_s=0.004),
             "replica_options": [{}, {}],

@@ -207,6 +207,7 @@ class Harness:
         max_staleness: int = 1,
         policy: str = "wait",
         publish_every: int = 1,
+        updates_per_batch: int = 1,
         batch_groups: int = 4,
         token_s: float = 0.0,
         mean_length: int = 12,
@@ -254,6 +255,7 @@ class Harness:
         options = {
             "batch_groups": batch_groups,
             "staleness": StalenessConfig(max_staleness=max_staleness, policy=policy),
+            "updates_per_batch": updates_per_batch,
             "restored": start.queue,
         }
         if journal is None:
@@ -278,6 +280,7 @@ class Harness:
             "config": PipelineConfig(
                 total_train_steps=steps,
                 publish_every=publish_every,
+                updates_per_batch=updates_per_batch,
                 validate_every=validate_every,
                 max_failed_groups=max_failed_groups,
                 advantage=AdvantageConfig(),

@@ -34,8 +34,8 @@ async def lives_of(tmp_path, kills, **options):
 
 def check_records(second):
     """Each step and each group is there once, and nothing was lost."""
-    steps = second.harness.lines("metrics.jsonl")
-    assert [s["train_step"] for s in steps] == list(range(1, STEPS + 1))
+    steps, per_batch = second.harness.lines("metrics.jsonl"), second.per_batch
+    assert [s["train_step"] for s in steps] == list(range(per_batch, STEPS * per_batch + 1, per_batch))
     assert all(s["ledger/error"] == 0 for s in steps)
     total = check_ledger(second.harness)
     assert total["trained"] == STEPS * BATCH
@@ -75,8 +75,13 @@ def check_batches(before, after):
     if after.harness.restored is None:
         return  # it died before it had read the journal
     again, offset = after.harness.restored.replay, after.start.train_step - before.start.train_step
+    offset //= after.per_batch
     expected = before.batches[offset : offset + again]
     assert after.batches[:again] == expected[: len(after.batches)]
+    known, found = before.harness.trainer.batches[offset:], after.harness.trainer.batches[:again]
+    for first, second in zip(known, found, strict=False):
+        for name in ("group", "mini_batch", "lag"):
+            assert first[name].tolist() == second[name].tolist(), name
     ready = set(before.delivered) - set(after.rolled)
     assert ready.isdisjoint(after.delivered)
 
@@ -130,13 +135,24 @@ async def test_a_run_that_is_killed_again_and_again_gets_to_its_end(tmp_path, se
         ({"max_staleness": 0}, 0),
         ({"max_staleness": 3, "mean_length": 40}, 3),
         ({"max_staleness": 2, "publish_every": 2}, 2),
+        ({"max_staleness": 3, "publish_every": 2, "updates_per_batch": 2, "checkpoint_every": 4}, 3),
         ({"max_staleness": 1, "policy": "drop", "mean_length": 30}, 1),
         ({"max_staleness": 1, "resume_routing": "force"}, 1),
         ({"max_staleness": 2, "resume_routing": "replace", "mean_length": 30}, 2),
         ({"max_staleness": 2, "resume_routing": "split", "mean_length": 30}, 2),
         ({"max_staleness": 1, "turns": 3}, 1),
     ],
-    ids=["synchronous", "stale", "publish-every-2", "drop", "force", "replace", "split", "turns"],
+    ids=[
+        "synchronous",
+        "stale",
+        "publish-every-2",
+        "two-updates-per-batch",
+        "drop",
+        "force",
+        "replace",
+        "split",
+        "turns",
+    ],
 )
 async def test_every_setting_survives_a_kill(tmp_path, options, max_staleness):
     lives = await lives_of(tmp_path, [25], **options)

@@ -123,3 +123,15 @@ async def test_fewer_steps_than_the_schedule_has_end_well(tmp_path):
     assert len(second.trainer.batches) == 3
     whole = min(3, batches_before_a_gap(first))
     assert trained_of(second)[:whole] == trained_of(first)[:whole]
+
+
+async def test_a_schedule_keeps_the_mini_batches_of_every_batch(tmp_path):
+    options = {"updates_per_batch": 2, "publish_every": 2, "max_staleness": 5, "steps": 12}
+    first = await recorded(tmp_path / "first", **options)
+    second = await kept_to(tmp_path / "second", first, **options)
+    assert read_schedule(first.directory).updates_per_batch == 2
+    steps = [line["train_step"] for line in second.lines("metrics.jsonl")]
+    assert steps == [2, 4, 6, 8, 10, 12]
+    split = [[sorted(set(b["mini_batch"].tolist())) for b in run.trainer.batches] for run in (first, second)]
+    assert split[0] == split[1] == [[0, 1]] * 6
+    assert all(s["staleness/max"] <= 5 for s in second.lines("metrics.jsonl"))

@@ -183,3 +183,20 @@ def test_a_harness_in_virtual_time_is_the_same_twice(tmp_path):
         harness = run(tmp_path / name, policy="recycle", steps=4)
         made.append([(b["token_ids"].numpy().tolist(), b["lag"].numpy().tolist()) for b in harness.trainer.batches])
     assert np.array_equal(*(np.array(str(m)) for m in made))
+
+
+@pytest.mark.parametrize("policy", ["wait", "mask"])
+def test_the_bound_holds_at_the_last_mini_batch_of_a_batch(tmp_path, policy):
+    harness = run(
+        tmp_path, policy=policy, max_staleness=7, publish_every=4, updates_per_batch=4, steps=32, batch_groups=4
+    )
+    steps = harness.lines("metrics.jsonl")
+    assert [s["train_step"] for s in steps] == list(range(4, 33, 4))
+    assert all(s["optimizer_steps"] == 4 for s in steps)
+    assert max(s["staleness/max"] for s in steps) <= 7
+    assert [s["param_version"] for s in steps] == list(range(1, 9))
+    for batch in harness.trainer.batches:
+        groups = dict(zip(batch["group"].tolist(), batch["mini_batch"].tolist(), strict=True))
+        assert sorted(groups.values()) == [0, 1, 2, 3]
+        youngest = batch["lag"].masked_fill(~batch["loss_mask"], 99).amin(1)
+        assert bool((youngest >= batch["mini_batch"]).all())

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
+from async_rl.rollout.validations import is_due
 from message_queue.queue import Admission, QueueSnapshot
 from tests.unit.killed_saves import BEFORE, NoRecords
 
@@ -103,7 +104,8 @@ def test_what_is_no_checkpoint_is_refused_with_the_way_out(tmp_path, content):
         read_run_state(tmp_path)
 
 
-def test_due_follows_the_interval():
-    checkpoints = Checkpoints(None, config=CheckpointConfig(every=5))
-    assert [s for s in range(1, 12) if checkpoints.due(s)] == [5, 10]
-    assert not Checkpoints(None, config=CheckpointConfig(every=0)).due(5)
+def test_due_is_the_batch_that_reaches_the_interval():
+    assert [s for s in range(1, 12) if is_due(s, every=5, per_batch=1)] == [5, 10]
+    assert [s for s in range(4, 41, 4) if is_due(s, every=10, per_batch=4)] == [12, 20, 32, 40]
+    assert [s for s in range(7, 31, 4) if is_due(s, every=4, per_batch=4)] == list(range(7, 31, 4))
+    assert not is_due(5, every=0, per_batch=1)

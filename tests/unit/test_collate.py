@@ -89,6 +89,7 @@ def test_a_batch_has_the_keys_types_and_shapes_it_documents():
         "lengths": (torch.int64, (2,)),
         "trajectory": (torch.int64, (2,)),
         "group": (torch.int64, (2,)),
+        "mini_batch": (torch.int64, (2,)),
     }
     assert batch["lengths"].tolist() == [11, 3]
     assert batch["group"].tolist() == [10, 11]

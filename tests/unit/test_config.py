@@ -154,7 +154,17 @@ def test_a_parallel_layout_can_be_asked_for():
         (["optimizer.decay=wavy"], ["decay", "wavy"]),
         (["loss.name=wish"], ["loss", "wish"]),
         (["loss.temperature=0.5"], ["loss.temperature", "0.5", "rollout.sampling.temperature"]),
-        (["trainer.updates_per_batch=2"], ["trainer.updates_per_batch", "2"]),
+        (["trainer.updates_per_batch=2", "staleness.max_staleness=0"], ["max_staleness is 0", "per_batch=2", "to 3"]),
+        (["trainer.updates_per_batch=2", "sync.every=3"], ["sync.every is 3", "trainer.updates_per_batch=2"]),
+        (["trainer.updates_per_batch=2", "total_train_steps=3"], ["total_train_steps is 3", "updates_per_batch=2"]),
+        (
+            ["trainer.updates_per_batch=5", "staleness.max_staleness=9"],
+            ["rollout.groups_per_batch is 32", "trainer.updates_per_batch=5"],
+        ),
+        (
+            ["trainer.updates_per_batch=32", "total_train_steps=64", "staleness.max_staleness=31", "trainer.ranks=16"],
+            ["trainer.updates_per_batch=32", "16 data-parallel ranks"],
+        ),
         (["rollout.groups_per_batch=3", "rollout.trajectories_per_group=3", "trainer.ranks=2"], ["9", "2"]),
         (["model=hugging_face", "model.checkpoint=/nowhere"], ["model.checkpoint", "/nowhere"]),
         (["model=hugging_face"], ["model.checkpoint"]),

@@ -48,6 +48,7 @@ def numbered(lengths):
 @given(LENGTHS, PARTS, st.booleans(), st.integers(1, 3))
 def test_the_ranks_of_a_stage_are_sent_every_sequence_once_and_every_row_once(lengths, parts, packing, updates):
     batch = numbered(lengths)
+    batch["mini_batch"] = batch["group"] % updates
     planner, places = planner_of(*parts, packing=packing, updates_per_batch=updates)
     shares = planner.policy(batch)
     assert len({len(share.updates) for share in shares}) == 1
@@ -55,11 +56,12 @@ def test_the_ranks_of_a_stage_are_sent_every_sequence_once_and_every_row_once(le
         (place.data_rank, int(group), int(length))
         for place, share in zip(places, shares, strict=True)
         for update in share.updates
+        if update is not None
         for group, length in zip(update.per_sequence["trajectory"], update.per_sequence["lengths"], strict=True)
     ]
     assert sorted(rest for _, *rest in set(sequences)) == [[i, length] for i, length in enumerate(lengths)]
     assert len(sequences) == len(lengths) * parts[1] * parts[2]
-    rows = torch.cat([rows for share in shares for update in share.updates for rows in update.rows])
+    rows = torch.cat([rows for share in shares for update in share.updates if update for rows in update.rows])
     real = torch.cat([batch["routed_experts"][i, :n] for i, n in enumerate(lengths)])
     forwarded = real[(real >= 0).all(-1).all(-1)]
     sent = rows[(rows >= 0).all(-1).all(-1)]
@@ -135,7 +137,25 @@ def test_sequences_of_a_trajectory_stay_together_where_the_loss_weighs_it_whole(
 def test_trajectories_without_an_advantage_are_sent_to_nobody():
     batch = make_batch()
     batch["informative"][:] = False
-    assert [list(share.updates) for share in planner_of(2, 1, 1)[0].policy(batch)] == [[], []]
+    assert [list(share.updates) for share in planner_of(2, 1, 1)[0].policy(batch)] == [[None], [None]]
     batch["informative"][3] = True
     held = [len(share.updates[0].per_sequence) for share in planner_of(2, 1, 1)[0].policy(batch)]
     assert sorted(held) == [0, 1]
+
+
+def test_a_mini_batch_without_an_advantage_stays_an_update_of_its_own():
+    batch = make_batch()
+    batch["mini_batch"] = batch["group"]
+    batch["informative"] = batch["group"] != 1
+    (share,) = planner_of(1, 1, 1, updates_per_batch=3)[0].policy(batch)
+    assert [None if u is None else u.per_sequence["group"].unique().tolist() for u in share.updates] == [[0], None, [2]]
+
+
+@pytest.mark.parametrize(("mini_batch", "found"), [(None, "no key `mini_batch`"), ([0, 1, 2, 3, 0, 1], "0 to 3")])
+def test_mini_batches_that_the_trainer_does_not_make_are_refused(mini_batch, found):
+    batch = make_batch()
+    if mini_batch is not None:
+        batch["mini_batch"] = torch.tensor(mini_batch)
+    with pytest.raises(ValueError, match=found) as refused:
+        planner_of(1, 1, 1, updates_per_batch=3)[0].policy(batch)
+    assert "trainer.updates_per_batch" in str(refused.value)

@@ -1,0 +1,148 @@
+"""Several optimizer steps per batch on the real trainer, against plain formulas in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from async_rl.train.losses import LossConfig
+from async_rl.train.optimizer import OptimizerConfig
+from tests import numerics
+from tests.parallel.support import (
+    LAYERS,
+    TOP_K,
+    assert_equal_gradients,
+    gradients,
+    live_routing,
+    load_reference,
+    make_batch,
+    reference_step,
+    save_tiny_moe,
+    start_trainer,
+)
+
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+
+LENGTHS = (23, 9, 31, 14, 9, 17, 20, 12)
+LOW, HIGH = 0.98, 1.03
+COMMON = {"clip_low": 1 - LOW, "clip_high": HIGH - 1, "aggregation": "sequence_mean"}
+LOSSES = {
+    "decoupled_ppo": LossConfig(name="decoupled_ppo", behaviour_weight_cap=1.1, **COMMON),
+    "icepop": LossConfig(name="icepop", mask_low=0.8, mask_high=1.25, **COMMON),
+}
+ADAM = OptimizerConfig(lr=1e-3, eps=1e-3, clip_grad=0.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("mini-batches") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def owner(checkpoint):
+    """Owns the process group of this module's trainers."""
+    owner = start_trainer(checkpoint)
+    yield owner
+    owner.close()
+
+
+@pytest.fixture(scope="module")
+def batch(owner):
+    """Four mini-batches of one group; engine logprobs near the trainer's."""
+    batch = make_batch(LENGTHS)
+    noise = 0.2 * torch.randn(batch["token_ids"].shape, generator=torch.Generator().manual_seed(5))
+    batch["behaviour_logprobs"] = (owner.logprobs(batch) + noise).clamp(max=0.0)
+    batch["mini_batch"] = torch.tensor([2, 0, 3, 1])[batch["group"]]
+    return batch
+
+
+def plain(name, *, current, proximal, behaviour, advantages, of):
+    """The loss of each token [n], written out; of: int64 [n], its trajectory."""
+    correction = (proximal - behaviour).exp()
+
+    def clipped(ratio):
+        return torch.minimum(ratio * advantages, ratio.clamp(LOW, HIGH) * advantages)
+
+    match name:
+        case "decoupled_ppo":
+            return -correction.clamp(max=1.1) * clipped((current - proximal).exp())
+        case "icepop":
+            inside = (correction >= 0.8) & (correction <= 1.25)
+            return -correction * inside * clipped((current - proximal).exp())
+        case _:
+            raise AssertionError((name, of))
+
+
+def plain_terms(name, proximal):
+    """For `reference_step`: terms of the mean over trajectories, proximal float64 [S, T]."""
+
+    def terms(batch, logprobs, _entropy):
+        mask = batch["loss_mask"]
+        of = mask.nonzero()[:, 0]
+        losses = plain(
+            name,
+            current=logprobs[mask],
+            proximal=proximal[mask],
+            behaviour=batch["behaviour_logprobs"][mask].double(),
+            advantages=batch["advantages"][of],
+            of=of,
+        )
+        return losses / (mask.sum(1)[of] * len(batch))
+
+    return terms
+
+
+def steps_of(trainer, batch, folder, checkpoint):
+    """Metrics of a batch; before each optimizer step the weights, in a folder, and the gradients."""
+    step, seen = trainer._optimizer.step, []
+
+    def watched():
+        trainer.save_pretrained(folder / f"{len(seen)}", like=checkpoint)
+        seen.append((folder / f"{len(seen)}", {name: grad.clone() for name, grad in gradients(trainer).items()}))
+        return step()
+
+    trainer._optimizer.step = watched
+    return trainer.train(batch), seen
+
+
+def all_logprobs(_batch, logprobs, _entropy):
+    return logprobs
+
+
+@pytest.mark.parametrize("replay", ["R3", "R2"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_mini_batch_has_the_gradient_of_the_formula(checkpoint, batch, tmp_path, name, replay):
+    trainer = start_trainer(
+        checkpoint, loss=LOSSES[name], optimizer=ADAM, updates_per_batch=4, router_replay=replay, micro_batch_tokens=40
+    )
+    metrics, steps = steps_of(trainer, batch, tmp_path, checkpoint)
+    start = load_reference(checkpoint)
+    given = batch if replay == "R3" else rerouted(batch, start)
+    proximal = reference_step(start, given, all_logprobs).logprobs
+    assert len(steps) == 4
+    for number, (folder, found) in enumerate(steps):
+        part = given["mini_batch"] == number
+        expected = reference_step(load_reference(folder), given[part], plain_terms(name, proximal[part]))
+        assert_equal_gradients(found, expected)
+    assert 0 < metrics["clip/fraction"] < 1
+    assert metrics["lr"] == ADAM.lr
+
+
+def rerouted(batch, model):
+    """The batch over the experts that the model chooses for itself."""
+    rows = torch.full((*batch["token_ids"].shape, len(LAYERS), TOP_K), -1)
+    exact = numerics.float64_model(model)
+    with numerics.float64_forward():
+        for i, length in enumerate(batch["lengths"].tolist()):
+            rows[i, :length] = live_routing(exact, batch["token_ids"][i, :length])
+    return batch.clone().set("routed_experts", rows)
+
+
+def test_r2_replays_the_experts_of_the_first_weights_in_every_mini_batch(checkpoint, batch, tmp_path):
+    fast = replace(ADAM, lr=3e-2)
+    overlap = {}
+    for replay in ("R2", "none"):
+        trainer = start_trainer(checkpoint, optimizer=fast, updates_per_batch=4, router_replay=replay)
+        overlap[replay] = trainer.train(batch).get("routing/overlap")
+    assert overlap["none"] is None
+    assert 0.1 < overlap["R2"] < 0.999  # the live router moved; the replayed experts did not
