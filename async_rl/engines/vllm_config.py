@@ -15,7 +15,9 @@ from message_queue.tokens import RoutingSpec
 
 BLOCK_MULTIPLE = 32  # what vLLM's CPU attention kernels are written for
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
-FORCED_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3")  # proven against transformers
+FORCED_FAMILIES = (  # proven against transformers
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
+)
 RESERVED_ARGS = frozenset(
     {
         *("model", "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),

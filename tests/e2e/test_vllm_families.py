@@ -89,10 +89,10 @@ async def assert_forced(replica: VllmReplica, model: Any, tokens: Any, forced: R
 
 
 def family_config(family: str) -> Any:
-    """8 experts, top-2, in every layer."""
+    """8 experts, top-2."""
     import transformers
 
-    from tests.tiny_models import COMMON
+    from tests.tiny_models import COMMON, glm4_moe_config
 
     fields = {**COMMON, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_experts_per_tok": 2}
     match family:
@@ -104,11 +104,13 @@ def family_config(family: str) -> Any:
             return transformers.Qwen2MoeConfig(
                 **fields, num_experts=8, norm_topk_prob=True, shared_expert_intermediate_size=64
             )
+        case "glm4_moe":
+            return glm4_moe_config(vocab_size=VOCAB, n_group=2, topk_group=1)
         case _:
             raise ValueError(family)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "glm4_moe"])
 async def test_a_family_agrees_free_forced_and_over_an_update_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ):

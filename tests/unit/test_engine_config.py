@@ -98,7 +98,9 @@ def test_forced_routing_is_refused_where_no_router_can_be_forced(
     assert (model.routing is None) is not capture
 
 
-@pytest.mark.parametrize("fields", [QWEN, DEEPSEEK, {**QWEN, "model_type": "mixtral"}, {**QWEN, "model_type": "olmoe"}])
+@pytest.mark.parametrize(
+    "fields", [QWEN, DEEPSEEK, *({**QWEN, "model_type": family} for family in ("mixtral", "olmoe", "glm4_moe"))]
+)
 def test_forced_routing_is_built_for_the_families_that_are_proven(tmp_path: Path, fields: dict[str, Any]):
     path = checkpoint(tmp_path, fields)
     model = check_engine(VllmConfig(device="cpu"), checkpoint=path, capture_routing=True, force_routing=True)
