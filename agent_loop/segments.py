@@ -174,8 +174,11 @@ class SegmentDecoder:
         if not any(map(len, answer)):
             return False
         segments = self._up_to_stop_string(trajectory, answer)
-        for segment in filter(len, segments or answer):
-            trajectory.extend(segment)
+        for received, segment in zip(answer, segments or answer, strict=False):
+            if len(segment) < len(received):
+                trajectory.check(received)  # the cut takes the last rows away, and with them a wrong extent
+            if len(segment):
+                trajectory.extend(segment)
         return segments is not None or int(trajectory.segments[-1].token_ids[-1]) in self._stop_token_ids
 
     def _up_to_stop_string(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> list[TokenOutput] | None:

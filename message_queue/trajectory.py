@@ -158,6 +158,15 @@ class Trajectory:
         self._length += len(segment)
         self._num_segments += 1
 
+    def check(self, segment: TokenOutput) -> None:
+        """Refuse a segment that `extend` would refuse; nothing is changed.
+
+        Raises:
+            ContractError: as of `extend`.
+        """
+        self._require_open()
+        self._checked_rows(segment, 0)
+
     async def begin_call(self, call: str) -> None:
         """Something outside is about to be called that is to happen once. Whoever records the trajectory notes it."""
 

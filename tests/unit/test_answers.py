@@ -248,6 +248,16 @@ def find(*wanted):
     return find_stop
 
 
+@pytest.mark.parametrize("name", ["a row too few", "a row too many", "rows that start late"])
+async def test_rows_of_a_wrong_extent_are_refused_before_a_stop_string_cuts_them(name):
+    engine = scripted(LONG, interruptions=HOLDS[:1], faults=[FAULTS[name]], edge=False)
+    stop = (await plain_tokens(budget=BUDGET))[len(PROMPT) + 5]
+    trajectory, reason, decoder = await decoded(engine, budget=BUDGET, find_stop=find(stop))
+    assert (decoder.num_refused, reason) == (1, StopReason.STOP)
+    assert len(engine.requests[1].token_ids) - len(PROMPT) == 3, "the segment before is kept"
+    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+
+
 @pytest.mark.parametrize("count", range(1, 10))
 async def test_a_cut_answer_is_what_an_engine_returns_that_stopped_there(count):
     whole = await good_answer(interruptions=HOLDS)
