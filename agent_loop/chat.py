@@ -2,7 +2,8 @@
 
 Only what the model did not write is rendered: the prompt once, and each reply (tool results, user messages) as the
 text that the template puts after an assistant turn. That text is cut from a rendering of a stand-in conversation, so
-nothing depends on how the template would re-render earlier turns.
+nothing depends on how the template would re-render earlier turns. The text of a message gives no control token; see
+`agent_loop.control_tokens`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from agent_loop.control_tokens import ChatTemplateError, ControlTokens
 from agent_loop.loop import Message
 from agent_loop.segments import FindStop
 from message_queue.tokens import Int32Array
@@ -21,12 +23,13 @@ from message_queue.tokens import Int32Array
 STAND_INS = ("stand-in assistant turn 7f3a", "another stand-in assistant turn, 91c4")
 
 
-class ChatTemplateError(ValueError):
-    """A chat template or tokenizer that cannot continue a conversation token by token; says why."""
-
-
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """What is used of a Hugging Face tokenizer; a fast one also has `backend_tokenizer`."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Added tokens by id; `str` of one is its text."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -39,6 +42,7 @@ class Tokenizer(Protocol):
         conversation: list[dict[str, str]],
         *,
         tools: list[Any] | None = ...,
+        chat_template: str | None = ...,
         add_generation_prompt: bool = ...,
         tokenize: bool = ...,
     ) -> Any:
@@ -50,7 +54,7 @@ class Chat:
     """Renders prompts and replies, and reads sampled turns.
 
     Args:
-        end_of_turn: text of the token that ends a turn, usually the tokenizer's eos_token.
+        end_of_turn: text of the token that ends a turn, usually the tokenizer's eos_token; an added token.
         tools: JSON descriptions of the tools, given to the template. Replies of role "tool" are possible only then.
         stop_tokens: further tokens that end a decode; a turn that ends with one is not a finished turn.
         stop_strings: texts that finish a turn wherever they come up in it, also across and inside tokens. The turn
@@ -59,8 +63,8 @@ class Chat:
             as a stop token: that ends the decode at once.
 
     Raises:
-        ChatTemplateError: a stop token that is not one token, an empty stop string, or a template that renders a reply
-            differently depending on the turn before it.
+        ChatTemplateError: a stop token that is not one token, an end of turn that is no added token, an empty stop
+            string, or a template that renders a reply differently depending on the turn before it.
     """
 
     def __init__(
@@ -75,8 +79,16 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] or None
         self._end_of_turn = end_of_turn
-        self._markers = (end_of_turn, *stop_tokens)
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(self._single_id(text) for text in self._markers))
+        self._control = ControlTokens(tokenizer)
+        if end_of_turn not in self._control:
+            raise ChatTemplateError(
+                f"end_of_turn is {end_of_turn!r}, which is no added token of the tokenizer, so the text of a message "
+                "could end a turn; add it to the tokenizer as a special token"
+            )
+        template = getattr(tokenizer, "get_chat_template", None)
+        self._template = None if template is None else self._control.swap_sought(template(tools=self._tools))
+        markers = (end_of_turn, *stop_tokens)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(self._single_id(text) for text in markers))
         self._end_id = self.stop_token_ids[0]
         if "" in stop_strings:
             raise ChatTemplateError("a stop string is empty, so every turn would end at once; leave it out")
@@ -87,20 +99,14 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message]) -> Int32Array:
         """int32 [n]: the conversation up to where the model starts to write."""
-        return self._encode(self._render([_as_dict(m) for m in messages]))
+        return self._encode(self._render([self._swapped(m) for m in messages]))
 
     def reply(self, messages: Sequence[Message], *, after: Int32Array) -> Int32Array:
         """int32 [n]: what follows the sampled turn `after`, up to where the model writes again.
 
-        The end-of-turn token comes first if the turn lacks it (stopped at the end of a tool call). Text of a stop
-        token inside a message is broken up: what a tool returns can neither end a turn nor speak as another role.
+        The end-of-turn token comes first if the turn lacks it (stopped at the end of a tool call).
         """
-        text = self._tail([self._disarm(m) for m in messages], STAND_INS[0])
-        ids = self._encode(self._end_of_turn + text)
-        if int(ids[0]) != self._end_id:
-            raise ChatTemplateError(
-                f"the tokenizer merges {self._end_of_turn!r} with what follows it; make it a special token"
-            )
+        ids = self._encode(self._end_of_turn + self._tail(messages, STAND_INS[0]))
         return ids[1:] if self.ends_turn(after) else ids
 
     def ends_turn(self, turn: Int32Array) -> bool:
@@ -135,8 +141,8 @@ class Chat:
     def _decode(self, token_ids: Int32Array) -> str:
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
-    def _encode(self, text: str) -> Int32Array:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    def _encode(self, rendered: str) -> Int32Array:
+        return np.asarray(self._control.encode(rendered), dtype=np.int32)
 
     def _single_id(self, text: str) -> int:
         ids = self._encode(text)
@@ -147,7 +153,11 @@ class Chat:
     def _render(self, conversation: list[dict[str, str]]) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                conversation, tools=self._tools, add_generation_prompt=True, tokenize=False
+                conversation,
+                tools=self._tools,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
             )
         )
 
@@ -155,7 +165,7 @@ class Chat:
         """What the template renders after the end-of-turn token of an assistant turn `stand_in`."""
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
         try:
-            rendered = self._render(conversation + [_as_dict(m) for m in messages])
+            rendered = self._render(conversation + [self._swapped(m) for m in messages])
         except Exception as error:
             roles = sorted({m.role for m in messages})
             raise ChatTemplateError(
@@ -178,12 +188,5 @@ class Chat:
                 f"before it, or leaves it out: {first!r} and {second!r}; use a template that appends"
             )
 
-    def _disarm(self, message: Message) -> Message:
-        content = message.content
-        for marker in self._markers:
-            content = content.replace(marker, f"{marker[0]} {marker[1:]}")
-        return Message(role=message.role, content=content)
-
-
-def _as_dict(message: Message) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}
+    def _swapped(self, message: Message) -> dict[str, str]:
+        return {"role": self._control.swap(message.role), "content": self._control.swap(message.content)}

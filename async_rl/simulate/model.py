@@ -6,8 +6,8 @@ So whoever is given a trajectory can tell of every number in it whether it is ri
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -82,6 +82,8 @@ def session_number(session: str) -> int:
 class SimulatedTokenizer:
     """A letter is a token, and so is each marker of the chat template; `decode` shows other ids as letters."""
 
+    added_tokens_decoder: ClassVar[Mapping[int, str]] = {number: text for text, number in SPECIAL.items()}
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [
             SPECIAL.get(piece, FIRST_WORD + ord(piece[0]) % (VOCAB - FIRST_WORD)) for piece in _PIECES.findall(text)
@@ -95,6 +97,7 @@ class SimulatedTokenizer:
         conversation: list[dict[str, str]],
         *,
         tools: list[Any] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = False,
     ) -> Any:
