@@ -126,7 +126,7 @@ def _copy(backend: Any, stand_ins: Mapping[str, str]) -> Any:
     if "merges" in model:
         model["merges"] = [pair for pair in model["merges"] if not _makes(pair, stand_ins)]
     unused = {"truncation": None, "padding": None, "post_processor": None}
-    return type(backend).from_str(json.dumps({**fields, **unused}))
+    return backend.from_str(json.dumps({**fields, **unused}))
 
 
 def _makes(pair: Any, stand_ins: Mapping[str, str]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +82,9 @@ def session_number(session: str) -> int:
 class SimulatedTokenizer:
     """A letter is a token, and so is each marker of the chat template; `decode` shows other ids as letters."""
 
-    added_tokens_decoder: ClassVar[Mapping[int, str]] = {number: text for text, number in SPECIAL.items()}
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, str]:
+        return {number: text for text, number in SPECIAL.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [

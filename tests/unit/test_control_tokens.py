@@ -1,5 +1,7 @@
 """The text of a message gives no control token, in the tokenizers of all families; other text keeps its ids."""
 
+# ruff: noqa: RUF001 - the texts of DeepSeek's tokens
+
 from __future__ import annotations
 
 import unicodedata
@@ -12,12 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from agent_loop.chat import Chat, ChatTemplateError
 from agent_loop.control_tokens import ControlTokens
 from agent_loop.loop import Message
 from message_queue.trajectory import Trajectory
-from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
+from recipes.calculator.tokenizer import build_tokenizer
 from tests.fakes import SPEC, FakeTool
 from tests.unit import test_loops, tokenizers_of_families
 from tests.unit.tokenizers_of_families import FAMILIES
@@ -156,6 +160,16 @@ def test_white_space_of_the_vocabulary_is_text():
     tokenizer = tokenizer_of("olmo")
     ids = chat_of("olmo").prompt([Message(role="user", content="a    b")])
     assert tokenizer.convert_tokens_to_ids("    ") in ids.tolist()
+
+
+def test_merges_that_end_in_a_control_token_are_left_out():
+    vocabulary = {text: i for i, text in enumerate(("<", "s", ">", "<s", "<s>"))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("<", "s"), ("<s", ">")]))
+    assert tokenizer.encode("<s>").ids == [4]
+    tokenizer.add_special_tokens(["<s>"])
+    control = ControlTokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert control.encode("<s>") == [4]
+    assert control.encode(control.swap("<s>")) == [3, 2]
 
 
 # ---- tokenizers that are not fast

@@ -1,7 +1,10 @@
 """Tiny tokenizers with the machinery, the added tokens and the manner of chat template of the supported families."""
 
+# ruff: noqa: RUF001 - the texts of DeepSeek's tokens
+
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +60,7 @@ def sentencepiece(template: str, *, first_only: bool) -> Any:
     words = sorted(trained.get_vocab().items(), key=lambda item: item[1])
     vocabulary = {text: i for i, text in enumerate(dict.fromkeys([*control, *made, *(word for word, _ in words)]))}
     tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary,
-            _merges_of(trained),
-            byte_fallback=True,
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
+        models.BPE(vocabulary, _merges_of(trained), byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
     if first_only:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -99,8 +96,6 @@ def finished(tokenizer: Tokenizer, added: Added, template: str, *, eos: str, **f
 
 
 def _merges_of(tokenizer: Tokenizer) -> Any:
-    import json
-
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
@@ -108,9 +103,8 @@ QWEN_TEMPLATE = """\
 {%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}
-    {%- if m.role == 'user' and not (m.content.startswith('<tool_response>') and m.content.endswith("</tool_response>")) %}
-        {%- set ns.last = loop.index0 %}
-    {%- endif %}
+    {%- set reply = m.content.startswith('<tool_response>') and m.content.endswith("</tool_response>") %}
+    {%- if m.role == 'user' and not reply %}{% set ns.last = loop.index0 %}{% endif %}
 {%- endfor %}
 {%- for m in messages %}
     {%- set content = m.content %}
@@ -145,7 +139,9 @@ MISTRAL_TEMPLATE = """\
 
 DEEPSEEK_TEMPLATE = """\
 {%- set ns = namespace(system='') %}
-{%- for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = ns.system + m['content'] %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m['role'] == 'system' %}{% set ns.system = ns.system + m['content'] %}{% endif %}
+{%- endfor %}
 {{- bos_token }}{{ ns.system }}
 {%- for m in messages %}
     {%- if m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}
@@ -201,7 +197,10 @@ PLAIN_TEMPLATE = """\
 
 QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-DEEPSEEK_TAGS = ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<think>", "</think>")
+DEEPSEEK_TAGS = (
+    *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    *("<think>", "</think>"),
+)
 
 
 def build(family: str) -> Any:
