@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from message_queue.rows import NOT_SAMPLED, HeldRows, Int16Array
+from message_queue.support import SamplingSupport
 from message_queue.tokens import Float32Array, Int32Array
 
 BoolArray = NDArray[np.bool_]
@@ -22,6 +23,8 @@ class TrainingSequence:
     behaviour_logprobs: float32 [t], 0 outside the mask. param_versions: int32 [t], -1 outside the mask.
     row_versions: int32 [t], version of the weights whose forward pass gave row p; -1 where there is no row.
     routed_experts: int16 [t, moe_layers, top_k], -1 where the trainer uses its live router; None without routing.
+    support: of t positions, the tokens that the sampler kept; the whole vocabulary outside the mask. None if no sampled
+        token was cut.
     """
 
     token_ids: Int32Array
@@ -30,6 +33,7 @@ class TrainingSequence:
     param_versions: Int32Array
     row_versions: Int32Array
     routed_experts: Int16Array | None
+    support: SamplingSupport | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

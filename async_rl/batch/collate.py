@@ -21,6 +21,8 @@ Keys of an RL batch of S sequences, the longest of T tokens:
     trajectory           int64   [S]           number of the trajectory in the batch
     group                int64   [S]           id of the prompt group
     mini_batch           int64   [S]           which optimizer step of the batch trains the sequence, from 0
+    support              [S] SamplingSupport   tokens that the sampler kept at each position of the sequence; absent
+                                               where no sampled token was cut
 A supervised batch has token_ids, loss_mask and lengths.
 
 A token is pure at lag 0 when trainer and engine must agree on it but for rounding: its own weights are the current
@@ -39,9 +41,10 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from async_rl.batch.advantage import Advantages
+from message_queue.support import SamplingSupport
 from message_queue.tokens import Int32Array
 from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, BoolArray, PromptGroup, TrainingSequence, Trajectory
 
@@ -134,7 +137,17 @@ def collate(
     experts = _routed_experts([part.sequence for part in parts])
     if experts is not None:
         columns["routed_experts"] = _stack(experts, np.dtype(np.int16), NOT_ROUTED)
-    return TensorDict(columns, batch_size=[len(parts)])
+    batch = TensorDict(columns, batch_size=[len(parts)])
+    if any(part.sequence.support is not None for part in parts):
+        given = [p.sequence.support for p in parts]
+        whole = [SamplingSupport.whole(len(p.sequence)) for p in parts]
+        add_support(batch, [every if cut is None else cut for cut, every in zip(given, whole, strict=True)])
+    return batch
+
+
+def add_support(batch: TensorDict, support: Sequence[SamplingSupport]) -> None:
+    """Give a batch the tokens that the sampler kept, one SamplingSupport per sequence, of its length."""
+    batch.set("support", NonTensorStack(*(NonTensorData(each) for each in support)))
 
 
 def _part(sequence: TrainingSequence, number: int, group: PromptGroup, trajectory: Trajectory, ages: _Ages) -> _Part:

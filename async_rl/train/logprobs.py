@@ -1,7 +1,13 @@
-"""Logprob of given tokens and entropy from logits whose vocabulary is split over tensor-parallel ranks."""
+"""Logprob of given tokens and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+
+Over the whole vocabulary, or over the tokens that the sampler kept (top-p, top-k, min-p). The logits of kept tokens are
+gathered, a few per position, so that no mask over the vocabulary is made.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,3 +95,131 @@ def logprobs_and_entropy(
         logits = logits / temperature
     logprobs, entropy = _LogprobEntropy.apply(logits, targets, group, full_columns or logits.shape[-1], with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs, entropy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptTokens:
+    """The tokens that the sampler kept at n positions, of which it cut the distribution at c.
+
+    position   kept      cut      whole   counts   token_ids
+    0          {3, 7}    0, 2     1       2, 1     3, 7, 5
+    1          all
+    2          {5}
+    """
+
+    cut: Tensor
+    """int64 [c], the positions where the distribution was cut, ascending."""
+
+    whole: Tensor
+    """int64 [n - c], the positions with the whole vocabulary, ascending."""
+
+    counts: Tensor
+    """int64 [c], kept tokens of each position in `cut`, at least 1."""
+
+    token_ids: Tensor
+    """int64 [sum(counts)], their ids in the whole vocabulary, ascending within a position."""
+
+    @classmethod
+    def of(cls, counts: Tensor, token_ids: Tensor) -> KeptTokens | None:
+        """From counts int64 [n], 0 for the whole vocabulary, and ids int64 [sum(counts)]; None if all counts are 0."""
+        cut = counts.nonzero().squeeze(1)
+        if not len(cut):
+            return None
+        whole = (counts == 0).nonzero().squeeze(1)
+        return cls(cut=cut, whole=whole, counts=counts[cut], token_ids=token_ids)
+
+    def to(self, device: torch.device) -> KeptTokens:
+        """The same on `device`."""
+        return KeptTokens(
+            cut=self.cut.to(device),
+            whole=self.whole.to(device),
+            counts=self.counts.to(device),
+            token_ids=self.token_ids.to(device),
+        )
+
+    def num_containing(self, targets: Tensor) -> int:
+        """Positions in `cut` that kept their token of int64 [n]."""
+        return int((self.token_ids == self.each(targets[self.cut])).sum())
+
+    def each(self, values: Tensor) -> Tensor:
+        """Values [c] of the positions in `cut`, repeated for each of their kept tokens."""
+        return values.repeat_interleave(self.counts, output_size=len(self.token_ids))
+
+
+class _KeptLogprobEntropy(torch.autograd.Function):
+    """As `_LogprobEntropy`, from the logits z [k] of kept tokens. Sums in float64: they are short.
+
+    A token of another tensor-parallel rank has a z of -inf here, and no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        is_target: Tensor,
+        kept: KeptTokens,
+        group: dist.ProcessGroup | None,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        split = group is not None and group.size() > 1
+        top = torch.segment_reduce(z, "max", lengths=kept.counts, unsafe=True)
+        if split:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        z = z - kept.each(top)
+        exp = z.exp()
+        z = z.masked_fill_(z == -math.inf, 0.0)
+        parts = [exp, z * is_target, *([exp * z] if with_entropy else [])]
+        sums = [torch.segment_reduce(part, "sum", lengths=kept.counts, unsafe=True) for part in parts]
+        if split:
+            packed = torch.stack(sums)
+            dist.all_reduce(packed, group=group)
+            sums = list(packed.unbind())
+        total, chosen = sums[0], sums[1]
+        log_total = total.log()
+        entropy = log_total - sums[2] / total if with_entropy else torch.zeros_like(total)
+        ctx.save_for_backward(exp / kept.each(total), z - kept.each(log_total), is_target, entropy)
+        ctx.kept = kept
+        return chosen - log_total, entropy
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
+        probs, log_probs, is_target, entropy = ctx.saved_tensors
+        each, grad = ctx.kept.each, torch.zeros_like(probs)
+        if grad_entropy is not None:
+            grad -= each(grad_entropy) * probs * (log_probs + each(entropy))
+        if grad_logprob is not None:
+            grad += each(grad_logprob) * (is_target.to(probs.dtype) - probs)
+        return grad, None, None, None, None
+
+
+def kept_logprobs_and_entropy(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    kept: KeptTokens,
+    *,
+    columns: int,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """float32 [c] logprob of `targets` and entropy in nats over the kept tokens, which alone take gradient.
+
+    Args:
+        logits: [t, W], this rank's part of the vocabulary with padding columns; not changed.
+        rows: int64 [c], the row of logits of each position in `kept.cut`.
+        targets: int64 [c], ids, each among the kept tokens of its position.
+        columns: columns of this rank that are ids of the vocabulary.
+        group, temperature, with_entropy: as of `logprobs_and_entropy`.
+    """
+    width = logits.shape[-1]
+    local = kept.token_ids - (group.rank() * width if group is not None and group.size() > 1 else 0)
+    elsewhere = (local < 0) | (local >= columns)
+    places = kept.each(rows) * width + local.masked_fill(elsewhere, 0)
+    z = logits.reshape(-1).gather(0, places).double().masked_fill(elsewhere, -math.inf) / temperature
+    is_target = (kept.token_ids == kept.each(targets)) & ~elsewhere
+    logprobs, entropy = _KeptLogprobEntropy.apply(z, is_target, kept, group, with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs.float(), entropy.float()

@@ -15,11 +15,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from async_rl.batch.micro_batch import Coordinates, held_tokens, padded_lengths, router_index
+from async_rl.batch.collate import add_support
+from async_rl.batch.micro_batch import Coordinates, HeldTokens, held_tokens, padded_lengths, router_index
 from async_rl.batch.packing import Plan, plan_micro_batches
 from async_rl.batch.routed_experts import RoutingError, check_routed_experts, rows_at
 from async_rl.train.losses import LossConfig, token_weights
 from async_rl.train.model import TrainerConfig
+from message_queue.support import SamplingSupport
 from message_queue.tokens import RoutingSpec
 
 
@@ -44,6 +46,7 @@ class UpdateShare:
         `async_rl.batch.collate`, lengths those of the whole sequences. micro_batches: each a list of indices into them.
     per_token: what they have of each token, without routed_experts; the tokens that the rank holds
         (`async_rl.batch.micro_batch.HeldTokens`) end to end. num_held: int64 [H], how many of each sequence.
+    support: of the same tokens, those that the sampler kept; None if it cut no distribution.
     rows: of each micro-batch int16 [r, layers, K], the rows its routers replay, in their order; None to replay none.
     token_weights: float32 [H], what each token of a sequence weighs in the loss.
     places: int64 [H], numbers of the sequences in the update, which has `shape` (S, T) over all ranks.
@@ -54,6 +57,7 @@ class UpdateShare:
     micro_batches: Sequence[Sequence[int]]
     per_token: TensorDict
     num_held: Tensor
+    support: SamplingSupport | None
     rows: Sequence[Tensor] | None
     token_weights: Tensor
     places: Tensor
@@ -67,13 +71,17 @@ class UpdateShare:
         return max([1, *self.num_held.tolist()])
 
     def sequences(self) -> TensorDict:
-        """All columns, those of tokens [H, width] padded with 0 on the right."""
+        """All columns, those of tokens [H, width] padded with 0 on the right; `support` for the held tokens alone."""
         held = torch.arange(self.width) < self.num_held.unsqueeze(1)
         columns = {
             name: column.new_zeros(held.shape).masked_scatter_(held, column)
             for name, column in _columns(self.per_token)
         }
-        return TensorDict({**columns, **dict(_columns(self.per_sequence))}, batch_size=[len(held)])
+        batch = TensorDict({**columns, **dict(_columns(self.per_sequence))}, batch_size=[len(held)])
+        if self.support is not None and len(batch):
+            ends = zip(self.num_held.tolist(), self.num_held.cumsum(0).tolist(), strict=True)
+            add_support(batch, [self.support.part(end - count, end) for count, end in ends])
+        return batch
 
     def in_update(self, flat: Tensor, positions: Tensor) -> Tensor:
         """int64 [n]: where tokens lie in the flattened [S * T] update.
@@ -198,7 +206,7 @@ class Planner:
             micro_batches = [[i for unit in chosen for i in units[unit]] for chosen in plan[place.data_rank]]
             held = torch.tensor([i for indices in micro_batches for i in indices], dtype=torch.int64)
             in_batch = [numbers[indices].tolist() for indices in micro_batches]
-            counts_held, per_token = self._held(batch, in_batch, place.at)
+            counts_held, per_token, support = self._held(batch, in_batch, place.at)
             shares[place] = UpdateShare(
                 per_sequence=TensorDict(
                     {name: column[numbers[held]] for name, column in _columns(batch) if column.dim() == 1},
@@ -206,6 +214,7 @@ class Planner:
                 ),
                 per_token=per_token,
                 num_held=counts_held,
+                support=support,
                 micro_batches=_consecutive(micro_batches),
                 rows=[self._rows(batch, indices, place) for indices in in_batch] if replayed and place.layers else None,
                 token_weights=weights[held],
@@ -229,8 +238,11 @@ class Planner:
 
     def _held(
         self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], at: Coordinates
-    ) -> tuple[Tensor, TensorDict]:
-        """Tokens of all micro-batches that the context rank at `at` holds: how many of each sequence, their columns."""
+    ) -> tuple[Tensor, TensorDict, SamplingSupport | None]:
+        """Tokens of all micro-batches that the context rank at `at` holds.
+
+        How many of each sequence, their columns, and the tokens that the sampler kept at their positions.
+        """
         numbers = torch.tensor([i for indices in micro_batches for i in indices], dtype=torch.int64)
         lengths: list[int] = batch["lengths"].tolist()
         padded = [padded_lengths(lengths, indices, at=at, packing=self._config.packing) for indices in micro_batches]
@@ -238,7 +250,7 @@ class Planner:
         positions = held.positions(width=max([1, *held.counts.tolist()]))
         sequence, position = numbers.repeat_interleave(held.counts), positions[positions >= 0]
         columns = {name: column[sequence, position] for name, column in _columns(batch) if column.dim() == 2}
-        return held.counts, TensorDict(columns, batch_size=[len(position)])
+        return held.counts, TensorDict(columns, batch_size=[len(position)]), _held_support(batch, numbers, held)
 
     def _rows(self, batch: TensorDict, indices: Sequence[int], place: RankPlace) -> Tensor:
         assert self._routing is not None
@@ -273,8 +285,24 @@ def replayed_rows(
 
 
 def _columns(batch: TensorDict) -> list[tuple[str, Tensor]]:
-    """What every rank has a part of; routing rows are cut apart."""
-    return [(name, cast(Tensor, column)) for name, column in batch.items() if name != "routed_experts"]
+    """What every rank has a part of; routing rows and kept tokens are cut apart."""
+    apart = ("routed_experts", "support")
+    return [(name, cast(Tensor, column)) for name, column in batch.items() if name not in apart]
+
+
+def _held_support(batch: TensorDict, numbers: Tensor, held: HeldTokens) -> SamplingSupport | None:
+    """Kept tokens at the positions of the sequences `numbers` that a context rank holds, end to end."""
+    if "support" not in set(batch.keys()):
+        return None
+    of_sequences: Sequence[SamplingSupport] = batch["support"]
+    ranges = zip(numbers.tolist(), held.begins.tolist(), held.ends.tolist(), strict=True)
+    return SamplingSupport.join(
+        [
+            of_sequences[number].part(begin, end)
+            for number, begins, ends in ranges
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+    )
 
 
 def _without_tensor(at: Coordinates) -> Coordinates:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from async_rl.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
 from async_rl.train.attention import Rotary, RowContext
-from async_rl.train.logprobs import logprobs_and_entropy
+from async_rl.train.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, kl_estimate, policy_loss
 from async_rl.train.mismatch import lag_buckets, token_sums
 from async_rl.train.model import RouterReplayMode
 from async_rl.train.router_replay import MicroBatchRouting, layer_tables
+from message_queue.support import SamplingSupport
+from message_queue.tokens import ContractError
 
 ObjectiveKind = Literal["policy", "supervised", "logprobs"]
 
@@ -28,6 +30,7 @@ class MicroBatch:
 
     token_ids: int64 [1, t]. loss_rows: int64 [n], the rows that predict a token that enters the loss.
     targets: int64 [n], those tokens. columns: what the loss needs per token, [n] each.
+    kept: over which tokens their distributions are normalised; None if all are over the whole vocabulary.
     flat: int64 [n], where the tokens lie in the flattened [S * T] batch. positions: int64 [n], in their sequences.
     trajectories: int64 [count], numbers of the trajectories that the micro-batch holds, the same on all ranks that
         share it; the column `trajectory` says by their place here which one a token is of. sums: what the objective
@@ -40,6 +43,7 @@ class MicroBatch:
     flat: Tensor
     positions: Tensor
     columns: dict[str, Tensor]
+    kept: KeptTokens | None
     trajectories: Tensor
     context: RowContext
     has_padding: bool
@@ -101,6 +105,7 @@ class MicroBatchBuilder:
         self._replay: RouterReplayMode = replay
         self._layers = layers
         self._rotary = rotary
+        self._support: Sequence[SamplingSupport] = batch["support"] if "support" in set(batch.keys()) else ()
         self._lengths: list[int] = batch["lengths"].tolist()
         self._row_length: int = batch["token_ids"].shape[1]
 
@@ -109,6 +114,9 @@ class MicroBatchBuilder:
 
         Args:
             routed: for R3, integer [rows, layers, K], see `async_rl.batch.routed_experts.rows_at`; None for no layers.
+
+        Raises:
+            ContractError: a token in the loss is not among those that the sampler kept at its position.
         """
         rows = pack_rows(self._lengths, indices, row_length=self._row_length, at=self._at, packing=self._packing)
         batch, keys = self._batch, set(self._batch.keys())
@@ -130,14 +138,16 @@ class MicroBatchBuilder:
             columns["advantages"] = batch["advantages"][sequence]
         if self._token_weights is not None:
             columns["token_weights"] = self._token_weights[sequence]
-        to = self._device
+        targets, to = batch["token_ids"].flatten()[flat], self._device
+        kept = self._kept_tokens(indices, flat, targets)
         return MicroBatch(
             token_ids=take_rows(batch["token_ids"], rows.index, fill=0).unsqueeze(0).to(to),
             loss_rows=loss_rows.to(to),
-            targets=batch["token_ids"].flatten()[flat].to(to),
+            targets=targets.to(to),
             flat=flat,
             positions=rows.positions[loss_rows] + 1,
             columns={name: column.to(to) for name, column in columns.items()},
+            kept=None if kept is None else kept.to(to),
             trajectories=trajectories,
             context=RowContext(
                 rows=rows.to(to),
@@ -146,6 +156,23 @@ class MicroBatchBuilder:
             ),
             has_padding=bool((rows.index < 0).any()),
         )
+
+    def _kept_tokens(self, indices: Sequence[int], flat: Tensor, targets: Tensor) -> KeptTokens | None:
+        """What the sampler kept at the positions of `targets` [n], which lie at `flat` in the batch."""
+        if not self._support or not indices:
+            return None
+        of_sequences = [self._support[i] for i in indices]
+        first = torch.zeros(len(self._support), dtype=torch.int64)
+        first[list(indices)] = torch.tensor([0, *(len(each) for each in of_sequences[:-1])]).cumsum(0)
+        position = first[torch.div(flat, self._row_length, rounding_mode="floor")] + flat % self._row_length
+        counts, token_ids = SamplingSupport.join(of_sequences).take(position.numpy()).unpack()
+        kept = KeptTokens.of(torch.from_numpy(counts), torch.from_numpy(token_ids))
+        if kept is not None and (absent := len(kept.cut) - kept.num_containing(targets)):
+            raise ContractError(
+                f"SamplingSupport of a micro-batch has {absent} of {len(kept.cut)} sets without the sampled token; "
+                "the sets must be those of the sampled positions"
+            )
+        return kept
 
     def _rotary_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cosine, signed_sine = self._rotary.at(positions)
@@ -178,15 +205,33 @@ class Objective:
     log_ratio_bound: float = math.inf
 
     def token_logprobs(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """float32 [n] logprob of each token that enters the loss, and the entropy of its distribution."""
-        return logprobs_and_entropy(
-            logits[0, :, : self.vocab_columns].index_select(0, micro_batch.loss_rows),
-            micro_batch.targets,
-            group=self.tensor_group,
-            full_columns=logits.shape[-1],
-            temperature=1.0 if self.kind == "supervised" else self.loss.temperature,
-            with_entropy=self.kind == "policy",
+        """float32 [n] logprob of each token that enters the loss, and the entropy of its distribution.
+
+        The distribution is the sampler's: over the tokens that it kept, at its temperature.
+        """
+        rows, targets, kept = micro_batch.loss_rows, micro_batch.targets, micro_batch.kept
+        settings: dict[str, Any] = {
+            "group": self.tensor_group,
+            "temperature": 1.0 if self.kind == "supervised" else self.loss.temperature,
+            "with_entropy": self.kind == "policy",
+        }
+
+        def over_all(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            vocabulary = logits[0, :, : self.vocab_columns]
+            return logprobs_and_entropy(
+                vocabulary.index_select(0, rows), targets, full_columns=logits.shape[-1], **settings
+            )
+
+        if kept is None:
+            return over_all(rows, targets)
+        cut = kept_logprobs_and_entropy(
+            logits[0], rows[kept.cut], targets[kept.cut], kept, columns=self.vocab_columns, **settings
         )
+        if not len(kept.whole):
+            return cut
+        whole = over_all(rows[kept.whole], targets[kept.whole])
+        order = torch.cat((kept.cut, kept.whole)).argsort()
+        return torch.cat((cut[0], whole[0]))[order], torch.cat((cut[1], whole[1]))[order]
 
     def __call__(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalar loss, already weighted for the whole batch, and float64 sums over the tokens."""

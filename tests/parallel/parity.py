@@ -87,9 +87,9 @@ def compare(ours: dict, theirs: dict) -> Difference:
 # ---- one cell on this rank
 
 
-def parity_batch():
-    """The batch of every cell: advantages of one sign more than the other, so that the loss is far from zero."""
-    batch = make_batch()
+def parity_batch(cell: Cell):
+    """The batch of a cell: advantages of one sign more than the other, so that the loss is far from zero."""
+    batch = make_batch(support=cell.support)
     batch["advantages"] += 1.0
     return batch
 
@@ -124,7 +124,7 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
         )
     routing = read_model_info(checkpoint).routing
     planner = Planner(config=cell.config(), loss=LOSS, routing=routing, places=[trainer.place])
-    metrics = trainer.train(planner.policy(parity_batch())[0])
+    metrics = trainer.train(planner.policy(parity_batch(cell))[0])
     grads = {name: gradient.cpu() for name, gradient in gradients(trainer).items()}
     return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": grads}
 
@@ -164,7 +164,7 @@ def make_references(cells: list[Cell], folder: Path) -> None:
     """Checkpoints and what one rank, this process, gives, where `folder` has them not."""
     from async_rl.train.distributed import ProcessGroups
 
-    absent = {c.reference: Cell(family=c.family, layout="single", replay=c.replay) for c in cells}
+    absent = {c.reference: Cell(family=c.family, layout="single", replay=c.replay, support=c.support) for c in cells}
     absent = {name: cell for name, cell in absent.items() if not (folder / name).exists()}
     for name, cell in absent.items():
         if not (folder / cell.family).exists():

@@ -70,6 +70,7 @@ class Cell:
 
     layers: local, transformer_engine, or fused: the spec of the latter over modules like its own
         (tests/parallel/fused_layers.py).
+    support: the tokens were sampled from parts of the vocabulary.
     """
 
     family: str
@@ -80,18 +81,30 @@ class Cell:
     dtype: str = "float32"
     fault: str = ""
     layers: str = "local"
+    support: bool = False
 
     @property
     def name(self) -> str:
         dtype = "" if self.dtype == "float32" else self.dtype
         layers = "" if self.layers == "local" else self.layers
-        parts = (self.family, self.layout, self.replay, self.recompute, self.packing, dtype, layers, self.fault)
+        support = "support" if self.support else ""
+        parts = (
+            self.family,
+            self.layout,
+            self.replay,
+            self.recompute,
+            self.packing,
+            dtype,
+            layers,
+            support,
+            self.fault,
+        )
         return "/".join(part for part in parts if part)
 
     @property
     def reference(self) -> str:
         """Name of the file with what one rank gives, in float32."""
-        return f"{self.family}-{self.replay}.pt"
+        return f"{self.family}-{self.replay}{'-support' if self.support else ''}.pt"
 
     @property
     def on_one_rank(self) -> "Cell":

@@ -1,6 +1,7 @@
 """The parity table: `python -m tests.parallel.parity_table`, or `make parity`. Exit status 1 if a cell is off.
 
 --layout tp2 pp2 --family qwen3_moe --replay R3 --recompute full --packing packed    cells to run; all without
+--support          the same cells on tokens that were sampled from parts of the vocabulary
 --json FILE        one line per cell, written as it is done; cells it holds within the tolerance are not run again
 --markdown FILE    the summary as a table
 --work FOLDER      keeps checkpoints and what one rank gives, for a later call
@@ -11,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.parallel.parity import TOLERANCE, Difference, run_cells
@@ -28,7 +30,8 @@ Results = dict[str, Difference]
 
 def chosen_cells(options: argparse.Namespace) -> list[Cell]:
     """Cells whose every field is among those asked for."""
-    return [c for c in all_cells() if all(getattr(c, name) in getattr(options, name) for name in CHOICES)]
+    cells = [c for c in all_cells() if all(getattr(c, name) in getattr(options, name) for name in CHOICES)]
+    return [replace(cell, support=options.support) for cell in cells]
 
 
 def read_results(path: Path | None) -> Results:
@@ -108,6 +111,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices)
+    parser.add_argument("--support", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--work", type=Path)

@@ -6,15 +6,17 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from tensordict import TensorDict
 
-from async_rl.batch.collate import collate_supervised
+from async_rl.batch.collate import add_support, collate_supervised
 from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, policy_loss, token_weights
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.ratios import second_moment_bound
+from message_queue.support import SamplingSupport
 from tests import numerics
 from tests.tiny_models import qwen3_moe_config, save_checkpoint
 
@@ -29,8 +31,11 @@ def save_tiny_moe(directory: Path) -> Path:
     return save_checkpoint(qwen3_moe_config(rope_theta=1000.0), directory, seed=3)
 
 
-def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3):
-    """An RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt."""
+def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3, support=False):
+    """An RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt.
+
+    support: of most sampled tokens a random part of the vocabulary was kept.
+    """
     g = torch.Generator().manual_seed(seed)
     count, longest = len(lengths), max(lengths)
     size = torch.tensor(lengths)
@@ -54,7 +59,42 @@ def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3
         rows[~held] = -1
         rows[torch.arange(count), size - 1] = -1  # the last token was never forwarded
         batch["routed_experts"] = rows
-    return TensorDict(batch, batch_size=[count])
+    made = TensorDict(batch, batch_size=[count])
+    return add_random_support(made, seed=seed) if support else made
+
+
+def add_random_support(batch, *, vocab=VOCAB, seed=0):
+    """Give the batch sets of 1 to `vocab` tokens that hold the sampled one, and none for one sampled token in five."""
+    g = torch.Generator().manual_seed(seed)
+    ids, mask = batch["token_ids"], batch["loss_mask"]
+    share = torch.rand(*ids.shape, 1, generator=g) ** 2
+    kept = torch.rand(*ids.shape, vocab, generator=g) < share
+    kept.scatter_(-1, ids.unsqueeze(-1), True)
+    kept &= (mask & (torch.rand(ids.shape, generator=g) > 0.2)).unsqueeze(-1)
+    add_support(batch, [support_of(row[:n]) for row, n in zip(kept, batch["lengths"].tolist(), strict=True)])
+    return batch
+
+
+def support_of(kept):
+    """The support of bool [n, V]: where a token was kept; none where nothing was."""
+    return SamplingSupport.pack(kept.sum(-1).numpy(), kept.nonzero()[:, 1].numpy())
+
+
+def sets_of(support):
+    """The kept tokens of each position; empty for the whole vocabulary."""
+    counts, token_ids = support.unpack()
+    return np.split(token_ids, np.cumsum(counts))[:-1]
+
+
+def outside_support(batch, *, vocab=VOCAB):
+    """bool [S, T, V]: tokens that the sampler left out."""
+    outside = torch.zeros(*batch["token_ids"].shape, vocab, dtype=torch.bool)
+    supports = batch["support"] if "support" in set(batch.keys()) else []
+    for of_sequence, support in zip(outside, supports, strict=False):
+        for row, ids in zip(of_sequence, sets_of(support), strict=False):
+            row[:] = len(ids) > 0
+            row[ids] = False
+    return outside
 
 
 def make_supervised_batch(seed=0):
@@ -241,14 +281,17 @@ def _step(model, batch, terms, rows):
     model.zero_grad()
     logprobs, entropies, used = [], [], []
     longest, layers = batch["token_ids"].shape[1], len(routers_of(model))
+    outside = outside_support(batch)
     for i, length in enumerate(batch["lengths"].tolist()):
         ids = batch["token_ids"][i, :length]
         given = torch.full((length, layers, TOP_K), -1) if rows is None else rows[i, :length]
         with forced_routing(model, given) as found:
-            scores = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            logits = model(ids[None]).logits[0, :-1]
+        cut = outside[i, 1:length]
+        scores = logits.masked_fill(cut, -torch.inf).log_softmax(-1)
         pad = (1, longest - length)
         logprobs.append(torch.nn.functional.pad(scores.gather(1, ids[1:, None])[:, 0], pad))
-        entropies.append(torch.nn.functional.pad(-(scores.exp() * scores).sum(-1), pad))
+        entropies.append(torch.nn.functional.pad(-(scores.exp() * scores.masked_fill(cut, 0.0)).sum(-1), pad))
         used.append(
             torch.nn.functional.pad(torch.stack(found, 1) if layers else given, (0, 0, 0, 0, 0, longest - length))
         )

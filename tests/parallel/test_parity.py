@@ -15,9 +15,9 @@ from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES,
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-def cell(family, layout, replay, recompute, packing, fault="", layers="local"):
+def cell(family, layout, replay, recompute, packing, fault="", **changes):
     return Cell(
-        family=family, layout=layout, replay=replay, recompute=recompute, packing=packing, fault=fault, layers=layers
+        family=family, layout=layout, replay=replay, recompute=recompute, packing=packing, fault=fault, **changes
     )
 
 
@@ -38,6 +38,9 @@ SOUND = [
     cell("deepseek_v3", "tp2-cp2", "R3", "selective", "packed", layers="fused"),
     cell("qwen3_moe", "ep2-etp2", "R2", "full", "padded", layers="fused"),
     cell("qwen3_moe", "tp2-dp2-ep2-etp1", "R3", "full", "packed", layers="fused"),
+    cell("qwen3_moe", "tp2-pp2-vpp2", "R3", "full", "packed", support=True),
+    cell("deepseek_v3", "tp2-cp2", "R2", "selective", "padded", support=True),
+    cell("qwen3_moe", "cp2-ep2-dp2", "none", "none", "packed", support=True),
 ]
 BROKEN = [cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]
 BROKEN += [cell("qwen3_moe", "ep2-etp2", "R3", "none", "packed", "drop-layer", layers="fused")]

@@ -1,5 +1,7 @@
 """Trajectories to batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from async_rl.batch.advantage import Advantages
 from async_rl.batch.collate import BatchError, collate, collate_supervised
 from async_rl.train.losses import token_weights
+from message_queue.support import SamplingSupport
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.unit.groups import SPEC
@@ -95,6 +98,17 @@ def test_a_batch_has_the_keys_types_and_shapes_it_documents():
     assert batch["group"].tolist() == [10, 11]
     assert not batch["loss_mask"][1, 3:].any()
     assert (batch["routed_experts"][1, 2:] == -1).all()
+
+
+def test_collate_keeps_the_support_of_each_sequence(monkeypatch):
+    support = SamplingSupport.pack(np.array([0, 0, 0, 2, 1], np.int64), np.array([50, 60, 51], np.int64))
+    assert "support" not in set(collated(plain_trajectory(), plain_trajectory()).keys())
+    given = iter([support, None])
+    cut = Trajectory.sequences
+    monkeypatch.setattr(Trajectory, "sequences", lambda self: [replace(s, support=next(given)) for s in cut(self)])
+    batch = collated(plain_trajectory(), plain_trajectory())
+    assert [each.unpack()[0].tolist() for each in batch["support"]] == [[0, 0, 0, 2, 1], [0] * 5]
+    assert batch["support"][0].unpack()[1].tolist() == [50, 60, 51]
 
 
 def test_lag_counts_optimizer_updates_of_sampled_tokens():

@@ -13,7 +13,7 @@ from async_rl.train.losses import LossConfig, token_weights
 from async_rl.train.model import ParallelConfig
 from async_rl.train.planning import Planner, RankPlace
 from message_queue.tokens import RoutingSpec
-from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, make_batch
+from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, add_random_support, make_batch, sets_of
 
 ROUTING = RoutingSpec(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
@@ -95,6 +95,22 @@ def test_a_rank_is_sent_the_tokens_that_it_reads_and_predicts_and_finds_them(len
     held = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     held[:, 0] = False
     assert sorted(predicted) == held.flatten().nonzero().squeeze(1).tolist()
+
+
+@settings(max_examples=30)
+@given(LENGTHS, PARTS, st.booleans(), st.integers(1, 3))
+def test_a_rank_is_sent_the_support_of_the_tokens_it_holds(lengths, parts, packing, updates):
+    batch = numbered(lengths)
+    add_random_support(batch, vocab=batch["token_ids"].numel())
+    sets = [[ids.tolist() for ids in sets_of(support)] for support in batch["support"]]
+    planner, _ = planner_of(*parts, packing=packing, updates_per_batch=updates)
+    for update in (update for share in planner.policy(batch) for update in share.updates):
+        assert len(update.support) == len(update.per_token)
+        places = [divmod(token, max(lengths)) for token in update.per_token["token_ids"].tolist()]
+        assert [ids.tolist() for ids in sets_of(update.support)] == [sets[i][position] for i, position in places]
+        sequences = update.sequences()
+        of_sequences = sequences["support"] if len(sequences) else []
+        assert [len(support) for support in of_sequences] == update.num_held.tolist()
 
 
 @pytest.mark.parametrize("context", [1, 2, 4])
