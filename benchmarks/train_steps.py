@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from async_rl.batch.collate import add_support
 from benchmarks.support import FloatArray, Interval, bootstrap
+from message_queue.support import SamplingSupport
 from message_queue.tokens import RoutingSpec
 
 
@@ -67,6 +69,20 @@ def as_rollouts(batch: TensorDict, routing: RoutingSpec) -> TensorDict:
     batch["informative"] = torch.ones(count, dtype=torch.bool)
     batch["pure_lag0"] = batch["loss_mask"].clone()
     batch["group"] = torch.arange(count) // 8
+    return batch
+
+
+def with_support(batch: TensorDict, *, vocab: int, kept: int) -> TensorDict:
+    """The batch as if a sampler had kept `kept` tokens at each position in the loss, evenly spread over the ids."""
+    batch = batch.copy()
+    offsets = torch.arange(kept) * (vocab // kept)
+    ids = ((batch["token_ids"].unsqueeze(-1) + offsets) % vocab).sort(-1).values
+    parts = zip(ids, batch["loss_mask"], batch["lengths"].tolist(), strict=True)
+    support = [
+        SamplingSupport.pack(mask[:n].numpy().astype(np.int64) * kept, row[:n][mask[:n]].flatten().numpy())
+        for row, mask, n in parts
+    ]
+    add_support(batch, support)
     return batch
 
 

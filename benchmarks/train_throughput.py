@@ -4,7 +4,11 @@ The bare loop has nothing to do with RL: forward, cross entropy, backward, optim
 the clock starts. What TrainerRank adds is checking and cutting the batch, router replay, logprobs and entropy, the
 loss, and metrics. Rounds alternate, so that a busy machine slows both; there the ratio of CPU time is the steadier.
 
+The same batch is also trained as if a sampler had kept some tokens at each position (top-p, top-k, min-p), which adds
+cutting and decoding the sets, and logprobs over them in place of the whole vocabulary.
+
     python benchmarks/train_throughput.py [--threads 2] [--rounds 8] [--sequences 256] [--micro-batch-tokens 4096]
+        [--kept 16]
 """
 
 from __future__ import annotations
@@ -24,17 +28,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from async_rl.batch.collate import collate_supervised
 from async_rl.batch.micro_batch import Coordinates
 from async_rl.batch.packing import plan_micro_batches
+from async_rl.model_info import read_model_info
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.step import MicroBatch, MicroBatchBuilder
 from async_rl.train.worker import TrainerRank
 from benchmarks.support import Variant, save_calculator, show, trainers_side_by_side
-from benchmarks.train_steps import as_rollouts, paired_ratio, time_in_turns
+from benchmarks.train_steps import as_rollouts, paired_ratio, time_in_turns, with_support
 from message_queue.tokens import RoutingSpec
 from recipes.calculator.task import CalculatorTask
 
 ADAM = OptimizerConfig(lr=1e-6)
-GOAL = 0.95
+GOAL, SUPPORT_GOAL = 0.95, 1.05
 
 
 def demonstrations(task: CalculatorTask, routing: RoutingSpec, *, sequences: int) -> TensorDict:
@@ -77,6 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--kept", type=int, default=16, help="tokens that the sampler kept at each position")
     arguments = parser.parse_args()
     config = TrainerConfig(threads=arguments.threads, micro_batch_tokens=arguments.micro_batch_tokens)
     with tempfile.TemporaryDirectory() as folder:
@@ -84,26 +90,34 @@ def main() -> None:
         ways = {"trainer": Variant(config=config)}
         with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=ADAM) as trainers:
             batch = demonstrations(task, routing, sequences=arguments.sequences)
-            compare(trainers["trainer"], batch, config, rounds=arguments.rounds)
+            cut = with_support(batch, vocab=read_model_info(checkpoint).vocab_size, kept=arguments.kept)
+            compare(trainers["trainer"], batch, cut, config, rounds=arguments.rounds)
 
 
-def compare(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig, *, rounds: int) -> None:
-    """Print tokens/s of both and their ratio, medians over rounds with 95 % bootstrap intervals."""
+def compare(trainer: TrainerRank, batch: TensorDict, cut: TensorDict, config: TrainerConfig, *, rounds: int) -> None:
+    """Print tokens/s and ratios of times, medians over rounds with 95 % bootstrap intervals.
+
+    cut: the batch with support.
+    """
     micro_batches = build_micro_batches(trainer, batch, config)
     optimizer = Optimizer(trainer.model.wrapped, config=ADAM, trainer=config)
     tokens = int(batch["lengths"].sum())
     steps = {
         "bare": lambda: bare_step(trainer, optimizer, micro_batches),
         "trainer": lambda: trainer.train(batch),
+        "support": lambda: trainer.train(cut),
     }
     taken = time_in_turns(steps, rounds=rounds)
     rates = {name: tokens / statistics.median(of_one.wall) for name, of_one in taken.items()}
     show(f"{len(batch)} sequences, {tokens} tokens, {len(micro_batches)} micro-batches, {config.threads} threads")
     show(f"bare megatron loop  {rates['bare']:8.0f} tokens/s")
     show(f"TrainerRank.train   {rates['trainer']:8.0f} tokens/s")
+    show(f"with support        {rates['support']:8.0f} tokens/s")
     for what, clock in (("wall time", "wall"), ("CPU time", "cpu")):
         ratio = paired_ratio(getattr(taken["bare"], clock), getattr(taken["trainer"], clock))
         show(f"ratio by {what:<10} {ratio.value:8.3f} [{ratio.low:.3f}, {ratio.high:.3f}]   (goal {GOAL})")
+        more = paired_ratio(getattr(taken["support"], clock), getattr(taken["trainer"], clock))
+        show(f"with support        {more.value:8.3f} [{more.low:.3f}, {more.high:.3f}]   (goal {SUPPORT_GOAL})")
 
 
 if __name__ == "__main__":

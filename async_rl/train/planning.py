@@ -301,6 +301,7 @@ def _held_support(batch: TensorDict, numbers: Tensor, held: HeldTokens) -> Sampl
             of_sequences[number].part(begin, end)
             for number, begins, ends in ranges
             for begin, end in zip(begins, ends, strict=True)
+            if begin < end
         ]
     )
 
