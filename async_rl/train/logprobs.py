@@ -220,6 +220,6 @@ def kept_logprobs_and_entropy(
     elsewhere = (local < 0) | (local >= columns)
     places = kept.each(rows) * width + local.masked_fill(elsewhere, 0)
     z = logits.reshape(-1).gather(0, places).double().masked_fill(elsewhere, -math.inf) / temperature
-    is_target = (kept.token_ids == kept.each(targets)) & ~elsewhere
+    is_target = kept.token_ids == kept.each(targets)
     logprobs, entropy = _KeptLogprobEntropy.apply(z, is_target, kept, group, with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs.float(), entropy.float()
