@@ -49,7 +49,13 @@ def cut_segments(segments: Sequence[TokenOutput], *, count: int, first_position:
         if size < len(segment) and rows is not None:
             rows = rows.before(first_position + size - 1)
         kept.append(
-            replace(segment, token_ids=segment.token_ids[:size], logprobs=segment.logprobs[:size], routed_experts=rows)
+            replace(
+                segment,
+                token_ids=segment.token_ids[:size],
+                logprobs=segment.logprobs[:size],
+                routed_experts=rows,
+                support=None if segment.support is None else segment.support.part(0, size),
+            )
         )
         count, first_position = count - size, first_position + size
         if not count:

@@ -7,22 +7,46 @@ from typing import Protocol
 
 from message_queue.tokens import Int32Array, RoutedExperts, TokenOutput
 
+MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are sampled. temperature 0 is greedy. Logprobs are of the distribution after temperature."""
+    """How tokens are sampled. Every engine does it in this order:
+
+        temperature   logits / temperature; 0 is greedy, and the steps below do not apply
+        min_p         tokens with at least min_p times the probability of the most likely token
+        top_k         the top_k most likely of these, and tokens as likely as the last one
+        top_p         the fewest most likely of these that have at least top_p of their mass; which of several equally
+                      likely tokens come first is up to the engine
+
+    With probabilities 0.5, 0.2, 0.15, 0.1, 0.05 and top_k=3, top_p=0.8 the first two are kept: 0.7 of 0.85. The kept
+    tokens are renormalised; a token is sampled from that distribution, and its logprob is of it. If a step can leave
+    tokens out, the engine returns the kept ones (`TokenOutput.support`), and training uses the same distribution.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"sampling.temperature is {self.temperature}; must be >= 0")
+        if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature is {self.temperature}; must be 0 (greedy) or >= {MIN_TEMPERATURE}, the lowest "
+                "that every engine applies unchanged"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p is {self.top_p}; must be in (0, 1]")
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"sampling.top_k is {self.top_k}; must be -1 (off) or >= 1")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p is {self.min_p}; must be in [0, 1), 0 is off")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary. Greedy tokens have the whole distribution."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

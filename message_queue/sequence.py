@@ -52,7 +52,12 @@ class Strand:
 
 
 def training_sequences(
-    strands: Sequence[Strand], *, token_ids: Int32Array, behaviour_logprobs: Float32Array, param_versions: Int32Array
+    strands: Sequence[Strand],
+    *,
+    token_ids: Int32Array,
+    behaviour_logprobs: Float32Array,
+    param_versions: Int32Array,
+    support: SamplingSupport | None = None,
 ) -> list[TrainingSequence]:
     """One sequence per strand; the tokens from its start to that of the next are in its loss.
 
@@ -60,6 +65,7 @@ def training_sequences(
 
     Args:
         token_ids, behaviour_logprobs, param_versions: of the trajectory, [T] each.
+        support: of T positions, the whole vocabulary where no token was sampled.
     """
     made: list[TrainingSequence] = []
     ends = [*(strand.start for strand in strands[1:]), len(token_ids)]
@@ -76,6 +82,14 @@ def training_sequences(
                 param_versions=np.where(mask, param_versions[:length], np.int32(NOT_SAMPLED)),
                 row_versions=np.full(length, NOT_SAMPLED, np.int32) if rows is None else rows.versions(length),
                 routed_experts=None if rows is None else rows.experts(length),
+                support=None if support is None else _since(support.part(0, length), strand.start),
             )
         )
     return made
+
+
+def _since(support: SamplingSupport, start: int) -> SamplingSupport:
+    """The same positions, with the whole vocabulary before `start`."""
+    if not start:
+        return support
+    return SamplingSupport.join([SamplingSupport.whole(start), support.part(start, len(support))])

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from message_queue.support import SamplingSupport
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -163,6 +167,7 @@ class TokenOutput:
     token_ids: int32 [n]. logprobs: float32 [n], natural log, of the distribution that was sampled from.
     routed_experts: the rows this decode computed and was asked for; None where the model does not route or n is 0.
     replica: name of the engine replica.
+    support: of n positions, the tokens that the sampler kept; None if it sampled from the whole vocabulary.
     """
 
     token_ids: Int32Array
@@ -171,6 +176,7 @@ class TokenOutput:
     weights: WeightVersion
     stop_reason: StopReason
     replica: str
+    support: SamplingSupport | None = None
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int32:
@@ -190,15 +196,23 @@ class TokenOutput:
             raise ContractError(
                 f"TokenOutput.logprobs[{at}] is {float(self.logprobs[at])}; logprobs are finite and <= 0"
             )
+        if self.support is not None and len(self.support) != len(self):
+            raise ContractError(
+                f"TokenOutput.support has {len(self.support)} positions for {len(self)} tokens; need one per token"
+            )
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def check(self, *, vocab_size: int, routing: RoutingSpec | None) -> None:
-        """Refuse a segment that does not fit the model; called at the engine's edge.
+    def check(self, *, vocab_size: int, routing: RoutingSpec | None, cut: bool = False) -> None:
+        """Refuse a segment that does not fit the model or the request; called at the engine's edge.
+
+        Args:
+            cut: whether the request samples from a part of the vocabulary.
 
         Raises:
-            ContractError: a token id outside the vocabulary, or rows that are absent, unexpected or out of range.
+            ContractError: a token id outside the vocabulary, rows or a support that are absent, unexpected or out of
+                range, or a sampled token outside its support.
         """
         if len(self) and int(self.token_ids.max()) >= vocab_size:
             raise ContractError(
@@ -213,6 +227,23 @@ class TokenOutput:
                 f"TokenOutput.routed_experts is None for {len(self)} tokens from replica {self.replica}; "
                 "the run captures routing"
             )
+        self._check_support(vocab_size=vocab_size, cut=cut)
+
+    def _check_support(self, *, vocab_size: int, cut: bool) -> None:
+        if self.support is None:
+            if cut and len(self):
+                raise ContractError(
+                    f"TokenOutput.support is None for {len(self)} tokens from replica {self.replica}; the request "
+                    "samples from a part of the vocabulary"
+                )
+            return
+        if not cut:
+            raise ContractError("TokenOutput.support is set, but the request samples from the whole vocabulary")
+        if (empty := np.diff(self.support.offsets) == 0).any():
+            raise ContractError(
+                f"TokenOutput.support has no token at sampled token {int(np.argmax(empty))} from replica {self.replica}"
+            )
+        self.support.check(self.token_ids, vocab_size=vocab_size)
 
 
 def _find_duplicate(experts: ExpertArray) -> tuple[int, int] | None:

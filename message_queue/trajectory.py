@@ -26,6 +26,7 @@ import numpy as np
 
 from message_queue.rows import NOT_ROUTED, NOT_SAMPLED, HeldRows, Int16Array
 from message_queue.sequence import BoolArray, Strand, TrainingSequence, training_sequences
+from message_queue.support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
     Float32Array,
@@ -219,6 +220,23 @@ class Trajectory:
         """
         return None if self._rows is None else self._rows.experts(self._length)
 
+    def support(self) -> SamplingSupport | None:
+        """Of T positions, the tokens that the sampler kept; None if every token is of the whole vocabulary.
+
+        Position t has the set that token t was sampled from, the whole vocabulary if t was not sampled. Kept sets of a
+        prompt of two tokens, a segment of two, a tool reply of one and a segment of one:
+
+            position   0     1     2        3        4     5
+            set        all   all   {5, 9}   {7}      all   {5, 6, 7}
+        """
+        if all(segment.support is None for segment in self.segments):
+            return None
+        parts: list[SamplingSupport] = []
+        for turn in self.turns:
+            parts.append(SamplingSupport.whole(len(turn.observation)))
+            parts += [s.support or SamplingSupport.whole(len(s)) for s in turn.segments]
+        return SamplingSupport.join(parts)
+
     def leading_rows(self) -> RoutedExperts | None:
         """Rows from position 0 to the first that is -1, as an engine is given them to force; None without any."""
         return None if self._rows is None else self._rows.leading()
@@ -233,6 +251,7 @@ class Trajectory:
             token_ids=self.token_ids(),
             behaviour_logprobs=self.behaviour_logprobs(),
             param_versions=self.param_versions(),
+            support=self.support(),
         )
 
     # ---- inside

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
+from message_queue.support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
     Float32Array,
@@ -28,6 +29,7 @@ def cut_into_segments(
     spans: Sequence[tuple[WeightVersion, int]],
     stop_reason: StopReason,
     replica: str,
+    support: SamplingSupport | None = None,
 ) -> list[TokenOutput]:
     """One segment per span; exactly one when nothing was sampled.
 
@@ -38,10 +40,13 @@ def cut_into_segments(
         token_ids: int32 [n], all that was sampled. logprobs: float32 [n].
         routed_experts: rows rows_held .. len(request.token_ids) + n - 2; None where none are captured.
         spans: (weights, tokens that they sampled) in order, n tokens together; (weights, 0) alone when n is 0.
+        support: of n positions; None if tokens were sampled from the whole vocabulary.
 
     Raises:
-        ContractError: spans that are not of n tokens, or rows that are not those of the request.
+        ContractError: spans or a support that are not of n tokens, or rows that are not those of the request.
     """
+    if support is not None and len(support) != len(token_ids):
+        raise ContractError(f"the support has {len(support)} positions; {len(token_ids)} tokens were sampled")
     _check_extent(request, len(token_ids), routed_experts, spans)
     segments: list[TokenOutput] = []
     start, row = 0, 0
@@ -64,6 +69,7 @@ def cut_into_segments(
                 weights=weights,
                 stop_reason=stop_reason if last else StopReason.ABORT,
                 replica=replica,
+                support=None if support is None else support.part(start, start + count),
             )
         )
         start += count

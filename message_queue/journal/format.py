@@ -37,7 +37,7 @@ from message_queue.wire.format import (
 )
 from message_queue.wire.packed import Packed
 
-FORMAT = 1
+FORMAT = 2
 FILE_MAGIC = b"ARLJOURN"
 RECORD_MAGIC = b"ARLR"
 ALIGNMENT = 8
@@ -205,13 +205,18 @@ def _segment_message(segment: TokenOutput, *, rows_held: int) -> tuple[MessageHe
     """Head and payload of the wire message of a segment, its arrays as views."""
     rows = None if segment.routed_experts is None else segment.routed_experts.since(rows_held)
     payload: Sequence[memoryview] = [_raw(segment.token_ids, "<i4"), _raw(segment.logprobs, "<f4")]
+    if segment.support is not None:
+        payload = [*payload, _raw(segment.support.offsets[1:], "<i4")]
     layout = rows_head = None
     if rows is not None:
         width = rows.experts.dtype.itemsize
         layout = RowLayout(rows.experts.shape[1], rows.experts.shape[2], width, None, False)
         rows_head = RowsHead(rows.first_position, len(rows.experts), rows.unavailable, 0)
         payload = [*payload, _raw(rows.experts, f"<u{width}")]
-    turn = TurnHead(0, [SegmentHead(len(segment), 0, 0, segment.stop_reason, rows_head)])
+    if segment.support is not None:
+        payload = [*payload, _raw(segment.support.packed, "<u1")]
+    support = None if segment.support is None else len(segment.support.packed)
+    turn = TurnHead(0, [SegmentHead(len(segment), 0, 0, segment.stop_reason, rows_head, support)])
     weights = [(segment.weights.version, segment.weights.digest)]
     trajectory = TrajectoryHead("append", [turn], None, None, {})
     return MessageHead(NO_IDS, layout, weights, [segment.replica], [trajectory]), tuple(payload)

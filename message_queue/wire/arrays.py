@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from message_queue.support import SamplingSupport
 from message_queue.tokens import ExpertArray, RoutedExperts, RoutingSpec, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from message_queue.wire.format import (
@@ -38,6 +40,8 @@ class MessageWriter:
         self._rank_coded = rank_coded
         self._tokens: list[memoryview] = []
         self._logprobs: list[memoryview] = []
+        self._set_ends: list[memoryview] = []
+        self._kept_ids: list[memoryview] = []
         self._rows: list[ExpertArray] = []
         self._layout: RowLayout | None = None
         self._weights: dict[tuple[int, str], int] = {}
@@ -47,13 +51,15 @@ class MessageWriter:
         self, kind: str, trajectories: Sequence[TrajectoryHead], *, ids: tuple[int, int, int, int] = NO_GROUP
     ) -> bytes:
         """The message of everything collected."""
-        return seal(kind, self._head(trajectories, ids), [*self._tokens, *self._logprobs, *self._encoded_rows()])
+        before, after = [*self._tokens, *self._logprobs, *self._set_ends], self._kept_ids
+        return seal(kind, self._head(trajectories, ids), [*before, *self._encoded_rows(), *after])
 
     def packed(
         self, kind: str, trajectories: Sequence[TrajectoryHead], *, ids: tuple[int, int, int, int] = NO_GROUP
     ) -> Packed:
         """The same with its arrays apart. Rows are not copied; what is small beside them is put together."""
-        parts = (b"".join(self._tokens), b"".join(self._logprobs), *self._encoded_rows())
+        before = (b"".join(self._tokens), b"".join(self._logprobs), b"".join(self._set_ends))
+        parts = (*before, *self._encoded_rows(), b"".join(self._kept_ids))
         buffers = tuple(np.frombuffer(part, np.uint8) for part in parts)
         return Packed(seal(kind, self._head(trajectories, ids), []), buffers)
 
@@ -91,6 +97,9 @@ class MessageWriter:
     ) -> SegmentHead:
         self._tokens.append(_raw(segment.token_ids, "<i4"))
         self._logprobs.append(_raw(segment.logprobs, "<f4"))
+        if segment.support is not None:
+            self._set_ends.append(_raw(segment.support.offsets[1:], "<i4"))
+            self._kept_ids.append(_raw(segment.support.packed, "<u1"))
         weights = (segment.weights.version, segment.weights.digest)
         return SegmentHead(
             tokens=len(segment),
@@ -98,6 +107,7 @@ class MessageWriter:
             replica=self._replicas.setdefault(segment.replica, len(self._replicas)),
             stop_reason=segment.stop_reason,
             rows=None if rows is None else self._take_rows(rows, replaced, routing),
+            support=None if segment.support is None else len(segment.support.packed),
         )
 
     def _take_rows(self, rows: RoutedExperts, replaced: int, routing: RoutingSpec | None) -> RowsHead:
@@ -205,20 +215,27 @@ class MessageReader:
         self._head = head
         self._routing = routing
         num_tokens, sampled = head.num_tokens(), head.num_sampled()
-        logprobs_at, rows_at = 4 * num_tokens, 4 * (num_tokens + sampled)
+        supported, kept_bytes = head.num_supported(), head.num_support_bytes()
         if isinstance(payload, memoryview):
-            tokens, logprobs, *rows = payload[:logprobs_at], payload[logprobs_at:rows_at], payload[rows_at:]
+            cuts = np.cumsum([0, 4 * num_tokens, 4 * sampled, 4 * supported]).tolist()
+            cuts += [max(cuts[-1], len(payload) - kept_bytes), len(payload)]
+            tokens, logprobs, ends, rows, kept = (payload[start:stop] for start, stop in pairwise(cuts))
+            pieces = [rows]
         else:
-            tokens, logprobs, *rows = payload
-        if (len(tokens), len(logprobs)) != (logprobs_at, rows_at - logprobs_at):
+            tokens, logprobs, ends, *pieces, kept = payload
+        sizes = (len(tokens), len(logprobs), len(ends), len(kept))
+        if sizes != (4 * num_tokens, 4 * sampled, 4 * supported, kept_bytes):
             raise WireError(
-                f"message has {len(tokens)} bytes of tokens and {len(logprobs)} of logprobs; its head says "
-                f"{num_tokens} tokens, of which {sampled} are sampled"
+                f"message has {sizes[0]} bytes of tokens, {sizes[1]} of logprobs, {sizes[2]} of set ends and "
+                f"{sizes[3]} of kept ids; its head says {num_tokens} tokens, {sampled} sampled, {supported} with a "
+                f"kept set, and {kept_bytes} bytes of kept ids"
             )
         self._tokens = np.frombuffer(tokens, "<i4")
         self._logprobs = np.frombuffer(logprobs, "<f4")
-        self._rows = iter(list(self._row_arrays(rows)))
-        self._token_at = self._logprob_at = 0
+        self._set_ends = np.frombuffer(ends, "<i4")
+        self._kept_ids = np.frombuffer(kept, np.uint8)
+        self._rows = iter(list(self._row_arrays(pieces)))
+        self._token_at = self._logprob_at = self._set_at = self._kept_at = 0
 
     def trajectories(self) -> list[Trajectory]:
         """All of them."""
@@ -235,6 +252,7 @@ class MessageReader:
             weights=WeightVersion(version, digest),
             stop_reason=head.stop_reason,
             replica=self._head.replicas[head.replica],
+            support=None if head.support is None else self._next_support(head.tokens, head.support),
         )
 
     def _trajectory(self, head: TrajectoryHead) -> Trajectory:
@@ -251,6 +269,12 @@ class MessageReader:
     def _next_tokens(self, count: int) -> np.ndarray:
         start, self._token_at = self._token_at, self._token_at + count
         return self._tokens[start : self._token_at]
+
+    def _next_support(self, count: int, kept_bytes: int) -> SamplingSupport:
+        at, self._set_at = self._set_at, self._set_at + count
+        start, self._kept_at = self._kept_at, self._kept_at + kept_bytes
+        offsets = np.concatenate([np.zeros(1, np.int32), self._set_ends[at : self._set_at]])
+        return SamplingSupport(offsets=offsets, packed=self._kept_ids[start : self._kept_at])
 
     def _next_rows(self, head: RowsHead) -> RoutedExperts:
         return RoutedExperts.trusted(

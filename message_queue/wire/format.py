@@ -2,8 +2,10 @@
 
 preamble   magic "ARLQ", format, kind, bytes of head and payload, crc32 of all else
 head       msgpack: everything but the arrays, and how long each array is; zeros up to a multiple of 8 bytes
-payload    token ids (int32), logprobs (float32), routing rows (uint8 or uint16, or rank-coded), little endian, in
-           that order
+payload    token ids (int32), logprobs (float32), ends of kept sets (int32), routing rows (uint8 or uint16, or
+           rank-coded), kept token ids (uint8), little endian, in that order
+
+Kept sets are those of `message_queue.support`, of the segments that have any: ends are `offsets[1:]`, ids are `packed`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import msgspec
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import ResumeRouting
 
-FORMAT = 2
+FORMAT = 3
 MAGIC = b"ARLQ"
 GROUP, TRAJECTORY, SEGMENT = KINDS = ("group", "trajectory", "segment")
 
@@ -57,13 +59,14 @@ class RowLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentHead(msgspec.Struct, frozen=True, array_like=True):
-    """weights, replica: indices into the lists of the message."""
+    """weights, replica: indices into the lists of the message. support: bytes of its kept token ids; None without."""
 
     tokens: int
     weights: int
     replica: int
     stop_reason: StopReason
     rows: RowsHead | None
+    support: int | None
 
 
 class TurnHead(msgspec.Struct, frozen=True, array_like=True):
@@ -106,6 +109,14 @@ class MessageHead(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         """All tokens."""
         return self.num_sampled() + sum(turn.observation for t in self.trajectories for turn in t.turns)
+
+    def num_supported(self) -> int:
+        """Sampled tokens with a kept set."""
+        return sum(segment.tokens for segment in self.segments() if segment.support is not None)
+
+    def num_support_bytes(self) -> int:
+        """Bytes of the kept token ids."""
+        return sum(segment.support or 0 for segment in self.segments())
 
     def num_rows(self) -> int:
         """Routing rows in the payload."""

@@ -18,7 +18,9 @@ Buffers: TypeAlias = tuple[NDArray[np.uint8], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """head: a sealed message without payload. buffers: uint8 [n] each: token ids, logprobs, then rows in pieces."""
+    """head: a sealed message without payload. buffers: uint8 [n] each: token ids, logprobs, ends of kept
+    sets, rows in pieces, kept token ids.
+    """
 
     head: bytes
     buffers: Buffers

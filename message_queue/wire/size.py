@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from message_queue.wire.format import unseal
 from message_queue.wire.packed import Packed
 
-_PARTS = ("structure", "tokens", "logprobs", "rows", "total")
+_PARTS = ("structure", "tokens", "logprobs", "support", "rows", "total")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedSize:
     """Bytes of a message by what they hold.
 
+    support: kept sets of the sampled tokens.
     num_tokens: tokens of its trajectories, sampled or not. num_rows: routing rows, each sent once.
     rows_floor: bytes of as many rows of independent, equally likely expert sets in any lossless code; NaN where the
         sender does not know the number of experts.
@@ -23,6 +24,7 @@ class EncodedSize:
     structure: int
     tokens: int
     logprobs: int
+    support: int
     rows: int
     num_tokens: int
     num_rows: int
@@ -31,7 +33,7 @@ class EncodedSize:
 
     @property
     def total(self) -> int:
-        return self.structure + self.tokens + self.logprobs + self.rows
+        return self.structure + self.tokens + self.logprobs + self.support + self.rows
 
     def per_token(self) -> dict[str, float]:
         """Part -> bytes per token; NaN where there is no token."""
@@ -60,6 +62,7 @@ def encoded_size(message: bytes | Packed) -> EncodedSize:
     head, payload = unseal(message.head if packed else message, kind=None)
     payload_bytes = message.num_bytes if packed else len(payload)
     num_tokens, sampled, num_rows, layout = head.num_tokens(), head.num_sampled(), head.num_rows(), head.row_layout
+    support = 4 * head.num_supported() + head.num_support_bytes()
     floor = 0.0 if layout is None else math.nan
     if layout is not None and layout.num_experts is not None:
         floor = num_rows * layout.moe_layers * math.log2(math.comb(layout.num_experts, layout.top_k)) / 8
@@ -67,7 +70,8 @@ def encoded_size(message: bytes | Packed) -> EncodedSize:
         structure=len(message.head) if packed else len(message) - payload_bytes,
         tokens=4 * num_tokens,
         logprobs=4 * sampled,
-        rows=payload_bytes - 4 * (num_tokens + sampled),
+        support=support,
+        rows=payload_bytes - 4 * (num_tokens + sampled) - support,
         num_tokens=num_tokens,
         num_rows=num_rows,
         rows_floor=floor,

@@ -8,10 +8,12 @@ from tests.fakes.sampled import (
     Script,
     SeededScript,
     TurnScript,
+    fake_kept,
     fake_logprob,
     fake_row,
     fake_weights,
     true_rows,
+    true_support,
 )
 from tests.fakes.task import FakeReward, FakeTool
 
@@ -26,8 +28,10 @@ __all__ = [
     "SeededScript",
     "TurnScript",
     "check_at_edge",
+    "fake_kept",
     "fake_logprob",
     "fake_row",
     "fake_weights",
     "true_rows",
+    "true_support",
 ]

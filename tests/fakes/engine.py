@@ -15,6 +15,7 @@ from agent_loop.engine import AnswerError, EngineError, GenerateRequest, Replica
 from async_rl.engines.replica import ReplicaStats
 from async_rl.engines.spans import cut_into_segments
 from async_rl.weights.transport import WeightUpdate
+from message_queue.support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
     RoutedExperts,
@@ -23,7 +24,7 @@ from message_queue.tokens import (
     TokenOutput,
     WeightVersion,
 )
-from tests.fakes.sampled import SPEC, Script, fake_logprob, fake_row, fake_weights
+from tests.fakes.sampled import SPEC, Script, fake_kept, fake_logprob, fake_row, fake_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +245,12 @@ class FakeEngine:
             fake_logprob(token, len(prompt) + i, weights.version)
             for i, (token, weights) in enumerate(zip(sampled, samplers, strict=True))
         ]
+        support = None
+        if request.sampling.is_cut:
+            kept = [fake_kept(token, len(prompt) + i) for i, token in enumerate(sampled)]
+            support = SamplingSupport.pack(
+                np.array([len(ids) for ids in kept], np.int64), np.array([t for ids in kept for t in ids], np.int64)
+            )
         spans = [(weights, len(list(run))) for weights, run in itertools.groupby(samplers)]
         return cut_into_segments(
             request,
@@ -253,6 +260,7 @@ class FakeEngine:
             spans=spans or [(self.weights, 0)],
             stop_reason=reason,
             replica=self.name,
+            support=support,
         )
 
     def _forward(
@@ -310,7 +318,7 @@ def check_at_edge(
     """
     row, end = request.rows_held, len(request.token_ids)
     for segment in answer:
-        segment.check(vocab_size=vocab_size, routing=routing)
+        segment.check(vocab_size=vocab_size, routing=routing, cut=request.sampling.is_cut)
         end += len(segment)
         given = segment.routed_experts
         if given is not None and (given.first_position, given.end_position) != (row, end - 1):

@@ -35,6 +35,17 @@ def fake_row(token: int, position: int, version: int, spec: RoutingSpec) -> np.n
     return row
 
 
+def fake_kept(token: int, position: int) -> list[int]:
+    """The kept tokens of `position`, where `token` was sampled; others by the position alone."""
+    return sorted({token, *(position * 31 % 97 + 200 * i for i in range(position % 4))})
+
+
+def true_support(trajectory: Trajectory) -> list[list[int]]:
+    """Kept sets that `trajectory` must hold at each position, from its tokens; empty where none was sampled."""
+    tokens, sampled = trajectory.token_ids().tolist(), trajectory.loss_mask().tolist()
+    return [fake_kept(token, at) if sampled[at] else [] for at, token in enumerate(tokens)]
+
+
 def true_rows(trajectory: Trajectory) -> np.ndarray:
     """Rows that `trajectory` must hold, int16 [T, moe_layers, top_k], from its tokens and who sampled them.
 

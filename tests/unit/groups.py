@@ -3,6 +3,7 @@
 import numpy as np
 
 from message_queue.contract import Admission
+from message_queue.support import SamplingSupport
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 
@@ -19,6 +20,20 @@ def segment(tokens=3, *, version=0, rows=None, stop_reason=StopReason.STOP, repl
         stop_reason=stop_reason,
         replica=replica,
     )
+
+
+def support_of(sets):
+    """The kept sets of consecutive positions; an empty one is the whole vocabulary."""
+    counts, ids = [len(kept) for kept in sets], [token for kept in sets for token in sorted(kept)]
+    return SamplingSupport.pack(np.array(counts, np.int64), np.array(ids, np.int64))
+
+
+def sets_of(support):
+    """What `support_of` was given, in order; None stays None."""
+    if support is None:
+        return None
+    counts, ids = support.unpack()
+    return [part.tolist() for part in np.split(ids, np.cumsum(counts)[:-1])] if len(counts) else []
 
 
 def routed(first, end, *, version=0, spec=SPEC, unavailable=0):

@@ -26,7 +26,7 @@ from message_queue.journal.records import (
 )
 from message_queue.journal.state import JournalStart
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
-from tests.unit.groups import SPEC, routed
+from tests.unit.groups import SPEC, routed, support_of
 
 RUN = "run-1"
 # How often each thing happens, so that groups get through all states.
@@ -91,6 +91,7 @@ class Model:
             weights=WeightVersion(self.version, f"digest-{self.version}"),
             stop_reason=StopReason.ABORT,
             replica=f"replica-{pick % 2}",
+            support=support_of([range(token, token + 1 + pick % 3) for token in ids.tolist()]) if pick % 2 else None,
         )
         return segment_entry(group, i, segment, at=at, rows_held=held)
 

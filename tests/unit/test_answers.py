@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.answers import check_answer, cut_segments
-from agent_loop.engine import AnswerError, GenerateRequest
+from agent_loop.engine import AnswerError, GenerateRequest, SamplingConfig
 from agent_loop.loop import RolloutError
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import Trajectory
-from tests.fakes import FakeEngine, Interruption, true_rows
+from tests.fakes import FakeEngine, Interruption, true_rows, true_support
 from tests.faults import FAULTS
+from tests.unit.groups import sets_of
 from tests.unit.test_segments import PROMPT, STOP, decoded, make_decoder, opened, scripted
 
 BUDGET = 12
@@ -237,6 +238,14 @@ async def test_a_run_that_captures_no_routing_forces_nothing():
 # ---- cut where a stop string ends
 
 
+def find_after(count):
+    return lambda tokens: count if len(tokens) >= count else None
+
+
+def without_support(_request, answer):
+    return [replace(segment, support=None) for segment in answer]
+
+
 def find(*wanted):
     """Ends a turn after the tokens `wanted`, wherever they come."""
 
@@ -268,6 +277,29 @@ async def test_a_cut_answer_is_what_an_engine_returns_that_stopped_there(count):
     assert (trajectory.num_sampled, cut[-1].stop_reason) == (count, StopReason.STOP)
     assert [len(s) for s in cut] == [n for n in (min(count, 3), min(count - 3, 2), count - 5) if n > 0]
     assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    count=st.integers(1, 20),
+    interruptions=st.lists(st.builds(Interruption, after=st.integers(0, 3), goes_on=st.booleans()), max_size=5),
+)
+def test_aborts_and_stop_strings_leave_each_kept_set_at_its_token(count, interruptions):
+    async def run():
+        engine = scripted(LONG, interruptions=interruptions)
+        find_stop = find_after(count)
+        return await decoded(engine, budget=20, sampling=SamplingConfig(top_p=0.9), find_stop=find_stop)
+
+    trajectory, _, _ = asyncio.run(run())
+    assert trajectory.num_sampled <= count
+    assert sets_of(trajectory.support()) == true_support(trajectory)
+
+
+async def test_an_answer_without_the_kept_tokens_is_refused():
+    engine = scripted(LONG, faults=[without_support])
+    trajectory, _, decoder = await decoded(engine, budget=BUDGET, sampling=SamplingConfig(top_k=3))
+    assert decoder.num_refused == 1
+    assert sets_of(trajectory.support()) == true_support(trajectory)
 
 
 @settings(deadline=None, max_examples=40)

@@ -230,7 +230,7 @@ async def test_a_journal_of_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("message_queue.journal.format.FORMAT", 99)
     await (await open_journal(tmp_path))[0].close()
     monkeypatch.undo()
-    with pytest.raises(JournalFormatError, match="format 99, this program reads 1"):
+    with pytest.raises(JournalFormatError, match="format 99, this program reads 2"):
         await open_journal(tmp_path)
 
 

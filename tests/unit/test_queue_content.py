@@ -247,7 +247,7 @@ async def test_packed_arrays_are_views_and_as_many_bytes_as_the_message():
     group = await a_group(tokens=50)
     packed = pack_group(group)
     (rows,) = (s.routed_experts.experts for t in group.trajectories for s in t.segments)
-    assert np.shares_memory(packed.buffers[2], rows)
+    assert np.shares_memory(packed.buffers[3], rows)
     assert packed.num_bytes + len(packed.head) == len(encode_group(group))
 
 
@@ -265,10 +265,12 @@ async def test_a_group_that_is_not_what_was_appended_is_put_whole():
 
 async def test_buffers_that_do_not_fit_their_head_are_refused():
     packed = pack_group(await a_group(tokens=5))
-    tokens, logprobs, rows = packed.buffers
-    with pytest.raises(WireError, match="has 24 bytes of tokens and 20 of logprobs; its head says 7 tokens"):
-        unpack_group(packed.head, (tokens[4:], logprobs, rows), routing=SPEC)
+    tokens, logprobs, ends, rows, kept = packed.buffers
+    with pytest.raises(WireError, match=r"has 24 bytes of tokens, .* its head says 7 tokens"):
+        unpack_group(packed.head, (tokens[4:], logprobs, ends, rows, kept), routing=SPEC)
     with pytest.raises(WireError, match=r"bytes of rows; its head says \(6, 2, 2\)"):
-        unpack_group(packed.head, (tokens, logprobs, rows[4:]), routing=SPEC)
+        unpack_group(packed.head, (tokens, logprobs, ends, rows[4:], kept), routing=SPEC)
     with pytest.raises(WireError, match="rows in 2 pieces; its head says 1"):
-        unpack_group(packed.head, (tokens, logprobs, rows, rows), routing=SPEC)
+        unpack_group(packed.head, (tokens, logprobs, ends, rows, rows, kept), routing=SPEC)
+    with pytest.raises(WireError, match="1 of kept ids"):
+        unpack_group(packed.head, (tokens, logprobs, ends, rows, np.ones(1, np.uint8)), routing=SPEC)

@@ -65,13 +65,13 @@ def test_a_directory_that_cannot_be_written_is_refused_with_the_way_out(capsys, 
     ("damage", "message"),
     [
         ({"name": "other"}, "is of run 'other seed 0', this run is 'calculator seed 0'"),
-        ({"format": 99}, "has format 99, this program reads 1"),
+        ({"format": 99}, "has format 99, this program reads 2"),
     ],
 )
 def test_a_journal_that_is_not_of_this_run_is_refused_before_any_process(
     capsys, tmp_path, monkeypatch, damage, message
 ):
-    monkeypatch.setattr("message_queue.journal.format.FORMAT", damage.get("format", 1))
+    monkeypatch.setattr("message_queue.journal.format.FORMAT", damage.get("format", 2))
 
     async def begin():
         run = f"{damage.get('name', 'calculator')} seed 0"

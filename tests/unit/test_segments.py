@@ -16,10 +16,10 @@ STOP = 0
 PROMPT = np.arange(5, 12, dtype=np.int32)
 
 
-def make_decoder(engine, *, session="s", timeout_s=5.0, **options):
+def make_decoder(engine, *, session="s", timeout_s=5.0, sampling=None, **options):
     return SegmentDecoder(
         engine,
-        sampling=SamplingConfig(),
+        sampling=sampling or SamplingConfig(),
         stop_token_ids=(STOP,),
         session=session,
         cache_salt="salt",

@@ -13,6 +13,7 @@ from agent_loop.engine import GenerateRequest
 from async_rl.engines.spans import continued, cut_into_segments, joined
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
+from tests.unit.groups import sets_of, support_of
 
 ROUTING = RoutingSpec(layers=(0, 1), num_experts=8, top_k=2)
 
@@ -93,6 +94,19 @@ def test_a_trajectory_takes_the_segments_as_they_are(prompt: int, counts: list[i
     merged = trajectory.routed_experts()
     assert merged is not None
     assert (merged[:-1] == rows(0, len(trajectory) - 1).experts).all()
+
+
+@given(counts=spans)
+def test_each_segment_takes_the_kept_sets_of_its_tokens(counts: list[int]):
+    sets = [[token, *range(100, 100 + token % 3)] for token in range(4, 4 + sum(counts))]
+    _, segments = cut(4, 0, counts, support=support_of(sets))
+    assert [len(sets_of(s.support)) for s in segments] == counts
+    assert [kept for s in segments for kept in sets_of(s.support)] == sets
+
+
+def test_a_support_that_is_not_of_the_tokens_is_refused():
+    with pytest.raises(ContractError, match="support"):
+        cut(4, 0, [2, 1], support=support_of([[4], [5]]))
 
 
 def test_an_answer_without_tokens_is_one_empty_segment():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,29 +9,21 @@ from hypothesis import strategies as st
 
 from message_queue.support import SamplingSupport
 from message_queue.tokens import ContractError
+from tests.unit.groups import sets_of, support_of
 
 IDS = st.one_of(st.integers(0, 200), st.integers(0, 2**31 - 1))
 SETS = st.lists(st.sets(IDS, max_size=6).map(sorted), max_size=8)
 
 
-def packed(sets: list[list[int]]) -> SamplingSupport:
-    return SamplingSupport.pack(np.array([len(s) for s in sets], np.int64), np.array(list(chain(*sets)), np.int64))
-
-
-def sets_of(support: SamplingSupport) -> list[list[int]]:
-    counts, ids = support.unpack()
-    return [part.tolist() for part in np.split(ids, np.cumsum(counts)[:-1])] if len(counts) else []
-
-
 @given(SETS)
 def test_support_unpacks_to_the_sets_it_was_packed_from(sets: list[list[int]]) -> None:
-    assert sets_of(packed(sets)) == sets
+    assert sets_of(support_of(sets)) == sets
 
 
 @given(SETS, st.data())
 def test_support_of_parts_joins_to_the_whole(sets: list[list[int]], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(sets)))
-    support = packed(sets)
+    support = support_of(sets)
     parts = [support.part(0, cut), support.part(cut, len(sets))]
     assert [sets_of(part) for part in parts] == [sets[:cut], sets[cut:]]
     joined = SamplingSupport.join(parts)
@@ -44,11 +34,11 @@ def test_support_of_parts_joins_to_the_whole(sets: list[list[int]], data: st.Dat
 @given(SETS.filter(bool), st.data())
 def test_support_takes_positions_in_the_order_asked_for(sets: list[list[int]], data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, len(sets) - 1), max_size=8))
-    assert sets_of(packed(sets).take(np.array(places, np.int64))) == [sets[place] for place in places]
+    assert sets_of(support_of(sets).take(np.array(places, np.int64))) == [sets[place] for place in places]
 
 
 def test_support_of_the_docstring_has_the_bytes_it_shows() -> None:
-    support = packed([[7], [], [5, 6, 300]])
+    support = support_of([[7], [], [5, 6, 300]])
     assert support.packed.tobytes() == bytes([7, 5, 1, 0xA6, 2])
     assert support.offsets.tolist() == [0, 1, 1, 5]
 
@@ -65,11 +55,11 @@ def test_support_of_the_whole_vocabulary_has_no_bytes() -> None:
 )
 def test_support_refuses_sets_the_tokens_cannot_come_from(sets: list[list[int]], tokens: list[int]) -> None:
     with pytest.raises(ContractError, match="SamplingSupport"):
-        packed(sets).check(np.array(tokens, np.int32), vocab_size=40)
+        support_of(sets).check(np.array(tokens, np.int32), vocab_size=40)
 
 
 def test_support_accepts_sets_that_hold_the_sampled_tokens() -> None:
-    packed([[1, 4], [], [39]]).check(np.array([4, 7, 39], np.int32), vocab_size=40)
+    support_of([[1, 4], [], [39]]).check(np.array([4, 7, 39], np.int32), vocab_size=40)
 
 
 @pytest.mark.parametrize(

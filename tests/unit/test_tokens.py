@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
-from tests.unit.groups import SPEC, routed, segment
+from tests.unit.groups import SPEC, routed, segment, support_of
 
 
 def output(**changes):
@@ -32,6 +32,7 @@ def output(**changes):
         ({"logprobs": np.array([-1, np.nan], np.float32)}, r"logprobs\[1\] is nan; logprobs are finite and <= 0"),
         ({"logprobs": np.array([-np.inf, -1], np.float32)}, r"logprobs\[0\] is -inf"),
         ({"logprobs": np.array([-1, 0.5], np.float32)}, r"logprobs\[1\] is 0\.5"),
+        ({"support": support_of([[1]])}, r"TokenOutput\.support"),
     ],
 )
 def test_misaligned_or_impossible_segments_are_refused(changes, message):
@@ -55,6 +56,27 @@ def test_misaligned_or_impossible_segments_are_refused(changes, message):
 def test_segments_that_do_not_fit_the_model_are_refused(changes, routing, message):
     with pytest.raises(ContractError, match=message):
         output(**changes).check(vocab_size=9, routing=routing)
+
+
+@pytest.mark.parametrize(
+    ("support", "cut"),
+    [
+        (None, True),
+        (support_of([[1], [2]]), False),
+        (support_of([[1], []]), True),
+        (support_of([[1], [1, 3]]), True),
+        (support_of([[1], [2, 9]]), True),
+    ],
+    ids=["absent", "unasked", "no token", "without the sampled token", "outside the vocabulary"],
+)
+def test_a_support_that_does_not_fit_the_request_is_refused(support, cut):
+    with pytest.raises(ContractError, match=r"TokenOutput\.support|SamplingSupport"):
+        output(support=support).check(vocab_size=9, routing=None, cut=cut)
+
+
+def test_a_support_that_holds_the_sampled_tokens_is_let_through():
+    output(support=support_of([[1], [2, 8]])).check(vocab_size=9, routing=None, cut=True)
+    segment(0).check(vocab_size=9, routing=None, cut=True)
 
 
 def test_a_segment_that_fits_is_let_through():

@@ -1,5 +1,7 @@
 """The merge rule: rows are append-only, every row has one owner, and all arrays stay aligned."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason
 from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, PromptGroup, Trajectory
-from tests.unit.groups import SPEC, routed, segment, trajectory
+from tests.unit.groups import SPEC, routed, segment, sets_of, support_of, trajectory
 
 FIRST_OWNER = RoutingSpec(layers=(0,), num_experts=60_000, top_k=1)  # an expert id that is unique per segment
 
@@ -97,6 +99,33 @@ def test_tool_tokens_take_the_rows_of_the_next_turn():
     assert np.array_equal(experts[3:7], routed(3, 7, version=1).experts)
     assert made.loss_mask().tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True]
     assert made.token_ids().tolist() == [0, 1, 0, 1, 7, 8, 9, 0]
+
+
+def test_each_kept_set_is_at_the_position_of_its_sampled_token():
+    made = opened(2, routing=None)
+    made.extend(replace(segment(2), support=support_of([[5, 9], [7]])))
+    made.extend(segment(0))
+    made.observe(prompt(1))
+    made.extend(segment(1))
+    made.extend(replace(segment(1), support=support_of([[5, 6, 7]])))
+    assert sets_of(made.support()) == [[], [], [5, 9], [7], [], [], [5, 6, 7]]
+    assert sets_of(made.sequences()[0].support) == sets_of(made.support())
+
+
+def test_a_trajectory_of_the_whole_vocabulary_has_no_support():
+    made = trajectory(segment(2), segment(1))
+    assert made.support() is None
+    assert made.sequences()[0].support is None
+
+
+def test_each_training_sequence_has_the_kept_sets_of_its_own_tokens():
+    made = opened(2, mode="split")
+    made.extend(replace(segment(2, rows=(0, 3)), support=support_of([[0, 4], [1]])))
+    made.extend(replace(segment(2, version=1, rows=(0, 5)), support=support_of([[0], [1, 6]])))
+    assert [sets_of(each.support) for each in made.sequences()] == [
+        [[], [], [0, 4], [1]],
+        [[], [], [], [], [0], [1, 6]],
+    ]
 
 
 @pytest.mark.parametrize(

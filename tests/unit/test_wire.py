@@ -21,10 +21,13 @@ from message_queue.wire import (
     encode_trajectory,
     encoded_size,
 )
-from tests.unit.groups import SPEC, routed, segment, trajectory
+from tests.unit.groups import SPEC, routed, segment, sets_of, support_of, trajectory
 
 WIDE = RoutingSpec(layers=(2,), num_experts=384, top_k=3)
 logprobs = st.floats(-(2.0**60), 0.0, width=32, allow_subnormal=False)
+
+
+kept_sets = st.sets(st.integers(0, 2**31 - 1), max_size=4)
 
 
 @st.composite
@@ -44,6 +47,7 @@ def segments(draw, *, held=0, length=1, spec=SPEC, version=None):
         weights=WeightVersion(draw(st.integers(0, 3)) if version is None else version, draw(st.text(max_size=3))),
         stop_reason=draw(st.sampled_from(StopReason)),
         replica=draw(st.sampled_from(["replica-0", "replica-1", ""])),
+        support=draw(st.none() | st.lists(kept_sets, min_size=n, max_size=n).map(support_of)),
     )
 
 
@@ -69,6 +73,7 @@ def same_segment(a: TokenOutput, b: TokenOutput, *, rows=True):
     assert a.token_ids.dtype == b.token_ids.dtype
     assert a.logprobs.tobytes() == b.logprobs.tobytes()
     assert (a.weights, a.stop_reason, a.replica) == (b.weights, b.stop_reason, b.replica)
+    assert sets_of(a.support) == sets_of(b.support)
     if rows:
         assert (a.routed_experts is None) == (b.routed_experts is None)
         if a.routed_experts is not None and b.routed_experts is not None:
@@ -96,6 +101,7 @@ def same_trajectory(a: Trajectory, b: Trajectory):
         assert one.loss_mask.tolist() == other.loss_mask.tolist()
         assert one.row_versions.tolist() == other.row_versions.tolist()
         assert np.array_equal(one.routed_experts, other.routed_experts)
+        assert sets_of(one.support) == sets_of(other.support)
 
 
 @given(st.data(), st.sampled_from([SPEC, WIDE]))
@@ -133,6 +139,8 @@ def test_groups_come_back_exactly_and_the_queue_reads_them_undecoded(data, spec)
 def test_each_row_crosses_once_and_is_never_widened(data, spec):
     sent = data.draw(trajectories(spec=spec, modes=("append", "force", "replace")))
     size = encoded_size(encode_trajectory(sent))
+    supports = [s.support for s in sent.segments if s.support is not None]
+    assert size.support == sum(4 * len(support) + len(support.packed) for support in supports)
     layers, top_k = spec.row_shape
     available = sent.num_rows - sent.num_unavailable_rows
     assert size.num_rows == available
@@ -187,7 +195,7 @@ def test_errors_say_what_is_wrong():
     data = message()
     with pytest.raises(WireError, match="message is a trajectory; a group is read here"):
         decode_group(data, routing=SPEC)
-    with pytest.raises(WireError, match="message has format 9, this program reads 2"):
+    with pytest.raises(WireError, match="message has format 9, this program reads 3"):
         decode_trajectory(data[:4] + struct.pack("<H", 9) + data[6:], routing=SPEC)
     with pytest.raises(WireError, match="it is no message of the queue"):
         decode_trajectory(b"\x80\x04" + data[2:], routing=SPEC)
@@ -275,10 +283,11 @@ def test_the_size_report_names_rows_and_floor():
     assert 1 <= coded.rows / coded.rows_floor <= 1.05
     assert "499 rows of 500 tokens, rank-coded: 246." in coded.report()
     assert "499 rows of 500 tokens, as they are: 384.00 bytes a row, floor 242.2" in plain.report()
-    assert [line.split()[0] for line in plain.report().splitlines()[1:6]] == [
+    assert [line.split()[0] for line in plain.report().splitlines()[1:7]] == [
         "structure",
         "tokens",
         "logprobs",
+        "support",
         "rows",
         "total",
     ]
