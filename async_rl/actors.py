@@ -217,7 +217,14 @@ class ReplicaHost:
 
     @_method(concurrency_group="generate")
     async def start(
-        self, config: EngineConfig, *, name: str, checkpoint: Path, capture_routing: bool, force_routing: bool
+        self,
+        config: EngineConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        capture_routing: bool,
+        force_routing: bool,
+        capture_support: bool,
     ) -> None:
         self._serve(
             await start_replica(
@@ -226,6 +233,7 @@ class ReplicaHost:
                 checkpoint=checkpoint,
                 capture_routing=capture_routing,
                 force_routing=force_routing,
+                capture_support=capture_support,
             )
         )
 

@@ -192,6 +192,11 @@ class RunConfig:
         return self.trainer.router_replay == "R3"
 
     @property
+    def captures_support(self) -> bool:
+        """Whether the engines return the tokens that the sampler kept."""
+        return self.rollout.sampling.is_cut
+
+    @property
     def forces_routing(self) -> bool:
         """Whether the engines are made to use rows that they returned before."""
         recomputes = self.rollout.on_update == "keep" and self.rollout.kv == "recompute"

@@ -77,6 +77,7 @@ class ReplicaHandle:
         checkpoint: Path,
         capture_routing: bool,
         force_routing: bool = False,
+        capture_support: bool = False,
         options: dict[str, Any],
         variables: Mapping[str, str] | None = None,
         log: Path | None = None,
@@ -100,6 +101,7 @@ class ReplicaHandle:
             checkpoint=checkpoint,
             capture_routing=capture_routing,
             force_routing=force_routing,
+            capture_support=capture_support,
         )
         try:
             await handle._call("start", started, config.start_timeout_s)

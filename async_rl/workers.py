@@ -167,6 +167,7 @@ class Workers:
             checkpoint=self._checkpoint,
             capture_routing=config.captures_routing,
             force_routing=config.forces_routing,
+            capture_support=config.captures_support,
             options=self._placement.replica(slot),
             variables=config.cluster.replica_env,
             log=self._logs / f"{name}.log",

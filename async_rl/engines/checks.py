@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from async_rl.model_info import ModelInfo
+from message_queue.support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
     Int32Array,
@@ -116,14 +118,31 @@ def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: Routin
     return rows
 
 
-def check_segments(segments: list[TokenOutput], *, info: ModelInfo, routing: RoutingSpec | None) -> list[TokenOutput]:
+def kept_tokens(sets: Any, field: str) -> SamplingSupport:
+    """The kept tokens of an answer, from a list of token ids per sampled token, in any order.
+
+    Raises:
+        ContractError: they are none, or a token is named twice at one position.
+    """
+    try:
+        counts = np.fromiter(map(len, sets), np.int64, len(sets))
+        ids = np.fromiter(chain.from_iterable(sets), np.int64, int(counts.sum()))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ContractError(f"the engine's {field} has no lists of token ids: {sets!r:.100}: {error}") from error
+    positions = np.repeat(np.arange(len(counts)), counts)
+    return SamplingSupport.pack(counts, ids[np.lexsort((ids, positions))])
+
+
+def check_segments(
+    segments: list[TokenOutput], *, request: GenerateRequest, info: ModelInfo, routing: RoutingSpec | None
+) -> list[TokenOutput]:
     """The segments, each of which keeps the contract.
 
     Raises:
         ContractError: one does not.
     """
     for segment in segments:
-        segment.check(vocab_size=info.vocab_size, routing=routing)
+        segment.check(vocab_size=info.vocab_size, routing=routing, cut=request.sampling.is_cut)
     return segments
 
 

@@ -55,10 +55,13 @@ async def start_replica(
     checkpoint: Path,
     capture_routing: bool,
     force_routing: bool = False,
+    capture_support: bool = False,
 ) -> Replica:
     """Start an engine on a Hugging Face checkpoint folder, in a process that has `actor_environment`.
 
     The variables that depend on the device are set here: only the process that serves knows its device.
+
+    capture_support: whether requests may sample from a part of the vocabulary; vLLM has to know at its start.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
@@ -70,7 +73,13 @@ async def start_replica(
     if isinstance(config, VllmConfig):
         from async_rl.engines.vllm import VllmReplica
 
-        return await VllmReplica.start(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)
+        return await VllmReplica.start(
+            config,
+            name=name,
+            checkpoint=checkpoint,
+            capture_routing=capture_routing,
+            capture_support=capture_support,
+        )
     from async_rl.engines.sglang import SglangReplica
 
     return await SglangReplica.start(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)

@@ -42,6 +42,7 @@ __all__ = ["SglangConfig", "SglangReplica", "check_engine"]
 
 FIRST_LABEL = "first"  # what the server calls the weights it started with
 ABORT_AGAIN_S = 0.05  # a request on its way to the server does not hear of an abort
+SUPPORT_REFUSED = "sampling support"  # in the server's text if it kept more tokens than it can return
 DEATH_NOTICE_S = 2.0  # from a lost connection to the end of the process that held it
 
 
@@ -184,7 +185,8 @@ class SglangReplica:
             self._abandon(flight.request_id)
             raise
         except CallError as error:
-            raise EngineError(f"{self.name}: request {flight.request_id} was refused: {error}") from error
+            kind = AnswerError if SUPPORT_REFUSED in str(error).lower() else EngineError
+            raise kind(f"{self.name}: request {flight.request_id} was refused: {error}") from error
         except aiohttp.ClientError as error:
             await self._notice_death()
             raise EngineError(f"{self.name}: request {flight.request_id} lost its connection: {error!r}") from error

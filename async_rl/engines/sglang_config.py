@@ -16,6 +16,7 @@ SGLANG_VERSION = "0.5.23"  # hooks and answers are of this version
 VENV_PYTHON = Path(".venv-sglang/bin/python")
 PLUGIN_PATH = Path(__file__).parent / "sglang_side" / "plugin"
 CPU_PATH = Path(__file__).parent / "sglang_side" / "cpu"
+MAX_KEPT = 1 << 14  # most kept tokens of a cut distribution that a server returns
 CONTEXT_SLACK = 8  # SGLang keeps a few positions of the context for itself
 CPU_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3", "qwen2", "llama")
 CPU_BROKEN = {
@@ -32,6 +33,7 @@ RESERVED_ARGS = frozenset(
         *("skip_tokenizer_init", "enable_return_routed_experts", "disable_overlap_schedule", "weight_version"),
         *("skip_server_warmup", "disable_cuda_graph", "attention_backend", "sampling_backend", "watchdog_timeout"),
         *("served_model_name", "sampling_defaults", "api_key", "admin_api_key", "tokenizer_worker_num"),
+        "sampling_mask_max_tokens",
     }
 )
 OWN_VARIABLES = frozenset(
@@ -176,6 +178,7 @@ def server_arguments(
         "disable_cuda_graph": config.enforce_eager or device_of(config) == "cpu",
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "sampling_defaults": "openai",  # sampling comes from the request alone
+        "sampling_mask_max_tokens": MAX_KEPT,
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would take a core
         "grammar_backend": "none",

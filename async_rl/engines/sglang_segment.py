@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines.checks import check_request, check_segments, moe_rows, numbers, rows_shape, sampled_tokens
+from async_rl.engines.checks import (
+    check_request,
+    check_segments,
+    kept_tokens,
+    moe_rows,
+    numbers,
+    rows_shape,
+    sampled_tokens,
+)
+from async_rl.engines.sglang_config import MAX_KEPT
 from async_rl.engines.spans import cut_into_segments
 from async_rl.model_info import ModelInfo
+from message_queue.support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
     Float32Array,
@@ -24,7 +34,6 @@ from message_queue.tokens import (
     WeightVersion,
 )
 
-MAX_CUT = 4096  # most tokens that SGLang renormalizes over; --sampling-mask-max-tokens
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
 FORCED = "async_rl_forced"  # key of the forced rows in SGLang's custom_params; the plugin reads it
 
@@ -44,10 +53,10 @@ def check_generate(
             f"GenerateRequest has {tokens} tokens and max_new_tokens={request.max_new_tokens}; together more than "
             f"engine.max_model_len={max_model_len}"
         )
-    if _is_cut(request) and _top_k(request, info) > MAX_CUT:
+    if MAX_KEPT <= request.sampling.top_k < info.vocab_size:
         raise ContractError(
-            f"GenerateRequest.sampling has top_p={request.sampling.top_p} and top_k={request.sampling.top_k}; SGLang "
-            f"gives logprobs of a cut distribution for a top_k of at most {MAX_CUT}; set one, or neither of the two"
+            f"GenerateRequest.sampling.top_k is {request.sampling.top_k}; SGLang returns fewer than {MAX_KEPT} kept "
+            "tokens, so lower it, or set it to -1"
         )
 
 
@@ -58,7 +67,8 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
         "max_new_tokens": request.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": _top_k(request, info) if _is_cut(request) else -1,
+        "top_k": _top_k(request, info) if sampling.is_cut else -1,
+        "min_p": sampling.min_p,
         "stop_token_ids": list(request.stop_token_ids),
     }
     salt = request.cache_salt
@@ -72,7 +82,7 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
         "return_logprob": True,
         "extra_key": salt or None,
     }
-    if _is_cut(request):  # or the logprobs are of the whole distribution
+    if sampling.is_cut:  # or the logprobs are of the whole distribution
         body["return_sampling_mask"] = True
     if routing is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.rows_held}
@@ -118,18 +128,14 @@ def to_segments(
         spans=_spans(meta, loaded, len(token_ids)) if len(token_ids) else [(weights, 0)],
         stop_reason=stop_reason,
         replica=replica,
+        support=_support(meta, token_ids) if request.sampling.is_cut else None,
     )
-    return check_segments(segments, info=info, routing=routing)
-
-
-def _is_cut(request: GenerateRequest) -> bool:
-    """Whether tokens are sampled from less than the whole vocabulary; greedy ones count as whole, as on vLLM."""
-    return request.sampling.temperature > 0 and (request.sampling.top_p < 1 or request.sampling.top_k > 0)
+    return check_segments(segments, request=request, info=info, routing=routing)
 
 
 def _top_k(request: GenerateRequest, info: ModelInfo) -> int:
-    """As a number of tokens; SGLang gives logprobs of a cut distribution only where it is told one."""
-    return min(request.sampling.top_k, info.vocab_size) if request.sampling.top_k > 0 else info.vocab_size
+    """SGLang returns kept tokens for a top_k of at most MAX_KEPT; the plugin takes MAX_KEPT for none."""
+    return request.sampling.top_k if 0 < request.sampling.top_k < info.vocab_size else MAX_KEPT
 
 
 def _forced(forced: RoutedExperts, info: ModelInfo, routing: RoutingSpec) -> dict[str, Any]:
@@ -169,7 +175,7 @@ def _logprobs(meta: dict[str, Any], request: GenerateRequest, token_ids: Int32Ar
             f"the engine's output_token_logprobs are not of its {len(token_ids)} sampled tokens: "
             f"{len(entries)} entries, for {of_tokens[:5]}..."
         )
-    if not _is_cut(request):
+    if not request.sampling.is_cut:
         return numbers([entry[0] for entry in entries], np.float32, "output_token_logprobs")
     cut = numbers(_field(meta, "output_token_sampling_logprobs", list), np.float32, "output_token_sampling_logprobs")
     if len(cut) != len(token_ids):
@@ -177,6 +183,13 @@ def _logprobs(meta: dict[str, Any], request: GenerateRequest, token_ids: Int32Ar
             f"the engine's output_token_sampling_logprobs has {len(cut)} entries for {len(token_ids)} sampled tokens"
         )
     return np.minimum(cut, np.float32(0))  # the only token left may round to just above
+
+
+def _support(meta: dict[str, Any], token_ids: Int32Array) -> SamplingSupport:
+    """Of n positions."""
+    if not len(token_ids):
+        return SamplingSupport.whole(0)
+    return kept_tokens(_field(meta, "output_token_sampling_mask", list), "output_token_sampling_mask")
 
 
 def _rows(

@@ -30,6 +30,7 @@ HOOKS = (  # what the plugin must have wrapped in the server; see sglang_side/pl
     "ForwardBatch.init_new",
     "ModelRunner.forward",
     "topk.select_experts",
+    "Sampler._sample_from_probs",
 )
 
 

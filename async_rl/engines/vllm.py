@@ -77,10 +77,12 @@ class VllmReplica:
         checkpoint: Path,
         weights: WeightVersion | None = None,
         capture_routing: bool = True,
+        capture_support: bool = False,
     ) -> VllmReplica:
         """Start an engine on a Hugging Face checkpoint folder.
 
         weights: what the checkpoint is; None for version 0 with the digest of its tensors.
+        capture_support: whether requests may sample from a part of the vocabulary; on the CPU they always may.
 
         Raises:
             ValueError: the configuration does not suit the checkpoint.
@@ -90,9 +92,10 @@ class VllmReplica:
         files = weight_files(checkpoint)
         if problem := wrong_environment(config):
             raise EngineError(f"{name}: {problem}")
+        args = engine_args(config, model, capture_routing=capture_routing, capture_support=capture_support)
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                engine = await start_engine(engine_args(config, model, capture_routing=capture_routing))
+                engine = await start_engine(args)
                 if weights is None:
                     weights = WeightVersion(0, await asyncio.to_thread(digest_checkpoint, checkpoint))
                 await engine.update_weight_version(weight_label(weights))

@@ -23,7 +23,7 @@ RESERVED_ARGS = frozenset(
         *("model", "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size"),
         *("enforce_eager", "worker_cls", "worker_extension_cls", "logprobs_mode", "enable_return_routed_experts"),
-        *("skip_tokenizer_init", "generation_config", "distributed_executor_backend"),
+        *("skip_tokenizer_init", "generation_config", "distributed_executor_backend", "return_sampling_mask"),
     }
 )
 CPU_VARIABLES = {
@@ -172,8 +172,13 @@ def wrong_environment(config: VllmConfig) -> str | None:
     return f"the process has {found}; set engine_environment(config) before it imports vLLM"
 
 
-def engine_args(config: VllmConfig, model: ServedModel, *, capture_routing: bool) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs."""
+def engine_args(
+    config: VllmConfig, model: ServedModel, *, capture_routing: bool, capture_support: bool = False
+) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs.
+
+    capture_support: whether requests may sample from a part of the vocabulary.
+    """
     args: dict[str, Any] = {
         "model": str(model.checkpoint),
         "dtype": config.dtype,
@@ -186,6 +191,7 @@ def engine_args(config: VllmConfig, model: ServedModel, *, capture_routing: bool
         "worker_extension_cls": "async_rl.engines.vllm_worker.LoadsUpdates",
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
         "enable_return_routed_experts": capture_routing,
+        "return_sampling_mask": capture_support,
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "generation_config": "vllm",  # sampling comes from the request alone
         "disable_log_stats": True,
@@ -206,6 +212,7 @@ def cpu_args(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
     args: dict[str, Any] = {
         "kv_cache_memory_bytes": config.kv_cache_bytes,  # the default takes nearly all memory of the machine
         "worker_cls": "async_rl.engines.vllm_cpu.RoutingCPUWorker",
+        "return_sampling_mask": True,  # our worker returns masks of requests that need them, and no others
     }
     if not model.latent_attention:
         args["block_size"] = config.block_size or BLOCK_MULTIPLE

@@ -1,13 +1,14 @@
 """Repairs of vLLM 0.32's CPU backend: routed-experts capture, live updates of experts, seeded sampling; forced routing.
 
 Upstream drives its routed-experts data plane (`vllm/distributed/aux_output_connector`) from the GPU model runner V2
-only. Here the CPU runner drives the same data plane with the same calls.
+only, and only that runner returns the tokens that the sampler kept. Here the CPU runner drives the same data plane with
+the same calls, and returns kept tokens in the same form.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.distributed.aux_output_connector.worker import (
     get_aux_output_connector,
 )
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -29,7 +31,7 @@ REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load
 
 
 class RoutingCPUModelRunner(CPUModelRunner):
-    """vLLM's CPU runner plus capture and forcing of routed experts.
+    """vLLM's CPU runner plus capture and forcing of routed experts, and the kept tokens of cut distributions.
 
     Samples that are thrown away leave a request's seed alone.
     """
@@ -40,6 +42,9 @@ class RoutingCPUModelRunner(CPUModelRunner):
         self._pending: PendingAuxOutput | None = None
         self._forced: ForcedRouting | None = None
         self._counts: dict[str, int] = {}
+        self._logprobs: torch.Tensor | None = None
+        sampler: Any = self.sampler.topk_topp_sampler
+        sampler.forward = self._noting_logprobs(sampler.forward)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Also attach the capture to the model's routers."""
@@ -81,7 +86,8 @@ class RoutingCPUModelRunner(CPUModelRunner):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Sample, and hang the step's routing rows on the output."""
+        """Sample, and hang the step's routing rows and kept tokens on the output."""
+        self._logprobs = None
         untouched = [(g, g.get_state()) for g in self._generators_of_partial_prefills().values()]
         output: Any = super().sample_tokens(grammar_output)
         for generator, state in untouched:
@@ -93,7 +99,28 @@ class RoutingCPUModelRunner(CPUModelRunner):
             sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
             output.aux_output_connector_output = pending.process_output()
+        if self._logprobs is not None:
+            output.sampling_masks = self._kept_tokens(self._logprobs)
         return output
+
+    def _noting_logprobs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Around the sampler's last step: hold the logprobs, [requests, vocab], -inf for tokens that are cut."""
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            sampled, self._logprobs = forward(*args, **kwargs)
+            return sampled, self._logprobs
+
+        return noting
+
+    def _kept_tokens(self, logprobs: torch.Tensor) -> SamplingMaskLists | None:
+        """Kept tokens of the requests with a top_k, which every cut request has; None if there is no such request."""
+        params = [self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids]
+        cut = torch.tensor([each is not None and each.top_k > 0 for each in params])
+        if not cut.any():
+            return None
+        kept = (logprobs > -torch.inf) & cut.unsqueeze(1)
+        offsets = np.concatenate(([0], kept.sum(1).cumsum(0).numpy()))
+        return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), offsets)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Upstream rewinds the generator of a partial prefill by an offset that CPU generators do not have.
@@ -139,8 +166,8 @@ class RoutingCPUWorker(CPUWorker):
             upstream.CPUModelRunner = original
 
 
-def allow_routing_capture() -> None:
-    """Upstream's compatibility check, less the two demands that `RoutingCPUModelRunner` makes void.
+def allow_capture() -> None:
+    """Upstream's checks of routing capture and kept tokens, less the demands that `RoutingCPUModelRunner` makes void.
 
     Those are model runner V2, and prefix caching (which the CPU kernels of latent attention do not have).
     """
@@ -148,12 +175,17 @@ def allow_routing_capture() -> None:
     if getattr(upstream, REPAIRED, False):
         return
     check = upstream._verify_aux_output_compatibility
+    check_masks = upstream._verify_sampling_replay_config
 
     def check_all_else(self: VllmConfig) -> None:
         cache = _Seen(self.cache_config, enable_prefix_caching=True)
         check(_Seen(self, use_v2_model_runner=True, cache_config=cache))
 
+    def check_masks_alone(self: VllmConfig) -> None:
+        check_masks(_Seen(self, use_v2_model_runner=True))
+
     upstream._verify_aux_output_compatibility = check_all_else
+    upstream._verify_sampling_replay_config = check_masks_alone
     setattr(upstream, REPAIRED, True)
 
 

@@ -23,6 +23,8 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
 
     engine = await asyncio.to_thread(start)
+    # The engine has its own copy: here it is for a check alone, which refuses greedy requests of such an engine.
+    engine.input_processor.model_config.return_sampling_mask = False
     await engine.get_supported_tasks()  # cached by vLLM; the first request need not ask
     return engine
 

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines.checks import check_segments, moe_rows, numbers, rows_shape, sampled_tokens
+from async_rl.engines.checks import check_segments, kept_tokens, moe_rows, numbers, rows_shape, sampled_tokens
 from async_rl.engines.spans import cut_into_segments
 from async_rl.model_info import ModelInfo
+from message_queue.support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
     Float32Array,
@@ -47,7 +48,8 @@ def sampling_params(
     return SamplingParams(
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,
-        top_k=request.sampling.top_k,
+        top_k=_top_k(request, info),
+        min_p=request.sampling.min_p,
         max_tokens=request.max_new_tokens,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,  # only the request says what stops it
@@ -126,8 +128,23 @@ def to_segments(
         spans=_spans(completion, loaded) if len(token_ids) else [(weights, 0)],
         stop_reason=STOP_REASONS[completion.finish_reason],
         replica=replica,
+        support=_support(completion, token_ids) if request.sampling.is_cut else None,
     )
-    return check_segments(segments, info=info, routing=routing)
+    return check_segments(segments, request=request, info=info, routing=routing)
+
+
+def _top_k(request: GenerateRequest, info: ModelInfo) -> int:
+    """vLLM returns kept tokens of requests with a top_k; one of the whole vocabulary cuts nothing."""
+    return info.vocab_size if request.sampling.is_cut and request.sampling.top_k < 0 else request.sampling.top_k
+
+
+def _support(completion: CompletionOutput, token_ids: Int32Array) -> SamplingSupport:
+    """Of n positions."""
+    if not len(token_ids):
+        return SamplingSupport.whole(0)
+    if completion.sampling_mask is None:
+        raise ContractError(f"the engine's sampling_mask is None for {len(token_ids)} tokens of a cut distribution")
+    return kept_tokens(completion.sampling_mask.token_ids, "sampling_mask")
 
 
 def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Array:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
+from agent_loop.engine import SamplingConfig
 from async_rl.engines.spans import cut_into_segments
 from message_queue.sequence import TrainingSequence
 from message_queue.tokens import RoutedExperts
 from message_queue.trajectory import Trajectory
 from tests.conformance.engines import EngineUnderTest, Exchange
 from tests.conformance.reference import Reference, logprob_gap, routing_mismatches, settled_rows
+from tests.unit.groups import sets_of
 
 
 def gap_of(tested: EngineUnderTest, exchange: Exchange, *, strict: bool = False) -> float:
@@ -34,6 +36,86 @@ def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> None:
             f"{tested.name}: request {exchange.request.request_id} is off by {gap} bounds "
             f"(versions {versions_of(exchange)}, {[len(s) for s in exchange.answer]} tokens)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CutGaps:
+    """How far the logprobs of cut answers are from those of the same weights, and how many sets are beyond doubt."""
+
+    over_sets: list[float]
+    """The engine's logprob of each token, less that over its kept set."""
+    over_all: list[float]
+    """The same, less that over the whole vocabulary."""
+    settled: int
+    """Tokens whose set does not hang on rounding."""
+
+
+def k3(differences: Sequence[float]) -> float:
+    """Mean of exp(-d) - 1 + d."""
+    d = np.asarray(differences)
+    return float((np.expm1(-d) + d).mean())
+
+
+def assert_cut(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> CutGaps:
+    """Kept sets are those of the definition, and logprobs are of the distribution over them."""
+    over_sets: list[float] = []
+    over_all: list[float] = []
+    settled = 0
+    for exchange in exchanges:
+        starts = np.cumsum([len(exchange.request.token_ids), *map(len, exchange.answer)]).tolist()
+        sampling = exchange.request.sampling
+        for at, segment in enumerate(exchange.answer):
+            if not len(segment):
+                continue
+            expected = _expected(tested, exchange, at)
+            seen = [s.routed_experts.experts for s in exchange.answer[: at + 1] if s.routed_experts is not None]
+            known = settled_rows(expected, np.concatenate(seen), start=exchange.request.rows_held)
+            bound = 2 * expected.logprob_bound / sampling.temperature
+            rows = expected.logprobs[starts[at] - 1 : starts[at + 1] - 1] / sampling.temperature
+            for position, row, token, logprob, kept in zip(
+                count(starts[at]), rows, segment.token_ids, segment.logprobs, sets_of(segment.support)
+            ):
+                if position > known:  # a numerical tie of a router decided otherwise
+                    break
+                over_sets.append(logprob - (row[token] - _mass(row[kept])))
+                over_all.append(logprob - (row[token] - _mass(row)))
+                assert abs(over_sets[-1]) <= bound, f"{tested.name}: logprob of {token} over {kept}"
+                due = _kept_by_definition(row, sampling, bound=bound)
+                settled += due is not None
+                assert due in (None, kept), f"{tested.name}: {sampling} kept {kept}, the definition {due}"
+    return CutGaps(over_sets, over_all, settled)
+
+
+def _kept_by_definition(row: Any, sampling: SamplingConfig, *, bound: float) -> list[int] | None:
+    """Kept ids by `SamplingConfig`; None if a border of it is within rounding.
+
+    row: float64 [vocab], logprobs up to a constant, each known to `bound`.
+    """
+    order = np.argsort(-row, kind="stable")
+    ranked = row[order]
+    sizes = [len(row)]
+    if sampling.min_p:
+        border = ranked[0] + np.log(sampling.min_p)
+        sizes.append(int((ranked >= border).sum()))
+        if np.abs(ranked - border).min() <= bound:
+            return None
+    if sampling.top_k > 0:
+        sizes.append(sampling.top_k)
+    size = min(sizes)
+    shares = np.exp(ranked[:size] - _mass(ranked[:size]))
+    before = np.cumsum(shares) - shares
+    if sampling.top_p < 1:
+        if np.abs(before - sampling.top_p).min() <= 2 * bound:
+            return None
+        size = int((before < sampling.top_p).sum())
+    if size < len(row) and ranked[size - 1] - ranked[size] <= 2 * bound:
+        return None
+    return sorted(order[:size].tolist())
+
+
+def _mass(logprobs: Any) -> float:
+    """log of the sum of exp."""
+    return float(np.logaddexp.reduce(logprobs))
 
 
 def versions_of(exchange: Exchange) -> list[int]:

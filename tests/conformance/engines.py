@@ -204,11 +204,13 @@ class Rollout:
         resume_routing: ResumeRouting = "append",
         cache_salt: str = "",
         stop_token_ids: Sequence[int] = (),
+        sampling: SamplingConfig | None = None,
     ) -> None:
         self.name = name
         self.trajectory = Trajectory(routing=routing, resume_routing=resume_routing)
         self.cache_salt = cache_salt
         self._stop_token_ids = tuple(stop_token_ids)
+        self._sampling = sampling or SamplingConfig()
         self.decoder = self._decoder(engine)
 
     async def turn(self, token_ids: Any, *, max_new_tokens: int) -> StopReason:
@@ -228,7 +230,7 @@ class Rollout:
     def _decoder(self, engine: Engine) -> SegmentDecoder:
         return SegmentDecoder(
             engine,
-            sampling=SamplingConfig(),
+            sampling=self._sampling,
             stop_token_ids=self._stop_token_ids,
             session=self.name,
             cache_salt=self.cache_salt,

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest, SamplingConfig
 from async_rl.engines.checks import weight_label
+from async_rl.engines.sglang_config import MAX_KEPT
 from async_rl.engines.sglang_segment import check_generate, generate_body, to_segments
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from tests.unit.groups import sets_of
 
 ROUTING = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)
 INFO = ModelInfo(family="glm4_moe", vocab_size=50, num_layers=4, context_length=100, routing=ROUTING)
@@ -165,11 +167,34 @@ def test_rows_that_were_forced_must_be_the_forced_ones():
 
 def test_logprobs_of_a_cut_distribution_are_the_renormalized_ones():
     cut = SamplingConfig(top_p=0.5)
-    given = answer(output_token_sampling_logprobs=[-0.1, 1e-9, -0.3])
+    kept = [[token, 49] for token in answer()["output_ids"]]
+    given = answer(output_token_sampling_logprobs=[-0.1, 1e-9, -0.3], output_token_sampling_mask=kept)
     [segment] = translate(given, sampling=cut)
     assert segment.logprobs.tolist() == pytest.approx([-0.1, 0, -0.3])
+    assert sets_of(segment.support) == kept
     with pytest.raises(ContractError, match="output_token_sampling_logprobs has 1 entries for 3"):
-        translate(answer(output_token_sampling_logprobs=[-0.1]), sampling=cut)
+        translate(answer(output_token_sampling_logprobs=[-0.1], output_token_sampling_mask=kept), sampling=cut)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda kept: None,
+        lambda kept: kept[:2],
+        lambda kept: [*kept[:2], []],
+        lambda kept: [*kept[:2], [48, 49]],
+        lambda kept: [*kept[:2], [*kept[2], 50]],
+        lambda kept: [*kept[:2], kept[2] * 2],
+        lambda kept: [*kept[:2], 7],
+        lambda kept: [*kept[:2], ["a"]],
+    ],
+    ids=["none", "too few", "empty", "without the token", "outside the vocabulary", "twice", "no list", "no ids"],
+)
+def test_kept_tokens_that_a_token_cannot_come_from_are_refused(spoil: Any):
+    kept = spoil([[token, 49] for token in answer()["output_ids"]])
+    given = answer(output_token_sampling_logprobs=[-0.1, -0.2, -0.3], output_token_sampling_mask=kept)
+    with pytest.raises(ContractError, match=r"[sS]upport|sampling_mask"):
+        translate(given, sampling=SamplingConfig(top_p=0.5))
 
 
 @given(st.integers(0, 4), st.integers(1, 9), st.data())
@@ -212,11 +237,14 @@ def test_a_request_asks_for_the_rows_it_lacks_and_only_those():
     assert (made["rid"], made["input_ids"], made["extra_key"]) == ("a#0.", [0, 1, 2, 3, 4], "v7")
     assert (made["return_routed_experts"], made["routed_experts_start_len"]) == (True, 2)
     assert "return_sampling_mask" not in made
-    params = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "stop_token_ids": [3]}
+    params = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop_token_ids": [3]}
     assert made["sampling_params"] == params
 
 
-@pytest.mark.parametrize(("cut", "top_k"), [({"top_p": 0.9}, 50), ({"top_k": 7}, 7), ({"top_k": 99}, 50)])
+@pytest.mark.parametrize(
+    ("cut", "top_k"),
+    [({"top_p": 0.9}, MAX_KEPT), ({"min_p": 0.1}, MAX_KEPT), ({"top_k": 7}, 7), ({"top_k": 99}, MAX_KEPT)],
+)
 def test_a_cut_distribution_is_asked_for_with_its_renormalized_logprobs(cut: Any, top_k: int):
     made = body(sampling=SamplingConfig(**cut))
     assert made["return_sampling_mask"]
@@ -261,9 +289,13 @@ def test_a_request_that_cannot_be_served_names_field_and_value(fields: dict[str,
 
 def test_a_cut_over_too_many_tokens_is_refused_before_it_is_sent():
     info = ModelInfo(family="qwen3_moe", vocab_size=150_000, num_layers=4, context_length=100, routing=ROUTING)
-    for cut in ({"top_p": 0.9}, {"top_k": 5000}):
+
+    def check(**cut: Any) -> None:
         ask = GenerateRequest(request_id="a", token_ids=TOKENS, max_new_tokens=9, sampling=SamplingConfig(**cut))
-        with pytest.raises(ContractError, match="for a top_k of at most 4096"):
-            check_generate(ask, info=info, routing=ROUTING, max_model_len=64)
-    ask = GenerateRequest(request_id="a", token_ids=TOKENS, max_new_tokens=9, sampling=SamplingConfig(top_k=50))
-    check_generate(ask, info=info, routing=ROUTING, max_model_len=64)
+        check_generate(ask, info=info, routing=ROUTING, max_model_len=64)
+
+    with pytest.raises(ContractError, match=rf"top_k is {MAX_KEPT}"):
+        check(top_k=MAX_KEPT)
+    check(top_k=MAX_KEPT - 1)
+    check(top_k=150_000)
+    check(top_p=0.9)

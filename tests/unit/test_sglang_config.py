@@ -203,8 +203,8 @@ def test_the_plugin_is_found_by_its_path_alone_and_names_the_hooks_that_are_requ
         "(entry,) = entry_points(group='sglang.srt.plugins')\n"
         "assert entry.load().__module__ == 'async_rl_sglang'\n"
         "assert not {'torch', 'sglang', 'async_rl'} & set(sys.modules), 'costs every process'\n"
-        "from async_rl_sglang import STOP_TOKENS, loading, routing\n"
-        "print('\\n'.join([*loading.HOOKS, *routing.HOOKS, STOP_TOKENS]))\n"
+        "from async_rl_sglang import STOP_TOKENS, loading, routing, sampling\n"
+        "print('\\n'.join([*loading.HOOKS, *routing.HOOKS, *sampling.HOOKS, STOP_TOKENS]))\n"
         "assert loading._digest_class().__name__ == 'WeightsDigest'\n"
         "assert 'async_rl' not in sys.modules\n"
     )

@@ -1,13 +1,14 @@
 """What a replica adds to each of SGLang's processes; SGLang calls `register` through its plugin group.
 
 The folder above is on PYTHONPATH of a replica's server and nowhere else, so nothing has to be installed beside SGLang
-and the plugin is always of the same source tree as the replica. It sees to five things:
+and the plugin is always of the same source tree as the replica. It sees to six things:
 
     end with the owner    no process outlives the replica's, however that ends
     digest of loads       the server says what it loaded, by a hash of the tensors that went into the model
     stop tokens           those of the request alone; SGLang either adds the checkpoint's or ignores both
     kept rows             a retracted request keeps the routing rows of the forward passes that sampled
     forced rows           recorded experts are used again where their positions are forwarded again
+    cut distributions     top-p, top-k and min-p keep the same tokens on every engine
 
 Hooks are named by the place in SGLang 0.5.23 that they wrap. SGLang only logs a hook that does not apply, so the server
 reports those that do (`loading.report_start`), and the replica refuses a server that reports less.
@@ -27,13 +28,13 @@ STOP_TOKENS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
 
 def register() -> None:
     """Prepare one process of a replica's server."""
-    from . import loading, owner, routing
+    from . import loading, owner, routing, sampling
 
     owner.end_with(int(os.environ[OWNER_VARIABLE]), folder=os.environ[FOLDER_VARIABLE])
     if os.environ[DEVICE_VARIABLE] == "cpu":
         _plain_host_memory()
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
-    hooks = {**loading.HOOKS, **routing.HOOKS, STOP_TOKENS: (_none_of_the_checkpoint, "AFTER")}
+    hooks = {**loading.HOOKS, **routing.HOOKS, **sampling.HOOKS, STOP_TOKENS: (_none_of_the_checkpoint, "AFTER")}
     for target, (hook, kind) in hooks.items():
         registry.HookRegistry.register(target, hook, registry.HookType[kind])
 

@@ -56,14 +56,16 @@ def keep_rows(*, req: Any, req_to_token_pool: Any, **rest: Any) -> None:
 def abort_with_rows(send: Callable[..., None], scheduler: Any, abort: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Around Scheduler.send_abort_output, which answers for a retracted request that waits or is prefilled in chunks.
 
-    SGLang would answer with the tokens alone; here they come with their rows.
+    SGLang would answer with the tokens alone; here they come with their rows and their kept tokens.
     """
-    if not getattr(req, _KEPT, 0) or abort.finished_reason is not None:
+    rows, cut = getattr(req, _KEPT, 0), req.return_sampling_mask and req.output_ids
+    if not (rows or cut) or abort.finished_reason is not None:
         send(scheduler, abort, req, *args, **kwargs)
         return
     batch: Any = importlib.import_module("sglang.srt.managers.schedule_batch")
     req.finished_reason = batch.FINISH_ABORT()
-    req.routed_experts = _as_collected(req, req.routed_experts_start_len)
+    if rows:
+        req.routed_experts = _as_collected(req, req.routed_experts_start_len)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
