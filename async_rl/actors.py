@@ -276,6 +276,10 @@ class ReplicaHost:
         return await self._on_home(self._replica.load(update, kv=kv))
 
     @_method(concurrency_group="control")
+    async def checksum(self) -> str:
+        return await self._on_home(self._replica.checksum())
+
+    @_method(concurrency_group="control")
     async def resume(self) -> None:
         await self._on_home(self._replica.resume())
 

@@ -146,6 +146,9 @@ class ReplicaHandle:
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
         return await self._call("load", self._actor.load.remote(update, kv), self._control_timeout_s)
 
+    async def checksum(self) -> str:
+        return await self._call("checksum", self._actor.checksum.remote(), self._control_timeout_s)
+
     async def resume(self) -> None:
         await self._call("resume", self._actor.resume.remote(), self._control_timeout_s)
 

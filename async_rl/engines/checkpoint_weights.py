@@ -43,7 +43,12 @@ def tensor_names(files: list[Path]) -> frozenset[str]:
 
 
 def digest_checkpoint(checkpoint: Path) -> str:
-    """`WeightsDigest` over every tensor of a checkpoint folder; reads all of it.
+    """`WeightsDigest` over every tensor of a checkpoint folder, as 32 hex digits; see `hash_checkpoint`."""
+    return hash_checkpoint(checkpoint).hexdigest()
+
+
+def hash_checkpoint(checkpoint: Path) -> WeightsDigest:
+    """The digest of every tensor of a checkpoint folder; reads all of it.
 
     Raises:
         CheckpointError: no usable weight files.
@@ -52,4 +57,4 @@ def digest_checkpoint(checkpoint: Path) -> str:
     for path in weight_files(checkpoint):
         for name, tensor in read_update(path):
             digest.update(name, tensor)
-    return digest.hexdigest()
+    return digest

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -79,9 +79,13 @@ class Replica(Protocol):
             what was sampled before stay as they are in both.
 
         Raises:
-            EngineError: not paused, something in flight, an incomplete update, or a digest that is not the published
-                one. After a failed load the replica serves nothing until a load succeeds.
+            EngineError: not paused, something in flight, an incomplete update, a digest that is not the published one,
+                or parameters that did not change though they were published with other values. After a failed load the replica serves nothing until a load succeeds.
         """
+        ...
+
+    async def checksum(self) -> str:
+        """Checksum of the parameters that the engine's model holds, on all its ranks, since the last load."""
         ...
 
     async def resume(self) -> None:
@@ -99,6 +103,15 @@ class Replica(Protocol):
     async def close(self) -> None:
         """Stop the engine. Held and running `generate` calls end with EngineError. May be called twice."""
         ...
+
+
+def not_loaded(unchanged: Sequence[str], *, replica: str, version: int) -> EngineError:
+    """The error of an engine that read a version, but still holds other parameters; see `LiveWeights.replace`."""
+    return EngineError(
+        f"{replica}: version {version} was read with the published digest, but the model's parameters are still those "
+        f"of the load before in {len(unchanged)} modules that were published with other values "
+        f"({', '.join(unchanged[:3])}, ...); the engine does not serve what was published"
+    )
 
 
 @dataclass(slots=True, eq=False)

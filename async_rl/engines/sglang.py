@@ -6,7 +6,7 @@ processes (`sglang_side/`). This object lives on one event loop and talks to it.
     resume     gate shut, /abort_request                        -> /flush_cache, update -> gate open
     keep       gate shut, /pause_generation in_place            -> update               -> /continue_generation
     recompute  gate shut, in_place, then retract                -> /flush_cache, update -> /continue_generation
-    where update is /update_weights_from_disk
+    where update is /update_weights_from_disk, then /weights_checker
 
 The gate, not SGLang's own pause, holds new requests: SGLang's pause(abort) looks once a second whether all has ended.
 """
@@ -22,9 +22,9 @@ from typing import Any
 import aiohttp
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
-from async_rl.engines.checkpoint_weights import weight_files
+from async_rl.engines.checkpoint_weights import hash_checkpoint, weight_files
 from async_rl.engines.checks import weight_label
-from async_rl.engines.replica import Flight, KeptKV, ReplicaStats, RequestGate
+from async_rl.engines.replica import Flight, KeptKV, ReplicaStats, RequestGate, not_loaded
 from async_rl.engines.sglang_config import (
     FORCED_FAMILIES,
     ServedModel,
@@ -34,13 +34,23 @@ from async_rl.engines.sglang_config import (
 from async_rl.engines.sglang_ids import PrefixFreeIds
 from async_rl.engines.sglang_segment import check_generate, generate_body, to_segments
 from async_rl.engines.sglang_server import CallError, SglangServer
-from async_rl.engines.sglang_update import Shapes, check_update, first_digest, loaded_digest, shapes_of, update_folder
+from async_rl.engines.sglang_update import (
+    Shapes,
+    check_update,
+    first_digest,
+    live_checksums,
+    loaded_digest,
+    shapes_of,
+    update_folder,
+)
+from async_rl.weights.live import LiveWeights
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 __all__ = ["SglangConfig", "SglangReplica", "check_engine"]
 
 FIRST_LABEL = "first"  # what the server calls the weights it started with
+CHECKSUMS = {"action": "checksum", "selector": "target"}
 ABORT_AGAIN_S = 0.05  # a request on its way to the server does not hear of an abort
 SUPPORT_REFUSED = "sampling support"  # in the server's text if it kept more tokens than it can return
 DEATH_NOTICE_S = 2.0  # from a lost connection to the end of the process that held it
@@ -49,7 +59,8 @@ DEATH_NOTICE_S = 2.0  # from a lost connection to the end of the process that he
 class SglangReplica:
     """One SGLang server; see `async_rl.engines.replica.Replica` for the contract of each call.
 
-    Made by `start`. weights: what the server has loaded. shapes: the tensors every update must bring.
+    Made by `start`. weights: what the server has loaded. live: what its model holds. shapes: the tensors every update
+    must bring.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class SglangReplica:
         model: ServedModel,
         capture_routing: bool,
         weights: WeightVersion,
+        live: LiveWeights,
         shapes: Shapes,
     ) -> None:
         self.name = name
@@ -69,6 +81,7 @@ class SglangReplica:
         self._model = model
         self._routing = model.info.routing if capture_routing else None
         self._weights = weights
+        self._live = live
         self._loaded = {FIRST_LABEL: weights}
         self._shapes = shapes
         self._gate = RequestGate(name)
@@ -112,7 +125,12 @@ class SglangReplica:
             raise EngineError(f"{name}: {error}") from error
         try:
             digest = first_digest(server.report)
-        except ContractError as error:
+            live = LiveWeights(
+                dtype=config.dtype,
+                published=(await asyncio.to_thread(hash_checkpoint, checkpoint)).modules(),
+                ranks=live_checksums(await server.post("/weights_checker", CHECKSUMS)),
+            )
+        except (ContractError, CallError) as error:
             await server.stop()
             raise EngineError(f"{name}: {error}") from error
         return cls(
@@ -122,6 +140,7 @@ class SglangReplica:
             model=model,
             capture_routing=capture_routing,
             weights=WeightVersion(0, digest) if weights is None else weights,
+            live=live,
             shapes=shapes,
         )
 
@@ -250,7 +269,7 @@ class SglangReplica:
         return count
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
-        """Load a published version and prove it by its digest."""
+        """Load a published version, and prove it by its digest and by what the model holds after it."""
         what = f"version {update.weights.version}"
         self._gate.require_quiet(f"load of {what}")
         try:
@@ -266,12 +285,19 @@ class SglangReplica:
                     f"{self.name}: {what} was published with digest {update.weights.digest}, "
                     f"but the engine loaded {digest} from {update.path}"
                 )
+            checked = await self._bounded("load", self._server.post("/weights_checker", CHECKSUMS))
+            if unchanged := self._live.replace(update.modules, live_checksums(checked)):
+                raise not_loaded(unchanged, replica=self.name, version=update.weights.version)
         except EngineError:
             await self._disown()
             raise
         self._gate.suspect(None)
         self._weights = self._loaded[weight_label(update.weights)] = update.weights
         return self._weights
+
+    async def checksum(self) -> str:
+        """Of what the model holds since the last load."""
+        return self._live.checksum
 
     async def _load(self, update: WeightUpdate, kv: KeptKV) -> str:
         if self._frozen and kv == "recompute":

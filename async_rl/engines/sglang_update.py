@@ -105,6 +105,22 @@ def loaded_digest(answer: Any) -> str:
     return _one(said[1].split(","))
 
 
+def live_checksums(answer: Any) -> list[dict[str, str]]:
+    """Of each rank, parameter -> checksum of what the server's model holds, from its answer to /weights_checker.
+
+    Raises:
+        ContractError: the server gave none.
+    """
+    ranks = answer.get("ranks") if answer.get("success") else None
+    if not ranks or not all(rank.get("checksums") for rank in ranks):
+        raise ContractError(f"the server gives no checksums of its weights: {str(answer)[:500]}")
+    return [rank["checksums"] for rank in sorted(ranks, key=_number_of_rank)]
+
+
+def _number_of_rank(rank: Mapping[str, Any]) -> int:
+    return int(rank["parallelism_info"][0]["rank"])
+
+
 def _one(digests: list[str]) -> str:
     if len(digests) != 1 or not digests[0]:
         raise ContractError(f"the ranks of the server loaded weights with the digests {', '.join(digests)}")

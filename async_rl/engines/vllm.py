@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
-from async_rl.engines.checkpoint_weights import digest_checkpoint, tensor_names, weight_files
+from async_rl.engines.checkpoint_weights import hash_checkpoint, tensor_names, weight_files
 from async_rl.engines.checks import weight_label
-from async_rl.engines.replica import KeptKV, ReplicaStats, RequestGate
+from async_rl.engines.replica import KeptKV, ReplicaStats, RequestGate, not_loaded
 from async_rl.engines.vllm_config import (
     ServedModel,
     VllmConfig,
@@ -28,6 +28,7 @@ from async_rl.engines.vllm_config import (
 from async_rl.engines.vllm_decode import Decoder, LoadedWeights
 from async_rl.engines.vllm_process import describe, engine_processes, is_engine_death, start_engine, stop_engine
 from async_rl.engines.vllm_segment import recorded_rows
+from async_rl.weights.live import LiveWeights
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
@@ -40,7 +41,8 @@ __all__ = ["VllmConfig", "VllmReplica", "check_engine", "engine_environment"]
 class VllmReplica:
     """One vLLM engine; see `async_rl.engines.replica.Replica` for the contract of each call.
 
-    Made by `start`. weights: what `engine` has loaded. names: the tensors every update must bring.
+    Made by `start`. weights: what `engine` has loaded. live: what its model holds. names: the tensors every update must
+    bring.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class VllmReplica:
         name: str,
         model: ServedModel,
         weights: WeightVersion,
+        live: LiveWeights,
         names: frozenset[str],
     ) -> None:
         self.name = name
@@ -58,6 +61,7 @@ class VllmReplica:
         self._config = config
         self._model = model
         self._weights = LoadedWeights(weights)
+        self._live = live
         self._names = names
         self._gate = RequestGate(name)
         self._decoder = Decoder(engine, gate=self._gate, name=name, model=model, weights=self._weights)
@@ -96,8 +100,14 @@ class VllmReplica:
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 engine = await start_engine(args)
+                digest = await asyncio.to_thread(hash_checkpoint, checkpoint)
                 if weights is None:
-                    weights = WeightVersion(0, await asyncio.to_thread(digest_checkpoint, checkpoint))
+                    weights = WeightVersion(0, digest.hexdigest())
+                live = LiveWeights(
+                    dtype=config.dtype,
+                    published=digest.modules(),
+                    ranks=await engine.collective_rpc("live_checksums"),
+                )
                 await engine.update_weight_version(weight_label(weights))
         except TimeoutError as error:
             raise EngineError(
@@ -111,6 +121,7 @@ class VllmReplica:
             name=name,
             model=model,
             weights=weights,
+            live=live,
             names=tensor_names(files),
         )
 
@@ -162,7 +173,7 @@ class VllmReplica:
         return self._gate.freeze()
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
-        """Load a published version and prove it by its digest.
+        """Load a published version, and prove it by its digest and by what the model holds after it.
 
         To recompute, frozen requests leave the engine and are sent again by `resume`, as long as they are by then and
         with the recorded experts forced. To keep, they stay where they are. Should the engine run out of K/V memory
@@ -186,6 +197,9 @@ class VllmReplica:
                 f"{self.name}: version {number} was published with digest {update.weights.digest}, "
                 f"but the engine loaded {wrong} from {update.path}"
             )
+        ranks = await self._bounded("load", self._engine.collective_rpc("live_checksums"))
+        if unchanged := self._live.replace(update.modules, ranks):
+            raise not_loaded(unchanged, replica=self.name, version=number)
         if kv == "recompute" and not await self._bounded("load", self._engine.reset_prefix_cache()):
             raise EngineError(f"{self.name}: the K/V of version {self.weights.version} is still in use after a drain")
         await self._bounded("load", self._engine.update_weight_version(weight_label(update.weights)))
@@ -194,6 +208,10 @@ class VllmReplica:
         self._gate.suspect(None)
         self._weights.replace(update.weights, in_flight=bool(self._gate.in_flight()))
         return update.weights
+
+    async def checksum(self) -> str:
+        """Of what the model holds since the last load."""
+        return self._live.checksum
 
     async def _pin_routing(self) -> None:
         """Have what is frozen routed as recorded, should its K/V be lost and computed again."""

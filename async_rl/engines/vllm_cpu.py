@@ -26,6 +26,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from async_rl.engines.vllm_forced import ForcedRouting
+from async_rl.engines.vllm_worker import PACKED
+from async_rl.weights.live import checksum
 
 REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load a plugin more than once
 
@@ -203,6 +205,25 @@ def prepack_experts_on_reload() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     upstream.process_weights_after_loading = process_and_pack
+    setattr(upstream, REPAIRED, True)
+
+
+def note_packed_weights() -> None:
+    """Upstream packs linear weights into an opaque object of its kernel library and drops the tensor.
+
+    Such a weight cannot be read back, so its checksum is taken as it is packed; the object is replaced with it.
+    """
+    upstream: Any = importlib.import_module("vllm.model_executor.layers.utils")
+    if getattr(upstream, REPAIRED, False):
+        return
+    pack = upstream.dispatch_cpu_unquantized_gemm
+
+    def note_and_pack(layer: Any, remove_weight: bool) -> None:
+        if not layer.weight.is_meta:
+            setattr(layer, PACKED, checksum(layer.weight))
+        pack(layer, remove_weight)
+
+    upstream.dispatch_cpu_unquantized_gemm = note_and_pack
     setattr(upstream, REPAIRED, True)
 
 

@@ -1,4 +1,7 @@
-"""What a vLLM worker learns: to load a published version in one call, between two engine steps, and to pin routing."""
+"""What a vLLM worker learns: to load a published version in one call, between two engine steps, and to pin routing.
+
+It also reports checksums of the parameters that its model holds, which a load must have changed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.live import checksum
 from async_rl.weights.transport import read_update
+
+PACKED = "_async_rl_packed"  # on a layer: checksum of the weight that its CPU kernel keeps in a form of its own
 
 
 class ForcesRouting(Protocol):
@@ -24,6 +30,7 @@ class ReloadsWeights(Protocol):
     model_runner: ForcesRouting
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+    def get_model(self) -> torch.nn.Module: ...
 
 
 class LoadsUpdates:
@@ -37,6 +44,17 @@ class LoadsUpdates:
         digest = WeightsDigest()
         self.reload_weights(weights_iterator=_hashed(read_update(Path(path)), digest))
         return digest.hexdigest()
+
+    def live_checksums(self: ReloadsWeights) -> dict[str, str]:
+        """Checksum of each parameter and persistent buffer of this worker's model."""
+        model = self.get_model()
+        persistent = model.state_dict().keys()
+        held = [*model.named_parameters(), *(b for b in model.named_buffers() if b[0] in persistent)]
+        packed = [(name, getattr(module, PACKED, None)) for name, module in model.named_modules()]
+        return {
+            **{name: checksum(tensor) for name, tensor in held if tensor.numel()},
+            **{f"{name}.packed": noted for name, noted in packed if noted is not None},
+        }
 
     def pin_routing(self: ReloadsWeights, rows: dict[str, dict[str, Any]]) -> None:
         """Route the positions of running requests as recorded, should their K/V have to be computed again."""

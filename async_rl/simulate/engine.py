@@ -131,6 +131,9 @@ class SimulatedReplica:
         self._world.loaded_by(self.name, update.weights)
         return self._weights
 
+    async def checksum(self) -> str:
+        return self._weights.digest
+
     async def resume(self) -> None:
         self._gate.resume()
         self._thawed.set()

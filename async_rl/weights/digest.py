@@ -3,8 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from typing import NamedTuple
 
 import torch
+
+WHOLE_MODEL = "the whole model"  # as the name of a module
+_MODULE = re.compile(r"(?:.*\.)?layers\.\d+\.[^.]+(?=\.)")
+
+
+def module_of(name: str) -> str:
+    """Part of the model that a tensor belongs to: a child of a layer, else the tensor itself.
+
+    `model.layers.3.mlp.experts.5.up_proj.weight` is of `model.layers.3.mlp`.
+    """
+    found = _MODULE.match(name)
+    return name if found is None else found[0]
+
+
+class ModuleDigest(NamedTuple):
+    """Content of one module."""
+
+    digest: str
+    """Of names, dtypes, shapes and values."""
+    dtypes: tuple[str, ...]
+    """Of its tensors, each once, as `float32`."""
 
 
 class WeightsDigest:
@@ -12,6 +35,7 @@ class WeightsDigest:
 
     def __init__(self) -> None:
         self._entries: dict[str, bytes] = {}
+        self._dtypes: dict[str, str] = {}
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
         """Hash name, dtype, shape and bytes of a CPU tensor."""
@@ -19,10 +43,24 @@ class WeightsDigest:
         entry = hashlib.blake2b(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode(), digest_size=16)
         entry.update(flat.numpy().data)
         self._entries[name] = entry.digest()
+        self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
 
     def hexdigest(self) -> str:
         """32 hex digits."""
+        return self._of(sorted(self._entries))
+
+    def modules(self) -> dict[str, ModuleDigest]:
+        """The digest of each module (see `module_of`) and of the whole model."""
+        names: dict[str, list[str]] = {WHOLE_MODEL: sorted(self._entries)}
+        for name in names[WHOLE_MODEL]:
+            names.setdefault(module_of(name), []).append(name)
+        return {
+            module: ModuleDigest(self._of(of), tuple(sorted({self._dtypes[name] for name in of})))
+            for module, of in names.items()
+        }
+
+    def _of(self, names: list[str]) -> str:
         total = hashlib.blake2b(digest_size=16)
-        for name in sorted(self._entries):
+        for name in names:
             total.update(name.encode() + b"\0" + self._entries[name])
         return total.hexdigest()

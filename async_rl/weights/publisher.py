@@ -47,8 +47,10 @@ class PublishReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """One replica's part of a publish."""
+    """One replica's part of a publish. checksum: of what its model holds now."""
 
+    replica: str
+    checksum: str
     pause_seconds: float
     aborted: int
     frozen: int
@@ -81,6 +83,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()  # a replica joins before a publish or after it
         self._newest: WeightUpdate | None = None
+        self._held: _Load | None = None  # by a replica that loaded the newest version
 
     async def publish(self, update: WeightUpdate) -> PublishReport:
         """Return when every replica that is left serves `update`.
@@ -88,7 +91,7 @@ class Publisher:
         A caller that is cancelled waits all the same: a load that is cut off leaves a replica without good weights.
 
         Raises:
-            EngineError: a replica refused the version, or loaded something else.
+            EngineError: a replica refused the version, loaded something else, or holds other parameters than another.
             ReplicaLostError: no replica is left.
         """
         async with self._turn:
@@ -105,7 +108,8 @@ class Publisher:
             if (update := self._newest) is not None:
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await self._load(replica, update)
+                        loaded = await self._load(replica, update)
+                        self._require_alike([loaded], update)
                 except TimeoutError as error:
                     raise ReplicaLostError(
                         f"{replica.name} did not load version {update.weights.version} (sync.timeout_s) within "
@@ -145,6 +149,7 @@ class Publisher:
 
     async def _publish(self, update: WeightUpdate) -> PublishReport:
         begun = time.monotonic()
+        self._held = None
         self._tools.pause()
         try:
             async with asyncio.TaskGroup() as loads:
@@ -153,6 +158,7 @@ class Publisher:
             self._tools.resume()
         done = [load for task in tasks if (load := task.result()) is not None]
         self._fleet.require_any()
+        self._require_alike(done, update)
         return PublishReport(
             seconds=time.monotonic() - begun,
             pause_seconds=max((load.pause_seconds for load in done), default=0.0),
@@ -185,8 +191,30 @@ class Publisher:
         loaded = await replica.load(update, kv=kv)
         if loaded != update.weights:
             raise EngineError(f"{replica.name} loaded {loaded}, but {update.weights} was published")
+        checksum = await replica.checksum()
         await replica.resume()
-        return _Load(pause_seconds=time.monotonic() - begun, aborted=aborted, frozen=frozen)
+        return _Load(
+            replica=replica.name,
+            checksum=checksum,
+            pause_seconds=time.monotonic() - begun,
+            aborted=aborted,
+            frozen=frozen,
+        )
+
+    def _require_alike(self, loads: Sequence[_Load], update: WeightUpdate) -> None:
+        """Compare the replicas, which all have one configuration, by what they hold of the newest version.
+
+        Raises:
+            EngineError: two of them hold different parameters.
+        """
+        for load in loads:
+            held = self._held = self._held or load
+            if load.checksum != held.checksum:
+                raise EngineError(
+                    f"{load.replica} holds parameters with checksum {load.checksum} of version "
+                    f"{update.weights.version}, but {held.replica} holds {held.checksum}; one of them does not serve "
+                    "what was published"
+                )
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -6,24 +6,28 @@ The trainer writes it once; every engine maps it, loads it and answers with the 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import ModuleDigest, WeightsDigest
 from message_queue.tokens import WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A published version: where its tensors are (Hugging Face names) and what they hash to."""
+    """A published version: where its tensors are (Hugging Face names) and what they hash to.
+
+    modules: digest of each module; see `async_rl.weights.live`. Without any, no engine is asked whether it changed.
+    """
 
     path: Path
     weights: WeightVersion
+    modules: Mapping[str, ModuleDigest] = field(default_factory=dict[str, ModuleDigest])
 
 
 def write_update(directory: Path, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
@@ -42,7 +46,7 @@ def write_update(directory: Path, *, version: int, tensors: Iterable[tuple[str, 
     partial = path.with_suffix(".partial")
     save_file(held, partial)
     partial.replace(path)
-    return WeightUpdate(path=path, weights=WeightVersion(version, digest.hexdigest()))
+    return WeightUpdate(path=path, weights=WeightVersion(version, digest.hexdigest()), modules=digest.modules())
 
 
 def read_update(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

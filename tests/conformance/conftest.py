@@ -18,7 +18,10 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.engine import GenerateRequest
+from async_rl.engines import sglang_server as sglang_server_module
+from async_rl.engines import vllm
 from async_rl.engines.sglang import SglangReplica
+from async_rl.engines.sglang_config import server_environment
 from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
@@ -26,6 +29,8 @@ from message_queue.tokens import TokenOutput, WeightVersion
 from tests import numerics
 from tests.conformance import sglang_support
 from tests.conformance.engines import EngineUnderTest, Exchange
+from tests.conformance.planted import plugin_folder
+from tests.conformance.planted_vllm import EXTENSION
 from tests.conformance.probes import CountingScript, FakeProbe, FakeTruth, SglangProbe, TransformersTruth, VllmProbe
 from tests.fakes import SPEC, FakeEngine
 
@@ -76,7 +81,10 @@ def environment() -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def engine(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
-    replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=models.first)
+    with pytest.MonkeyPatch.context() as patch:
+        args = vllm.engine_args
+        patch.setattr(vllm, "engine_args", lambda *a, **k: args(*a, **k) | {"worker_extension_cls": EXTENSION})
+        replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=models.first)
     yield replica
     await replica.close()
 
@@ -95,9 +103,23 @@ def sglang_models(tmp_path_factory: pytest.TempPathFactory) -> sglang_support.Mo
     return sglang_support.make_models(tmp_path_factory.mktemp("sglang"), sglang_support.qwen3_moe())
 
 
+@pytest.fixture(scope="package")
+def sglang_plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the plugin of `tests.conformance.planted`."""
+    return plugin_folder(tmp_path_factory.mktemp("plugins"))
+
+
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def sglang_server(sglang_models: sglang_support.Models) -> AsyncIterator[SglangReplica]:
-    replica = await SglangReplica.start(sglang_support.config(), name="replica-0", checkpoint=sglang_models.paths[0])
+async def sglang_server(sglang_models: sglang_support.Models, sglang_plugins: Path) -> AsyncIterator[SglangReplica]:
+    def environment(*args: Any, **options: Any) -> dict[str, str]:
+        made = server_environment(*args, **options)
+        return made | {"PYTHONPATH": f"{made['PYTHONPATH']}:{sglang_plugins}"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_server_module, "server_environment", environment)
+        replica = await SglangReplica.start(
+            sglang_support.config(), name="replica-0", checkpoint=sglang_models.paths[0]
+        )
     yield replica
     await replica.close()
 

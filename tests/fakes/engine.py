@@ -160,6 +160,9 @@ class FakeEngine:
         self.loads.append((self.weights.version, kv))
         return self.weights
 
+    async def checksum(self) -> str:
+        return self.weights.digest
+
     async def stats(self) -> ReplicaStats:
         await self._answering()
         return ReplicaStats(in_flight=self.in_flight, tokens_sampled=self.num_tokens, busy_seconds=0.0)

@@ -16,8 +16,8 @@ UPDATE = WeightUpdate(path=Path("weights-1.safetensors"), weights=WeightVersion(
 
 
 class ScriptedReplica:
-    def __init__(self, name="replica-0", *, loads=UPDATE.weights, hangs_at=None, dies_at=None):
-        self.name, self.calls = name, []
+    def __init__(self, name="replica-0", *, loads=UPDATE.weights, hangs_at=None, dies_at=None, holds=None):
+        self.name, self.calls, self.holds = name, [], holds
         self._loads, self._hangs_at, self._dies_at = loads, hangs_at, dies_at
 
     async def _call(self, what):
@@ -45,6 +45,9 @@ class ScriptedReplica:
         await self._call("load")
         self.kv = kv
         return self._loads
+
+    async def checksum(self):
+        return self.holds or self._loads.digest
 
     async def resume(self):
         await self._call("resume")
@@ -181,3 +184,28 @@ async def test_a_publish_that_is_cancelled_waits_no_longer_than_a_publish_may():
     publish.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(publish, 1)
+
+
+async def test_replicas_that_hold_different_parameters_stop_the_publish():
+    good, bad = ScriptedReplica("good", holds="c1"), ScriptedReplica("bad", holds="c2")
+    with pytest.raises(EngineError) as caught:
+        await make_publisher([good, bad]).publish(UPDATE)
+    assert all(text in str(caught.value) for text in ("good", "bad", "version 1", "c1", "c2"))
+
+
+async def test_a_new_replica_that_holds_other_parameters_is_not_brought_up():
+    good, bad = ScriptedReplica("good", holds="c1"), ScriptedReplica("bad", holds="c2")
+    fleet = ReplicaFleet([good])
+    publisher = make_publisher(fleet)
+    await publisher.publish(UPDATE)
+    with pytest.raises(EngineError):
+        await publisher.bring_up(bad, slot=0)
+    assert [member.name for member in fleet.live] == ["good"]
+
+
+async def test_replicas_are_compared_within_one_version_only():
+    replica = ScriptedReplica("good", holds="c1")
+    publisher = make_publisher([replica])
+    await publisher.publish(UPDATE)
+    replica.holds = "c2"
+    await publisher.publish(UPDATE)

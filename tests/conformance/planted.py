@@ -1,0 +1,72 @@
+"""Loads that go wrong although everything was read: planted below the digest of a vLLM worker or an SGLang server.
+
+The server of SGLang loads this file as a plugin, from a folder that `plugin_folder` makes. Its processes have no
+`async_rl` and no `tests`, so nothing of them is imported at module level.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Tensors = Sequence[tuple[str, Any]]
+Planted = Literal["none", "half", "stale", "swapped"]
+PLANTED: tuple[Planted, ...] = get_args(Planted)
+PLUGIN, FAULT = "planted_loads", "fault"
+
+
+class Loads:
+    """What a loader hands to the model in place of what it read."""
+
+    def __init__(self) -> None:
+        self._before: Tensors = ()
+
+    def spoiled(self, fault: str, tensors: Tensors) -> Tensors:
+        """What the model is given. stale: the tensors of the load before. swapped: two layers trade a projection."""
+        before, self._before = self._before, [(name, tensor.clone()) for name, tensor in tensors]
+        match fault:
+            case "none":
+                return []
+            case "half":
+                return tensors[: len(tensors) // 2]
+            case "stale":
+                self._before = before
+                return before
+            case "swapped":
+                first, second = (f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 2))
+                names = {first: second, second: first}
+                return [(names.get(name, name), tensor) for name, tensor in tensors]
+            case _:
+                return tensors
+
+
+LOADS = Loads()
+
+
+def plugin_folder(parent: Path) -> Path:
+    """A folder for PYTHONPATH in which SGLang finds this file as a plugin; its file `fault` says what goes wrong."""
+    folder = parent / PLUGIN
+    info = folder / f"{PLUGIN}-1.0.dist-info"
+    info.mkdir(parents=True)
+    shutil.copy(__file__, folder / f"{PLUGIN}.py")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = {PLUGIN}:register\n")
+    (folder / FAULT).write_text("")
+    return folder
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes."""
+    import importlib
+
+    registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
+    target = "sglang.srt.models.qwen3_moe.Qwen3MoeForCausalLM.load_weights"
+    registry.HookRegistry.register(target, load_spoiled, registry.HookType["AROUND"])
+
+
+def load_spoiled(load: Callable[..., Any], model: Any, weights: Iterator[tuple[str, Any]], *args: Any) -> Any:
+    """Around the model's load_weights, which is below the digest: all of `weights` is read."""
+    fault = (Path(__file__).parent / FAULT).read_text()
+    return load(model, iter(LOADS.spoiled(fault, list(weights))), *args)

@@ -1,0 +1,128 @@
+"""Checksums of live parameters, and what a load must have changed."""
+
+import pytest
+import torch
+
+from async_rl.weights.digest import WHOLE_MODEL, WeightsDigest, module_of
+from async_rl.weights.live import LiveWeights, checksum
+
+NAMES = (
+    "model.embed_tokens.weight",
+    *(f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj.weight", "input_layernorm.weight")),
+)
+
+
+def tensors(*, version, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(8, generator=generator).to(dtype) for name in NAMES}
+
+
+def published(given):
+    digest = WeightsDigest()
+    for name, tensor in given.items():
+        digest.update(name, tensor)
+    return digest.modules()
+
+
+def live(*ranks):
+    return [{name: checksum(tensor) for name, tensor in rank.items()} for rank in ranks]
+
+
+def holding(given, **options):
+    return LiveWeights(**{"dtype": "float32", "published": published(given), "ranks": live(given)} | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("model.layers.3.mlp.experts.5.up_proj.weight", "model.layers.3.mlp"),
+        ("model.layers.13.mlp.experts.routed_experts.w13_weight", "model.layers.13.mlp"),
+        ("model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm"),
+        ("model.norm.weight", "model.norm.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("layers.2.attention.wq.weight", "layers.2.attention"),
+    ],
+)
+def test_module_of_gives_engine_and_checkpoint_names_one_module(name, module):
+    assert module_of(name) == module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [3, 256, 5000, 70_001])
+def test_checksum_sees_every_bit_and_every_exchange(dtype, size):
+    given = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    same = checksum(given)
+    assert checksum(given.clone()) == same == checksum(torch.cat([given[:1], given])[1:])
+    last = given.clone()
+    last[-1] = -last[-1]
+    exchanged = given.clone()
+    exchanged[[0, size // 2]] = given[[size // 2, 0]]
+    ends = given.clone()
+    ends[[0, size - 1]] = given[[size - 1, 0]]
+    assert len({same, checksum(last), checksum(exchanged), checksum(ends), checksum(given.reshape(1, -1))}) == 5
+
+
+def test_checksum_sees_columns_and_rows_that_trade_places():
+    given = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    others = [given.flip(0), given.flip(1), given.roll(1, 0), given.roll(1, 1), given[torch.randperm(64)]]
+    assert len({checksum(t.contiguous()) for t in (given, *others)}) == 6
+
+
+def test_live_weights_accept_a_load_that_changed_what_was_published():
+    held = holding(tensors(version=0))
+    before = held.checksum
+    assert held.replace(published(tensors(version=1)), live(tensors(version=1))) == []
+    assert held.checksum != before
+    assert held.replace(published(tensors(version=0)), live(tensors(version=0))) == []
+    assert held.checksum == before
+
+
+def test_live_weights_find_a_load_that_changed_nothing():
+    held = holding(tensors(version=0))
+    found = held.replace(published(tensors(version=1)), live(tensors(version=0)))
+    assert set(found) == {WHOLE_MODEL, *map(module_of, NAMES)}
+
+
+def test_live_weights_find_the_modules_that_a_load_left_out():
+    held, given = holding(tensors(version=0)), tensors(version=1)
+    half = tensors(version=0) | {name: given[name] for name in NAMES[: len(NAMES) // 2]}
+    found = held.replace(published(given), live(half))
+    assert set(found) == {f"model.layers.{part}" for part in ("0.input_layernorm", "1.self_attn", "1.input_layernorm")}
+
+
+def test_live_weights_find_a_version_that_was_loaded_again():
+    held = holding(tensors(version=0))
+    assert held.replace(published(tensors(version=1)), live(tensors(version=1))) == []
+    assert WHOLE_MODEL in held.replace(published(tensors(version=2)), live(tensors(version=1)))
+
+
+def test_live_weights_accept_the_version_before_after_a_refused_load():
+    held = holding(tensors(version=0))
+    assert held.replace(published(tensors(version=1)), live(tensors(version=0)))
+    assert held.replace(published(tensors(version=0)), live(tensors(version=0))) == []
+    assert held.replace(published(tensors(version=1)), live(tensors(version=1))) == []
+
+
+def test_live_weights_accept_frozen_tensors_and_an_update_of_nothing():
+    held, frozen = holding(tensors(version=0)), tensors(version=0) | {NAMES[1]: torch.zeros(8)}
+    assert held.replace(published(frozen), live(frozen)) == []
+    assert held.replace(published(frozen), live(frozen)) == []
+
+
+def test_live_weights_accept_a_change_on_one_rank_alone():
+    first, second = tensors(version=0), tensors(version=1)
+    held = holding(first, ranks=live(first, second))
+    assert held.replace(published(second), live(second, second)) == []
+
+
+def test_live_weights_distinguish_ranks_that_trade_places():
+    first, second = tensors(version=0), tensors(version=1)
+    one, other = (holding(first, ranks=live(*ranks)) for ranks in ((first, second), (second, first)))
+    assert one.checksum != other.checksum
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_live_weights_are_not_held_to_changes_that_rounding_may_hide(dtype, refused):
+    held = holding(tensors(version=0, dtype=dtype), dtype="bfloat16")
+    found = held.replace(published(tensors(version=1, dtype=dtype)), live(tensors(version=0, dtype=dtype)))
+    assert bool(found) == refused
