@@ -80,7 +80,8 @@ class Replica(Protocol):
 
         Raises:
             EngineError: not paused, something in flight, an incomplete update, a digest that is not the published one,
-                or parameters that did not change though they were published with other values. After a failed load the replica serves nothing until a load succeeds.
+                or parameters that did not change though they were published with other values. After a failed load the
+                replica serves nothing until a load succeeds.
         """
         ...
 

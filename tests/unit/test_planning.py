@@ -101,10 +101,11 @@ def test_a_rank_is_sent_the_tokens_that_it_reads_and_predicts_and_finds_them(len
 @given(LENGTHS, PARTS, st.booleans(), st.integers(1, 3))
 def test_a_rank_is_sent_the_support_of_the_tokens_it_holds(lengths, parts, packing, updates):
     batch = numbered(lengths)
+    batch["mini_batch"] = batch["group"] % updates
     add_random_support(batch, vocab=batch["token_ids"].numel())
     sets = [[ids.tolist() for ids in sets_of(support)] for support in batch["support"]]
     planner, _ = planner_of(*parts, packing=packing, updates_per_batch=updates)
-    for update in (update for share in planner.policy(batch) for update in share.updates):
+    for update in (update for share in planner.policy(batch) for update in share.updates if update is not None):
         assert len(update.support) == len(update.per_token)
         places = [divmod(token, max(lengths)) for token in update.per_token["token_ids"].tolist()]
         assert [ids.tolist() for ids in sets_of(update.support)] == [sets[i][position] for i, position in places]
