@@ -10,6 +10,7 @@ from async_rl.engines.select import check_engine, own_variables
 from async_rl.engines.serving import known_device
 from async_rl.engines.vllm_config import VllmConfig
 from async_rl.model_info import CheckpointError, read_model_info
+from async_rl.train.families import read_shape
 from async_rl.train.model import rank_environment
 
 if TYPE_CHECKING:
@@ -175,3 +176,7 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
         )
     except ValueError as error:
         yield str(error)
+    try:
+        read_shape(config.model.checkpoint)
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"

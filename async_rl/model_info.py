@@ -16,13 +16,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """family: `model_type` of the checkpoint. routing: None for a dense model."""
+    """family: `model_type` of the checkpoint. routing: None for a dense model. tied: the head is the embedding."""
 
     family: str
     vocab_size: int
     num_layers: int
     context_length: int
     routing: RoutingSpec | None
+    tied: bool = False
 
 
 def read_model_info(checkpoint: Path) -> ModelInfo:
@@ -42,6 +43,7 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
             num_layers=config["num_hidden_layers"],
             context_length=config["max_position_embeddings"],
             routing=_routing(config),
+            tied=bool(config.get("tie_word_embeddings", False)),
         )
     except (json.JSONDecodeError, KeyError) as error:
         raise CheckpointError(f"{path} is not a usable model config: {error!r}") from error

@@ -23,11 +23,12 @@ class ServingConfig:
     enforce_eager: no CUDA graphs.
     threads: OpenMP threads of one engine process.
     load_timeout_s, generate_timeout_s, start_timeout_s: bounds on one weight load, one decode, one start.
-    extra_args: further arguments of the engine itself.
+    extra_args: further arguments of the engine itself, of those in ACCEPTED_ARGS.
     """
 
     ENGINE: ClassVar[str]
-    RESERVED_ARGS: ClassVar[frozenset[str]]
+    ACCEPTED_ARGS: ClassVar[frozenset[str]]
+    TIED_FAMILIES: ClassVar[tuple[str, ...]]
 
     name: str
     replicas: int = 1
@@ -65,9 +66,11 @@ class ServingConfig:
             raise ValueError(
                 f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, in (0, 1]"
             )
-        if taken := sorted(self.RESERVED_ARGS & set(self.extra_args)):
+        if refused := sorted(set(self.extra_args) - self.ACCEPTED_ARGS):
             raise ValueError(
-                f"engine.extra_args sets {', '.join(taken)}, which the replica sets itself; use the fields of engine"
+                f"engine.extra_args sets {', '.join(refused)}: the replica sets it itself, or it may change the "
+                "weights or the distribution of a token, which the trainer could not reproduce; leave it out, or use "
+                f"the field of engine for it. Accepted are {', '.join(sorted(self.ACCEPTED_ARGS))}"
             )
 
 
@@ -83,6 +86,12 @@ def read_served(config: ServingConfig, checkpoint: Path, *, capture_routing: boo
         raise ValueError(
             f"routing capture is on, but {checkpoint} ({info.family}) is dense and routes nothing; "
             "use trainer.router_replay=none"
+        )
+    if info.tied and info.family not in config.TIED_FAMILIES:
+        raise ValueError(
+            f"engine.name is {config.name!r}, and {checkpoint} ({info.family}) has tie_word_embeddings=true, which "
+            f"this engine knows in {', '.join(config.TIED_FAMILIES)} only: it would look for an lm_head of its own; "
+            "use another engine, or save the checkpoint with an lm_head and tie_word_embeddings=false"
         )
     if config.max_model_len > info.context_length:
         raise ValueError(

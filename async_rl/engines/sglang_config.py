@@ -25,15 +25,24 @@ CPU_BROKEN = {
     "deepseek_v3": "latent attention has no CPU version",
 }
 FORCED_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")  # proven against transformers
-RESERVED_ARGS = frozenset(
+TIED_FAMILIES = ("qwen2", "qwen3", "llama")  # where SGLang reads tie_word_embeddings
+ACCEPTED_ARGS = frozenset(  # neither weights nor the distribution of a token depend on them
     {
-        *("model_path", "host", "port", "dtype", "device", "context_length", "max_running_requests", "random_seed"),
-        *("chunked_prefill_size", "max_prefill_tokens", "max_total_tokens", "mem_fraction_static", "tp_size"),
-        *("dp_size", "pp_size", "enable_dp_attention", "enable_mixed_chunk", "speculative_algorithm"),
-        *("skip_tokenizer_init", "enable_return_routed_experts", "disable_overlap_schedule", "weight_version"),
-        *("skip_server_warmup", "disable_cuda_graph", "attention_backend", "sampling_backend", "watchdog_timeout"),
-        *("served_model_name", "sampling_defaults", "api_key", "admin_api_key", "tokenizer_worker_num"),
-        "sampling_mask_max_tokens",
+        *("trust_remote_code", "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints"),
+        *("weight_loader_prefetch_num_threads", "weight_loader_drop_cache_after_load"),
+        *("page_size", "disable_radix_cache", "radix_eviction_policy", "cpu_offload_gb"),
+        *("schedule_policy", "schedule_conservativeness", "max_queued_requests", "prefill_max_requests"),
+        *("scheduler_recv_interval", "retraction_policy"),
+        *("ep_size", "moe_a2a_backend", "deepep_mode", "dist_timeout", "enable_nccl_nvls", "enable_symm_mem"),
+        *("disable_custom_all_reduce", "enable_mscclpp", "numa_node", "base_gpu_id", "gpu_id_step"),
+        *("decode_attention_backend", "prefill_attention_backend", "moe_runner_backend", "bf16_gemm_backend"),
+        *("triton_attention_num_kv_splits", "triton_attention_reduce_in_fp32", "disable_flashinfer_autotune"),
+        *("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "disable_cuda_graph_padding", "enable_cudagraph_gc"),
+        *("enable_deterministic_inference", "enable_fp32_lm_head"),
+        *("log_level", "log_level_http", "log_requests", "log_requests_level", "log_requests_format"),
+        *("log_requests_target", "show_time_cost", "decode_log_interval", "enable_request_time_stats_logging"),
+        *("enable_metrics", "enable_mfu_metrics", "enable_trace", "otlp_traces_endpoint", "crash_dump_folder"),
+        *("enable_layerwise_nvtx_marker", "soft_watchdog_timeout", "gc_threshold"),
     }
 )
 OWN_VARIABLES = frozenset(
@@ -53,11 +62,12 @@ class SglangConfig(ServingConfig):
     python: interpreter of the virtualenv that holds SGLang; None is `.venv-sglang`, which `make setup-sglang` makes.
     max_num_seqs: most requests of one engine step. max_num_batched_tokens: most tokens of one prefill step.
     kv_cache_tokens: K/V slots; None is 8 times max_model_len on the CPU, and what fits on a GPU.
-    extra_args: further server arguments of SGLang, by their Python names.
+    extra_args: further server arguments of SGLang, by their Python names, of those in ACCEPTED_ARGS.
     """
 
     ENGINE: ClassVar[str] = "sglang"
-    RESERVED_ARGS: ClassVar[frozenset[str]] = RESERVED_ARGS
+    ACCEPTED_ARGS: ClassVar[frozenset[str]] = ACCEPTED_ARGS
+    TIED_FAMILIES: ClassVar[tuple[str, ...]] = TIED_FAMILIES
 
     name: Literal["sglang"] = "sglang"
     python: Path | None = None

@@ -18,12 +18,20 @@ CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
 FORCED_FAMILIES = (  # proven against transformers
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
 )
-RESERVED_ARGS = frozenset(
+TIED_FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # where vLLM reads tie_word_embeddings
+ACCEPTED_ARGS = frozenset(  # neither weights nor the distribution of a token depend on them
     {
-        *("model", "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
-        *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size"),
-        *("enforce_eager", "worker_cls", "worker_extension_cls", "logprobs_mode", "enable_return_routed_experts"),
-        *("skip_tokenizer_init", "generation_config", "distributed_executor_backend", "return_sampling_mask"),
+        *("trust_remote_code", "safetensors_load_strategy", "safetensors_prefetch_num_threads"),
+        *("enable_prefix_caching", "prefix_caching_hash_algo", "num_gpu_blocks_override", "cpu_offload_gb"),
+        *("max_num_scheduled_tokens", "long_prefill_token_threshold", "enable_chunked_prefill", "scheduling_policy"),
+        *("scheduler_reserve_full_isl", "prefill_schedule_interval", "async_scheduling", "watermark"),
+        *("enable_expert_parallel", "all2all_backend", "disable_custom_all_reduce", "distributed_timeout_seconds"),
+        *("numa_bind", "numa_bind_nodes", "numa_bind_cpus", "max_parallel_loading_workers"),
+        *("attention_backend", "moe_backend", "disable_cascade_attn", "enable_flashinfer_autotune"),
+        *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"),
+        *("enable_log_requests", "log_level", "show_hidden_metrics_for_version", "kv_cache_metrics"),
+        *("cudagraph_metrics", "otlp_traces_endpoint", "collect_detailed_traces", "enable_layerwise_nvtx_tracing"),
+        *("enable_mfu_metrics", "enable_logging_iteration_details", "profiler_config", "shutdown_timeout"),
     }
 )
 CPU_VARIABLES = {
@@ -44,11 +52,12 @@ class VllmConfig(ServingConfig):
     max_num_seqs, max_num_batched_tokens: most requests and most tokens of one engine step.
     kv_cache_bytes: K/V memory on the CPU.
     block_size: tokens per K/V block; None is 32, and for multi-head latent attention what vLLM's kernel wants.
-    extra_args: further fields of vLLM's AsyncEngineArgs.
+    extra_args: further fields of vLLM's AsyncEngineArgs, of those in ACCEPTED_ARGS.
     """
 
     ENGINE: ClassVar[str] = "vllm"
-    RESERVED_ARGS: ClassVar[frozenset[str]] = RESERVED_ARGS
+    ACCEPTED_ARGS: ClassVar[frozenset[str]] = ACCEPTED_ARGS
+    TIED_FAMILIES: ClassVar[tuple[str, ...]] = TIED_FAMILIES
 
     name: Literal["vllm"] = "vllm"
     kv_cache_bytes: int = 64 << 20
@@ -178,6 +187,9 @@ def engine_args(
     """Arguments of vLLM's AsyncEngineArgs.
 
     capture_support: whether requests may sample from a part of the vocabulary.
+
+    Raises:
+        ValueError: engine.extra_args undoes a repair that the device needs.
     """
     args: dict[str, Any] = {
         "model": str(model.checkpoint),
@@ -204,6 +216,11 @@ def engine_args(
             args["block_size"] = config.block_size
     else:
         args |= cpu_args(config, model)
+    if taken := sorted(args.keys() & config.extra_args.keys()):
+        raise ValueError(
+            f"engine.extra_args sets {', '.join(taken)}, which {model.info.family} on this device needs as "
+            f"{args[taken[0]]!r}; leave it out"
+        )
     return {**args, **config.extra_args}
 
 

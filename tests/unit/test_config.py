@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import CONFIGS, RECIPES, ROOT, ConfigError, load_config, recipe_overrides
+from tests import tiny_models
 
 TOP_LEVEL = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
 GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
@@ -14,15 +15,13 @@ GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
 
 @pytest.fixture
 def dense_checkpoint(tmp_path):
-    config = {"model_type": "qwen3", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    tiny_models.qwen3_dense_config(max_position_embeddings=4096).save_pretrained(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def moe_checkpoint(tmp_path):
-    config = {"model_type": "qwen3_moe", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 8, "num_experts_per_tok": 2}))
+    tiny_models.qwen3_moe_config(max_position_embeddings=4096, dense_layers=()).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -295,3 +294,17 @@ def test_a_recipe_that_is_none_is_refused_with_its_path(tmp_path, content):
 def test_routing_replay_of_a_dense_model_is_refused(dense_checkpoint):
     with pytest.raises(ConfigError, match=r"trainer\.router_replay is R3.*dense.*trainer\.router_replay=none"):
         load_config(["model=hugging_face", f"model.checkpoint={dense_checkpoint}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "granitemoe"}, r"model\.checkpoint: .*model_type 'granitemoe'"),
+        ({"hidden_act": "gelu"}, r"model\.checkpoint: .*hidden_act='gelu'"),
+    ],
+)
+def test_a_model_that_the_trainer_does_not_build_is_refused(moe_checkpoint, changes, message):
+    path = moe_checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        load_config(["model=hugging_face", f"model.checkpoint={moe_checkpoint}"])

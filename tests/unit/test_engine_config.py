@@ -65,6 +65,39 @@ def test_extra_args_cannot_undo_what_the_replica_sets():
         VllmConfig(extra_args={"enforce_eager": False, "logprobs_mode": "raw_logprobs"})
 
 
+CHANGING = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    "spec_method": "ngram",
+    "quantization": "fp8",
+    "hf_overrides": {"rope_theta": 1e4},
+    "logits_processors": ["module:Processor"],
+    "override_generation_config": {"top_k": 4},
+    "generation_config": "auto",
+    "enable_lora": True,
+    "kv_cache_dtype": "fp8",
+    "load_format": "dummy",
+    "model_impl": "transformers",
+    "watermark_config": {},
+    "an_option_of_tomorrow": 1,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_extra_args_that_may_change_weights_or_distribution_are_refused(name: str):
+    with pytest.raises(ValueError, match=rf"engine\.extra_args sets {name}\b"):
+        VllmConfig(extra_args={name: CHANGING[name]})
+    assert VllmConfig(extra_args={"max_num_scheduled_tokens": 64}).extra_args
+
+
+def test_extra_args_cannot_undo_a_repair_of_latent_attention(tmp_path: Path):
+    config = VllmConfig(device="cpu", extra_args={"compilation_config": {"custom_ops": ["all"]}})
+    model = check_engine(config, checkpoint=checkpoint(tmp_path, DEEPSEEK), capture_routing=True)
+    with pytest.raises(ValueError, match=r"engine\.extra_args sets compilation_config, which deepseek_v3"):
+        engine_args(config, model, capture_routing=True)
+    model = check_engine(config, checkpoint=checkpoint(tmp_path, QWEN), capture_routing=True)
+    assert engine_args(config, model, capture_routing=True)["compilation_config"] == {"custom_ops": ["all"]}
+
+
 def test_capture_under_a_compiled_graph_is_refused_on_the_cpu(tmp_path: Path):
     config = VllmConfig(device="cpu", enforce_eager=False)
     with pytest.raises(ValueError, match=r"engine.enforce_eager is false with routing capture on"):
@@ -105,6 +138,15 @@ def test_forced_routing_is_built_for_the_families_that_are_proven(tmp_path: Path
     path = checkpoint(tmp_path, fields)
     model = check_engine(VllmConfig(device="cpu"), checkpoint=path, capture_routing=True, force_routing=True)
     assert model.unforcible is None
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "olmoe", "deepseek_v3"])
+def test_tied_weights_that_vllm_would_not_tie_are_refused(tmp_path: Path, family: str):
+    path = checkpoint(tmp_path, {**QWEN, "model_type": family, "tie_word_embeddings": True})
+    with pytest.raises(ValueError, match=rf"\({family}\) has tie_word_embeddings=true.*tie_word_embeddings=false"):
+        check_engine(VllmConfig(device="cpu"), checkpoint=path, capture_routing=True)
+    checkpoint(tmp_path, {**QWEN, "tie_word_embeddings": True})
+    assert check_engine(VllmConfig(device="cpu"), checkpoint=path, capture_routing=True).info.tied
 
 
 def test_a_context_beyond_the_model_is_refused(tmp_path: Path):

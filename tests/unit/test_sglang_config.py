@@ -61,10 +61,19 @@ def test_a_wrong_value_is_refused_by_field_and_value(field: str, value: Any):
         SglangConfig(**{field: value})
 
 
-@pytest.mark.parametrize("name", ["disable_overlap_schedule", "dp_size", "weight_version", "speculative_algorithm"])
-def test_extra_args_cannot_undo_what_the_replica_sets(name: str):
-    with pytest.raises(ValueError, match=rf"engine.extra_args sets {name}, which the replica sets itself"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("disable_overlap_schedule", "dp_size", "weight_version", "sampling_defaults"),
+        *("speculative_algorithm", "speculative_num_steps", "quantization", "json_model_override_args", "load_format"),
+        *("enable_custom_logit_processor", "preferred_sampling_params", "enable_lora", "kv_cache_dtype"),
+        *("enable_watermark", "custom_weight_loader", "model_impl", "an_option_of_tomorrow"),
+    ],
+)
+def test_extra_args_that_may_change_weights_or_distribution_are_refused(name: str):
+    with pytest.raises(ValueError, match=rf"engine\.extra_args sets {name}\b"):
         SglangConfig(extra_args={name: 2})
+    assert SglangConfig(extra_args={"page_size": 1}).extra_args
 
 
 def test_capture_of_a_dense_model_is_refused(tmp_path: Path):
@@ -72,6 +81,16 @@ def test_capture_of_a_dense_model_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"\(qwen3\) is dense and routes nothing; use trainer.router_replay=none"):
         check_engine(config, checkpoint=checkpoint(tmp_path, DENSE), capture_routing=True)
     check_engine(config, checkpoint=tmp_path, capture_routing=False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_tied_weights_that_sglang_would_not_tie_are_refused(tmp_path: Path, family: str):
+    config = SglangConfig(device="cpu")
+    path = checkpoint(tmp_path, {**QWEN, "model_type": family, "tie_word_embeddings": True})
+    with pytest.raises(ValueError, match=rf"\({family}\) has tie_word_embeddings=true.*tie_word_embeddings=false"):
+        check_engine(config, checkpoint=path, capture_routing=True)
+    checkpoint(tmp_path, {**DENSE, "tie_word_embeddings": True})
+    assert check_engine(config, checkpoint=path, capture_routing=False).info.tied
 
 
 def test_a_context_beyond_the_model_is_refused(tmp_path: Path):
