@@ -25,6 +25,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+_PRIVATE = "\U000f0000-\U000ffffd"  # a range of characters for private use
 _EXPRESSION = re.compile(r"\{[{%].*?[}%]\}", re.DOTALL)
 _SOUGHT = re.compile(  # a literal that is an argument of a method that searches, or stands before `in`
     r"\b(?:split|rsplit|partition|rpartition|replace|startswith|endswith|find|rfind|index|rindex|count|removeprefix"
@@ -61,8 +62,9 @@ class ControlTokens:
         texts = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
         stand_ins = {text: _secret() for text in texts}
         self._swapped = stand_ins | {stand_in: text for text, stand_in in stand_ins.items()}
-        longest_first = sorted(self._swapped, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        any_of = "|".join(map(re.escape, sorted(self._swapped, key=len, reverse=True))) or "(?!)"
+        starts = "".join(sorted({re.escape(text[0]) for text in texts}))
+        self._pattern = re.compile(f"(?=[{starts}{_PRIVATE}])(?:{any_of})")  # most characters are passed over at once
         self._tokenizer = tokenizer
         self._copy = None
         self._texts = frozenset(texts)
