@@ -149,14 +149,15 @@ async def test_a_family_agrees_free_forced_and_over_an_update_in_flight(
         await replica.close()
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize(("kv", "tied"), [("keep", False), ("recompute", True)])
 async def test_a_dense_model_is_updated_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: Literal["keep", "recompute"]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: Literal["keep", "recompute"], tied: bool
 ):
     from tests.tiny_models import qwen3_dense_config, save_checkpoint, spread_model
 
-    paths = [save_checkpoint(qwen3_dense_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    old, new = (spread_model(qwen3_dense_config(), seed=seed) for seed in (0, 1))
+    model = qwen3_dense_config(tie_word_embeddings=tied)
+    paths = [save_checkpoint(model, tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    old, new = (spread_model(model, seed=seed) for seed in (0, 1))
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
