@@ -13,23 +13,26 @@ from message_queue.trajectory import PromptGroup
 
 GroupAdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-_EPSILON = 1e-4  # keeps a nearly constant group from exploding
+_EPSILON = 1e-6  # of GRPO, as in verl
+_VARIANCE_EPSILON = 1e-8  # of REINFORCE++, as in verl and OpenRLHF
 _SPREAD = 1e-6  # rewards closer than this are the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
-    """How rewards become advantages. mean and std are over the prompt group, batch mean and std over all trajectories.
+    """How rewards become advantages. mean and std are over the trajectories of the prompt group; token mean and token
+    variance are over the sampled tokens of the batch, each of which has the value of its trajectory.
 
-    grpo                          (r - mean) / (std + 1e-4). DeepSeekMath, arXiv 2402.03300.
+    grpo                          (r - mean) / (std + 1e-6). DeepSeekMath, arXiv 2402.03300, which has no 1e-6.
     dr_grpo                       r - mean. Liu et al. 2025, arXiv 2503.20783.
     rloo                          r - mean of the others of the group. Ahmadian et al. 2024, arXiv 2402.14740.
-    reinforce_plus_plus           (r - batch mean) / (batch std + 1e-4); a group may be a single trajectory.
-                                  Hu et al. 2025, "REINFORCE++", arXiv 2501.03262 (its KL in the reward is
-                                  loss.kl_coefficient here).
-    reinforce_plus_plus_baseline  (r - mean) / (batch std of r - mean, + 1e-4). The same, with a group baseline.
+    reinforce_plus_plus           (r - token mean of r) / sqrt(token variance of r + 1e-8); a group may be a single
+                                  trajectory. Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, as in verl (its KL in the
+                                  reward is loss.kl_coefficient here, which is outside the normalisation).
+    reinforce_plus_plus_baseline  the same of r - mean in place of r.
 
-    Every std is the sample one, n - 1 in the denominator.
+    Every std and variance is the sample one, n - 1 in the denominator. The batch is all that one `take` of the queue
+    gives, before it is split into mini-batches; rollouts that failed are not in it.
     """
 
     name: AdvantageName = "grpo"
@@ -41,9 +44,9 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """values: float32 [S]. informative: bool [S], False where the rewards compared with are all the same.
+    """values: float32 [S]. informative: bool [S], False if the rewards compared with are all the same.
 
-    Trajectories that are not informative have nothing to teach and are left out of the forward pass.
+    Trajectories that are not informative have no policy gradient.
     S counts the trajectories of all groups in order.
     """
 
@@ -64,11 +67,13 @@ def compute_advantages(groups: Sequence[PromptGroup], config: AdvantageConfig) -
         ValueError: a trajectory has no reward yet.
     """
     rewards = [_rewards(group) for group in groups]
+    tokens = np.array([t.num_sampled for group in groups for t in group.trajectories], np.int64)
     match config.name:
         case "reinforce_plus_plus":
-            return _over_batch(rewards)
+            return _over_tokens(np.concatenate([*rewards, np.zeros(0)]), tokens)
         case "reinforce_plus_plus_baseline":
-            return _over_batch_with_baseline(rewards)
+            centred = [r - r.mean() if _has_spread(r) else np.zeros(len(r)) for r in rewards]
+            return _over_tokens(np.concatenate([*centred, np.zeros(0)]), tokens)
         case name:
             return _join([group_advantages(r, name) for r in rewards])
 
@@ -88,21 +93,18 @@ def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> 
     return centred.astype(np.float32), True
 
 
-def _over_batch(rewards: Sequence[NDArray[np.float64]]) -> Advantages:
-    """(r - batch mean) / batch std; all are informative where any two differ."""
-    batch = np.concatenate(rewards) if rewards else np.zeros(0)
-    if not _has_spread(batch):
-        return Advantages(values=np.zeros(len(batch), np.float32), informative=np.zeros(len(batch), np.bool_))
-    values = (batch - batch.mean()) / (batch.std(ddof=1) + _EPSILON)
-    return Advantages(values=values.astype(np.float32), informative=np.ones(len(batch), np.bool_))
+def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> Advantages:
+    """Values [S] of trajectories, whitened over their sampled tokens [S]; all are informative if any two differ.
 
-
-def _over_batch_with_baseline(rewards: Sequence[NDArray[np.float64]]) -> Advantages:
-    """(r - group mean) / its batch std; its batch mean is zero."""
-    centred = [r - r.mean() if _has_spread(r) else np.zeros(len(r)) for r in rewards]
-    batch = np.concatenate(centred) if centred else np.zeros(0)
-    scale = batch.std(ddof=1) + _EPSILON if len(batch) > 1 else 1.0
-    return _join([((c / scale).astype(np.float32), _has_spread(r)) for c, r in zip(centred, rewards, strict=True)])
+    Values 1 and 0 of trajectories with 3 and 1 tokens: the token mean is 0.75, the token variance 0.25.
+    """
+    total = int(tokens.sum())
+    if total < 2 or not _has_spread(values[tokens > 0]):
+        return Advantages(values=np.zeros(len(values), np.float32), informative=np.zeros(len(values), np.bool_))
+    centred = values - (tokens @ values) / total
+    variance = (tokens @ centred**2) / (total - 1)
+    whitened = centred / np.sqrt(variance + _VARIANCE_EPSILON)
+    return Advantages(values=whitened.astype(np.float32), informative=np.ones(len(values), np.bool_))
 
 
 def _join(groups: Sequence[tuple[NDArray[np.float32], bool]]) -> Advantages:

@@ -11,8 +11,8 @@ Keys of an RL batch of S sequences, the longest of T tokens:
                                                with weights that are young enough
     behaviour_logprobs   float32 [S, T]        0 outside the loss mask
     advantages           float32 [S]           of the trajectory
-    informative          bool    [S]           of the trajectory; False, also where all of the sequence is too old: left
-                                               out of the forward pass
+    informative          bool    [S]           of the trajectory; False, also if all of the sequence is too old: without
+                                               gradient, but for KL and entropy
     lag                  int32   [S, T]        staleness in optimizer steps, at the mini-batch that trains it; -1
                                                outside the loss mask
     pure_lag0            bool    [S, T]        sampled by the current weights over nothing but what they compute here

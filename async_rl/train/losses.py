@@ -39,6 +39,7 @@ __all__ = [
     "TokenLogprobs",
     "Trajectories",
     "kl_estimate",
+    "kl_term",
     "policy_loss",
     "surrogate",
     "token_weights",
@@ -49,6 +50,9 @@ TrajectoryLossName = Literal["gspo", "sequence_tis", "sequence_mis", "sequence_m
 LossName = Literal[TokenLossName, TrajectoryLossName]
 Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length"]
 KLEstimator = Literal["k1", "k2", "k3"]
+Count = Literal["all", "informative"]
+
+_LARGEST_KL_RATIO = 20.0  # nat; as in verl
 
 _CLIP = ("clip_low", "clip_high")
 _TRUST_REGION = (*_CLIP, "dual_clip")
@@ -60,7 +64,7 @@ OBJECTIVE_FIELDS: Mapping[LossName, tuple[str, ...]] = {
     "dis": _CLIP,
     "cispo": _CLIP,
     "m2po": ("max_second_moment",),
-    "gspo": _TRUST_REGION,
+    "gspo": (*_TRUST_REGION, "behaviour_weight_cap"),
     "sequence_tis": ("behaviour_weight_cap",),
     "sequence_mis": ("behaviour_weight_cap",),
     "sequence_mask": (*_TRUST_REGION, "max_sequence_drift"),
@@ -75,13 +79,17 @@ class LossConfig:
     name: the objective; its equation and source are at `surrogate` or `trajectory_surrogate`.
     clip_low, clip_high: ratios are clipped (dis: dropped) outside [1 - clip_low, 1 + clip_high].
     dual_clip: bound on the ratio of tokens with negative advantage where PPO has none; None for none.
-    behaviour_weight_cap: bound on the ratio to the behaviour policy (decoupled_ppo, tis, sequence_tis, sequence_mis).
+    behaviour_weight_cap: bound on the ratio to the behaviour policy (decoupled_ppo, tis, gspo, sequence_tis,
+        sequence_mis), and on the importance weight of the KL term of every objective.
     mask_low, mask_high: icepop drops tokens whose proximal / behaviour lies outside.
     max_sequence_drift: nat per token by which a trajectory with negative advantage may have become less likely before
         sequence_mask drops it.
     max_second_moment: of the log ratios that m2po keeps, nat^2.
     aggregation: mean over all tokens of the batch, over trajectories of the mean of each, or over prompt groups of the
-        mean of each; `fixed_length` sums the tokens and divides by trajectories x fixed_length.
+        mean of each; `fixed_length` sums the tokens and divides by trajectories x fixed_length. See `token_weights`.
+    count: which outputs these means count. `all`: those of the mini-batch, also of groups whose rewards are all the
+        same, as published. `informative`: these groups are left out of the loss, as if they had not been sampled.
+    kl_coefficient, kl_estimator: see `kl_term`.
     temperature: that the engine sampled with; logprobs are of the logits divided by it.
     """
 
@@ -96,6 +104,7 @@ class LossConfig:
     max_second_moment: float = 0.04
     aggregation: Aggregation = "token_mean"
     fixed_length: int | None = None
+    count: Count = "all"
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
@@ -105,6 +114,7 @@ class LossConfig:
         for name, allowed in (
             ("name", LossName),
             ("aggregation", Aggregation),
+            ("count", Count),
             ("kl_estimator", KLEstimator),
         ):
             if getattr(self, name) not in get_args(allowed):
@@ -136,6 +146,8 @@ class LossConfig:
         """Refuse a value that would change nothing."""
         for field in fields(self):
             value, names = getattr(self, field.name), [n for n, used in OBJECTIVE_FIELDS.items() if field.name in used]
+            if field.name == "behaviour_weight_cap" and self.kl_coefficient > 0:
+                continue
             if names and self.name not in names and value != field.default:
                 raise ValueError(
                     f"loss.{field.name} is {value}, which loss.name={self.name} does not use; leave it at "
@@ -149,8 +161,8 @@ class LossConfig:
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether tokens with zero advantage have a gradient."""
-        return self.kl_coefficient > 0 or self.entropy_coefficient > 0
+        """Whether tokens of groups whose rewards are all the same have a gradient."""
+        return self.count == "all" and (self.kl_coefficient > 0 or self.entropy_coefficient > 0)
 
     @property
     def needs_whole_trajectories(self) -> bool:
@@ -192,12 +204,15 @@ class Surrogate:
 def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surrogate:
     """The objective of `config.name`: one of `trajectory_surrogate`, or of these, which weigh each token by itself.
 
-    r = current / behaviour, A the advantage, sg: without gradient.
+    r = current / behaviour, A the advantage, sg: without gradient. proximal is the trainer's own policy before the
+    first optimizer step of the batch, behaviour the engine's. Papers without a separate engine call both the old
+    policy.
 
     ppo_clip       min(r A, clip(r) A). Schulman et al. 2017, arXiv 1707.06347, eq. 7; unequal bounds ("clip-higher"):
                    DAPO, arXiv 2503.14476; dual_clip: Ye et al. 2020, arXiv 1912.09729.
     decoupled_ppo  min(proximal / behaviour, cap) min(r' A, clip(r') A), r' = current / proximal. Hilton et al. 2022,
-                   arXiv 2110.00641; cap: AReaL, arXiv 2505.24298.
+                   arXiv 2110.00641, which has no cap; truncation: that of tis. AReaL (arXiv 2505.24298) drops the
+                   tokens above its cap: icepop with mask_low=0 and mask_high=cap.
     tis            sg(min(r, cap)) A log current. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
                    Off-Policy RL Training". Its form with PPO's clip is decoupled_ppo.
     icepop         k 1[mask_low <= k <= mask_high] min(r' A, clip(r') A), k = proximal / behaviour (masked importance
@@ -237,17 +252,24 @@ def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surro
 def trajectory_surrogate(config: LossConfig, name: TrajectoryLossName) -> Surrogate:
     """The objectives that weigh the tokens of a trajectory together; letters as at `surrogate`.
 
-    gspo           min(s A, clip(s) A), s the geometric mean of r over the trajectory. Zheng et al. 2025,
-                   arXiv 2507.18071; with aggregation=sequence_mean.
+    gspo           min(b, cap) min(s A, clip(s) A), s the geometric mean of current / proximal over the trajectory.
+                   Zheng et al. 2025, arXiv 2507.18071; with aggregation=sequence_mean. Its clip is a few 1e-4 wide, so
+                   s is over the trainer's own old policy, from which no rounding of an engine separates it. b, which
+                   the paper has not, is the geometric mean of proximal / behaviour, without gradient: as in
+                   decoupled_ppo, it leads from the engine to that policy.
     sequence_tis   sg(min(P, cap)) A log current, P the product of r over the trajectory, and
-    sequence_mis   sg(P 1[P <= cap]) A log current. Liu et al. 2025, "When Speed Kills Stability".
+    sequence_mis   sg(P 1[P <= cap]) A log current. Liu et al. 2025, "When Speed Kills Stability". The old policy is the
+                   engine's. In the article the weights of both are the same; here P has further optimizer steps and
+                   staleness in it. Its logarithm sums the rounding of all tokens of a trajectory.
     sequence_mask  M min(r A, clip(r) A), M = 0 where A < 0 and the mean of log(behaviour / current) over the trajectory
-                   exceeds max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556.
+                   exceeds max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556, where the old policy is that of the
+                   inference framework too.
     """
     r, cap = CURRENT / BEHAVIOUR, config.behaviour_weight_cap
     match name:
         case "gspo":
-            return Surrogate((_trust_region(r.geometric, config),))
+            correction = truncate((PROXIMAL / BEHAVIOUR).geometric, cap=cap)
+            return Surrogate((correction, _trust_region((CURRENT / PROXIMAL).geometric, config)))
         case "sequence_tis":
             return Surrogate((truncate(r.product, cap=cap),), score=True)
         case "sequence_mis":
@@ -272,7 +294,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[FilterName, Tensor]]:
     """[n] loss of each token, and for each filter of the objective bool [n]: whether it touched the token.
 
-    KL and entropy terms stay with tokens that a filter dropped.
+    KL and entropy terms stay with tokens that a filter dropped. The entropy is that of the current policy at each token
+    and has no weight, as in verl.
 
     Args:
         advantages, entropy: of the shape of the logprobs.
@@ -286,10 +309,22 @@ def policy_loss(
                 f"loss.kl_coefficient is {config.kl_coefficient}, but the batch has no reference_logprobs; "
                 "add them to the batch or set loss.kl_coefficient=0"
             )
-        loss = loss + config.kl_coefficient * kl_estimate(logprobs.current, logprobs.reference, config.kl_estimator)
+        loss = loss + config.kl_coefficient * kl_term(logprobs, config.kl_estimator, cap=config.behaviour_weight_cap)
     if config.entropy_coefficient > 0:
         loss = loss - config.entropy_coefficient * entropy
     return loss, touched
+
+
+def kl_term(logprobs: TokenLogprobs, estimator: KLEstimator, *, cap: float) -> Tensor:
+    """[n] sg(min(current / behaviour, cap)) x `kl_estimate`: KL(current || reference) from samples of the engine.
+
+    The weight makes them samples of the current policy, token by token, where the cap does not cut it; without it the
+    estimate would be of the policy that sampled. It has no gradient, so that each estimator has the gradient that
+    `kl_estimate` names. DeepSeek-V3.2 (arXiv 2512.02556) weighs k3 so, without a cap and with a gradient.
+    """
+    assert logprobs.reference is not None
+    weight, _ = truncate(CURRENT / BEHAVIOUR, cap=cap)(logprobs, advantages=torch.zeros_like(logprobs.current))
+    return weight * kl_estimate(logprobs.current, logprobs.reference, estimator)
 
 
 def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
@@ -297,6 +332,9 @@ def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> T
 
     As a term of the loss on samples of the current policy, the gradient of k2 is that of the KL, the gradient of k3
     that of the KL the other way round, and the gradient of k1 is zero in expectation.
+
+    k3 counts log(reference / current) up to 20 nat, as verl does: its exponential is infinite in float32 from 89 nat
+    on. Beyond 20 nat a token has no gradient.
     """
     log_ratio = reference - current
     match estimator:
@@ -305,6 +343,7 @@ def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> T
         case "k2":
             return 0.5 * log_ratio**2
         case "k3":
+            log_ratio = log_ratio.clamp(max=_LARGEST_KL_RATIO)
             return torch.exp(log_ratio) - 1 - log_ratio
 
 
@@ -316,12 +355,14 @@ def token_weights(
     group: Tensor | None = None,
     fixed_length: int | None = None,
 ) -> Tensor:
-    """float32 [S]: what each token of a sequence weighs, so that the loss of a batch is sum(weight * token loss).
+    """float32 [S]: what each token of a sequence weighs, so that the loss of a mini-batch is sum(weight * token loss).
 
-    The weights are fixed for the whole batch before it is split into micro-batches, which makes the sum exact
-    however it is split. Trajectories and groups without tokens in the loss do not count.
+    The weights are fixed for the whole mini-batch before it is split into micro-batches, which makes the sum exact
+    however it is split. The sequences given count whether their advantage is zero or not (see `LossConfig.count`);
+    tokens outside the loss mask (too old by staleness.policy=mask) do not, nor do trajectories and groups of which no
+    token is in the loss. Rollouts that failed are no outputs and in no batch.
 
-    token_mean     1 / tokens of the batch (DAPO, arXiv 2503.14476)
+    token_mean     1 / tokens of the mini-batch (DAPO, arXiv 2503.14476)
     sequence_mean  1 / (trajectories x tokens of the trajectory) (GRPO, arXiv 2402.03300)
     group_mean     1 / (groups x tokens of the group) (prompt-level mean; ScaleRL, arXiv 2510.13786)
     fixed_length   1 / (trajectories x fixed_length) (Dr. GRPO, arXiv 2503.20783)

@@ -122,7 +122,8 @@ class Planner:
     def policy(self, batch: TensorDict) -> list[BatchShare]:
         """An RL batch, in trainer.updates_per_batch updates: its mini-batches, by the key `mini_batch`.
 
-        Trajectories of groups without spread are left out, unless a KL or entropy term trains them too.
+        Trajectories of groups without spread are not sent, unless a KL or entropy term trains them too. With
+        loss.count=all they count in the weights of the others all the same.
 
         Raises:
             RoutingError: R3, and the routing rows do not fit the model or the batch.
@@ -171,11 +172,17 @@ class Planner:
 
     def _mini_batch(self, batch: TensorDict, numbers: Tensor) -> dict[RankPlace, UpdateShare] | None:
         """One optimizer step on the sequences `numbers` of the batch; None if there is nothing to train."""
-        kept = numbers if self._loss.needs_every_token else numbers[batch["informative"][numbers]]
-        return self._policy_update(batch, kept) if len(kept) else None
+        informative = batch["informative"][numbers]
+        kept = torch.ones_like(informative) if self._loss.needs_every_token else informative
+        counted = torch.ones_like(informative) if self._loss.count == "all" else informative
+        if not bool(kept.any()):
+            return None
+        return self._policy_update(batch, numbers[counted], kept=kept[counted])
 
-    def _policy_update(self, batch: TensorDict, numbers: Tensor) -> dict[RankPlace, UpdateShare]:
-        """One update on the sequences `numbers` of the batch.
+    def _policy_update(
+        self, batch: TensorDict, numbers: Tensor, *, kept: Tensor | None = None
+    ) -> dict[RankPlace, UpdateShare]:
+        """One update over the sequences `numbers` of the batch, of which those of bool [numbers] `kept` are trained.
 
         Where the loss weighs whole trajectories, all sequences of one are in one micro-batch, which may then hold more
         than trainer.micro_batch_tokens where a trajectory does (resume_routing=split).
@@ -189,6 +196,9 @@ class Planner:
             group=of_sequence.get("group", None),
             fixed_length=self._loss.fixed_length,
         )
+        if kept is not None:
+            numbers, weights = numbers[kept], weights[kept]
+            trajectory = None if trajectory is None else trajectory[kept]
         units = [[i] for i in range(len(numbers))]
         if self._loss.needs_whole_trajectories and trajectory is not None:
             units = _trajectories(trajectory)

@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rl.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
 from async_rl.train.attention import Rotary, RowContext
 from async_rl.train.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
-from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, kl_estimate, policy_loss
+from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, kl_term, policy_loss
 from async_rl.train.mismatch import lag_buckets, token_sums
 from async_rl.train.model import RouterReplayMode
 from async_rl.train.router_replay import MicroBatchRouting, layer_tables
@@ -253,14 +253,15 @@ class Objective:
             columns["advantages"],
             columns.get("reference_logprobs"),
         )
+        logprobs = TokenLogprobs(
+            current=current,
+            behaviour=behaviour,
+            # Without a proximal pass the batch is one update: its weights are those of the batch's start.
+            proximal=columns.get("proximal_logprobs", current.detach()),
+            reference=reference,
+        )
         token_loss, touched = policy_loss(
-            TokenLogprobs(
-                current=current,
-                behaviour=behaviour,
-                # Without a proximal pass the batch is one update: its weights are those of the batch's start.
-                proximal=columns.get("proximal_logprobs", current.detach()),
-                reference=reference,
-            ),
+            logprobs,
             advantages=advantages,
             entropy=entropy,
             config=self.loss,
@@ -271,7 +272,7 @@ class Objective:
         with torch.no_grad():
             extra: dict[str, Tensor] = {name: touched[name] for name in self.loss.filters}
             if self.loss.kl_coefficient > 0 and reference is not None:
-                extra["kl"] = kl_estimate(current, reference, "k3")
+                extra["kl"] = kl_term(logprobs, "k3", cap=self.loss.behaviour_weight_cap)
             sums = token_sums(
                 current=current,
                 behaviour=behaviour,

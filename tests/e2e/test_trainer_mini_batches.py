@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from async_rl.config import load_config
 from async_rl.train.losses import LossConfig
 from async_rl.train.optimizer import OptimizerConfig
 from tests import numerics
@@ -29,6 +30,7 @@ COMMON = {"clip_low": 1 - LOW, "clip_high": HIGH - 1, "aggregation": "sequence_m
 LOSSES = {
     "decoupled_ppo": LossConfig(name="decoupled_ppo", behaviour_weight_cap=1.1, **COMMON),
     "icepop": LossConfig(name="icepop", mask_low=0.8, mask_high=1.25, **COMMON),
+    "gspo": LossConfig(name="gspo", behaviour_weight_cap=1.02, **COMMON),
 }
 ADAM = OptimizerConfig(lr=3e-4, eps=1e-3, clip_grad=0.0)
 
@@ -51,10 +53,14 @@ def batch(owner):
     """Four mini-batches of one group; engine logprobs near the trainer's."""
     batch = make_batch(LENGTHS)
     batch["token_ids"].clamp_(min=1)  # transformers gives id 0, the padding, no gradient
-    noise = 0.2 * torch.randn(batch["token_ids"].shape, generator=torch.Generator().manual_seed(5))
-    batch["behaviour_logprobs"] = (owner.logprobs(batch) + noise).clamp(max=0.0)
+    batch["behaviour_logprobs"] = behaviour_of(owner, batch)
     batch["mini_batch"] = torch.tensor([2, 0, 3, 1])[batch["group"]]
     return batch
+
+
+def behaviour_of(owner, batch):
+    noise = 0.2 * torch.randn(batch["token_ids"].shape, generator=torch.Generator().manual_seed(5))
+    return (owner.logprobs(batch) + noise).clamp(max=0.0)
 
 
 def plain(name, *, current, proximal, behaviour, advantages, of):
@@ -71,7 +77,14 @@ def plain(name, *, current, proximal, behaviour, advantages, of):
             inside = (correction >= 0.8) & (correction <= 1.25)
             return -correction * inside * clipped((current - proximal).exp())
         case _:
-            raise AssertionError((name, of))
+            s, b = (geometric_mean(d, of) for d in (current - proximal, proximal - behaviour))
+            return -b.clamp(max=1.02) * clipped(s)
+
+
+def geometric_mean(log_ratios, of):
+    """Of each token the geometric mean of its trajectory."""
+    same = (of.unsqueeze(0) == of.unsqueeze(1)).double()
+    return (same @ log_ratios.double() / same.sum(1)).exp()
 
 
 def plain_terms(name, proximal):
@@ -112,13 +125,13 @@ def all_logprobs(_batch, logprobs, _entropy):
 
 @pytest.mark.parametrize("replay", ["R3", "R2"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_each_mini_batch_has_the_gradient_of_the_formula(checkpoint, batch, tmp_path, name, replay):
+def test_each_mini_batch_has_the_gradient_of_the_formula(checkpoint, batch, owner, tmp_path, name, replay):
+    start = load_reference(checkpoint)
+    given = batch if replay == "R3" else rerouted(batch, start, owner)
     trainer = start_trainer(
         checkpoint, loss=LOSSES[name], optimizer=ADAM, updates_per_batch=4, router_replay=replay, micro_batch_tokens=40
     )
-    metrics, steps = steps_of(trainer, batch, tmp_path, checkpoint)
-    start = load_reference(checkpoint)
-    given = batch if replay == "R3" else rerouted(batch, start)
+    metrics, steps = steps_of(trainer, given, tmp_path, checkpoint)
     proximal = reference_step(start, given, all_logprobs).logprobs
     assert len(steps) == 4
     for number, (folder, found) in enumerate(steps):
@@ -129,14 +142,28 @@ def test_each_mini_batch_has_the_gradient_of_the_formula(checkpoint, batch, tmp_
     assert metrics["lr"] == ADAM.lr
 
 
-def rerouted(batch, model):
-    """The batch over the experts that the model chooses for itself."""
+def rerouted(batch, model, owner):
+    """The batch, sampled over the experts that the model chooses for itself."""
     rows = torch.full((*batch["token_ids"].shape, len(LAYERS), TOP_K), -1)
     exact = numerics.float64_model(model)
     with numerics.float64_forward():
         for i, length in enumerate(batch["lengths"].tolist()):
             rows[i, :length] = live_routing(exact, batch["token_ids"][i, :length])
-    return batch.clone().set("routed_experts", rows)
+    made = batch.clone().set("routed_experts", rows.to(torch.int16))
+    return made.set("behaviour_logprobs", behaviour_of(owner, made))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_gspo_clips_no_rounding_in_bfloat16(checkpoint, owner, count):
+    shipped = load_config(["loss=gspo"]).loss
+    assert (shipped.clip_low, shipped.clip_high) == (3e-4, 4e-4)
+    batch = make_batch(LENGTHS)
+    batch["behaviour_logprobs"] = owner.logprobs(batch)  # float32: what an engine's rounding may be off by
+    batch["mini_batch"] = batch["group"] % count
+    trainer = start_trainer(checkpoint, dtype="bfloat16", loss=shipped, updates_per_batch=count)
+    metrics = trainer.train(batch)
+    assert metrics["mismatch/abs_mean"] > 1e-3
+    assert metrics["clip/fraction"] < 0.01
 
 
 def test_r2_replays_the_experts_of_the_first_weights_in_every_mini_batch(checkpoint, batch):

@@ -63,9 +63,9 @@ def batch(owner):
 def loss_config(name, **changes):
     """With bounds that the batch reaches."""
     narrow = {"max_sequence_drift": 0.02, "mask_low": 0.7, "mask_high": 1.4, "behaviour_weight_cap": 1.2}
-    clips = {"clip_low": 0.02, "clip_high": 0.03} if name == "gspo" else {}
+    gspo = {"clip_low": 0.02, "clip_high": 0.03, "behaviour_weight_cap": 1.02} if name == "gspo" else {}
     used = {field: value for field, value in narrow.items() if field in OBJECTIVE_FIELDS[name]}
-    return LossConfig(name=name, **(used | clips | changes))
+    return LossConfig(name=name, **(used | gspo | changes))
 
 
 @pytest.mark.parametrize("name", NAMES)

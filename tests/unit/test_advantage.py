@@ -16,7 +16,7 @@ from async_rl.batch.advantage import (
 )
 from message_queue.trajectory import PromptGroup
 from tests import numerics
-from tests.unit.groups import trajectory
+from tests.unit.groups import segment, trajectory
 
 pytestmark = pytest.mark.numerics
 
@@ -24,21 +24,24 @@ REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16).map(np.array)
 NAMES = st.sampled_from(["grpo", "dr_grpo", "rloo"])
 
 
-def group(*rewards, number=0):
+def group(*rewards, number=0, tokens=None):
     return PromptGroup(
         group=number,
         prompt=0,
         admitted_version=0,
         admitted_update=0,
-        trajectories=[trajectory(reward=reward) for reward in rewards],
+        trajectories=[
+            trajectory(segment(n), reward=reward)
+            for reward, n in zip(rewards, tokens or [3] * len(rewards), strict=True)
+        ],
     )
 
 
 @given(REWARDS, NAMES)
 def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_rewards(rewards, name):
     values, spread = group_advantages(rewards, name)
-    # Each is stored in float32; before, differences of rewards of up to 10 are divided by 1e-4 or more in float64.
-    lost = numerics.FACTOR * np.finfo(np.float64).eps * len(values) * 10 / 1e-4
+    # Each is stored in float32; before, differences of rewards of up to 10 are divided by 1e-6 or more in float64.
+    lost = numerics.FACTOR * np.finfo(np.float64).eps * len(values) * 10 / 1e-6
     numerics.assert_within(abs(values.astype(np.float64).sum()), numerics.EPSILON * np.abs(values).sum() + lost)
     if spread:
         assert (np.diff(values[np.argsort(rewards, kind="stable")]) >= 0).all()
@@ -57,7 +60,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(rewards, shift):
 def test_each_advantage_is_its_formula():
     rewards = np.array([1.0, 0.0, 0.0, 1.0])
     np.testing.assert_allclose(group_advantages(rewards, "dr_grpo")[0], rewards - 0.5)
-    np.testing.assert_allclose(group_advantages(rewards, "grpo")[0], (rewards - 0.5) / (rewards.std(ddof=1) + 1e-4))
+    np.testing.assert_allclose(group_advantages(rewards, "grpo")[0], (rewards - 0.5) / (rewards.std(ddof=1) + 1e-6))
     np.testing.assert_allclose(group_advantages(rewards, "rloo")[0][0], 1.0 - (0 + 0 + 1) / 3)
 
 
@@ -68,10 +71,20 @@ def test_a_group_without_spread_has_nothing_to_teach(rewards):
     assert not spread
 
 
-def by_formula(name, groups):
-    """Advantages of lists of rewards, one trajectory after the other."""
-    everyone = [r for rewards in groups for r in rewards]
-    centred = [r - sum(rewards) / len(rewards) for rewards in groups for r in rewards]
+def whitened(value, tokens):
+    """As verl's masked_whiten, of a value among those of all tokens."""
+    return (value - statistics.mean(tokens)) / (statistics.variance(tokens) + 1e-8) ** 0.5
+
+
+def by_formula(name, groups, lengths):
+    """Advantages of lists of rewards, one trajectory after the other; lengths: tokens of each trajectory."""
+    lengths = iter(lengths)
+    everyone, centred = [], []
+    for rewards in groups:
+        for r in rewards:
+            n = next(lengths)
+            everyone += [r] * n
+            centred += [r - sum(rewards) / len(rewards)] * n
     out = []
     for rewards in groups:
         mean = sum(rewards) / len(rewards)
@@ -79,13 +92,11 @@ def by_formula(name, groups):
             others = rewards[:i] + rewards[i + 1 :]
             out.append(
                 {
-                    "grpo": lambda: (r - mean) / (statistics.stdev(rewards) + 1e-4),  # noqa: B023
+                    "grpo": lambda: (r - mean) / (statistics.stdev(rewards) + 1e-6),  # noqa: B023
                     "dr_grpo": lambda: r - mean,  # noqa: B023
                     "rloo": lambda: r - sum(others) / len(others),  # noqa: B023
-                    "reinforce_plus_plus": lambda: (
-                        (r - statistics.mean(everyone)) / (statistics.stdev(everyone) + 1e-4)  # noqa: B023
-                    ),
-                    "reinforce_plus_plus_baseline": lambda: (r - mean) / (statistics.stdev(centred) + 1e-4),  # noqa: B023
+                    "reinforce_plus_plus": lambda: whitened(r, everyone),  # noqa: B023
+                    "reinforce_plus_plus_baseline": lambda: whitened(r - mean, centred),  # noqa: B023
                 }[name]()
             )
     return out
@@ -94,18 +105,32 @@ def by_formula(name, groups):
 @pytest.mark.parametrize("name", AdvantageName.__args__)
 def test_every_advantage_is_its_formula_over_groups_of_unequal_size(name):
     rewards = [[1.0, 0.0, 0.25], [0.0, 2.0], [0.5, 0.0, 0.0, 0.0, 1.0]]
-    found = compute_advantages([group(*r, number=i) for i, r in enumerate(rewards)], AdvantageConfig(name=name))
-    np.testing.assert_allclose(found.values, by_formula(name, rewards), rtol=numerics.EPSILON)
+    lengths = [[1, 9, 4], [2, 3], [5, 1, 1, 7, 2]]
+    made = [group(*r, number=i, tokens=n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+    found = compute_advantages(made, AdvantageConfig(name=name))
+    expected = by_formula(name, rewards, [n for tokens in lengths for n in tokens])
+    np.testing.assert_allclose(found.values, expected, rtol=numerics.EPSILON)
     assert found.informative.all()
 
 
-def test_over_the_batch_a_group_without_spread_teaches_too_unless_it_is_its_own_baseline():
-    groups = [group(1.0, 1.0), group(0.0, 1.0, number=1)]
+def test_over_the_batch_a_group_without_spread_is_whitened_too():
+    groups = [group(1.0, 1.0), group(0.0, 1.0, number=1, tokens=[1, 3])]
     found = compute_advantages(groups, AdvantageConfig(name="reinforce_plus_plus"))
     assert found.informative.all() and found.values[0] > 0
     found = compute_advantages(groups, AdvantageConfig(name="reinforce_plus_plus_baseline"))
-    assert found.informative.tolist() == [False, False, True, True]
-    assert not found.values[:2].any()
+    assert found.informative.all() and found.values[0] < 0  # below the mean over tokens, that of the longer answers
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 50)), min_size=2, max_size=12))
+def test_reinforce_plus_plus_is_white_over_tokens(trajectories):
+    rewards, lengths = zip(*trajectories, strict=True)
+    found = compute_advantages(
+        [group(*rewards, tokens=list(lengths))], AdvantageConfig(name="reinforce_plus_plus")
+    ).values.astype(np.float64)
+    if np.ptp(rewards) > 0.1:
+        tokens = np.repeat(found, lengths)
+        assert tokens.mean() == pytest.approx(0, abs=1e-5)
+        assert tokens.std(ddof=1) == pytest.approx(1, rel=1e-2)
 
 
 def test_over_the_batch_groups_of_one_trajectory_suffice():

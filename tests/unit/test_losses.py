@@ -1,5 +1,6 @@
 """The terms around the objective: KL, entropy, aggregation; and what a configuration refuses."""
 
+import math
 from typing import get_args
 
 import pytest
@@ -13,6 +14,7 @@ from async_rl.train.losses import (
     LossName,
     TokenLogprobs,
     kl_estimate,
+    kl_term,
     policy_loss,
     token_weights,
 )
@@ -90,6 +92,44 @@ def test_kl_and_entropy_are_added_with_their_coefficients():
     assert (full - plain).item() == pytest.approx(0.1 * 0.5 - 0.01)
 
 
+def test_kl_of_stale_samples_is_weighted_with_current_over_behaviour():
+    given = logprobs([-1.0, -1.0], [-1.5, -4.0], reference=[-2.0, -2.0])
+    advantages = [0.0, 0.0]
+    loss, _ = loss_of(given, advantages, kl_coefficient=1.0, kl_estimator="k2", behaviour_weight_cap=3.0)
+    weights = torch.tensor([math.exp(0.5), 3.0], dtype=torch.float64)  # exp(3) is cut
+    assert loss.tolist() == pytest.approx((weights * 0.5).tolist())
+    loss.sum().backward()
+    assert given.current.grad.tolist() == pytest.approx(weights.tolist())  # none through the weight
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_kl_of_stale_samples_is_that_of_the_current_policy(seed):
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    current, behaviour, reference = logits.log_softmax(-1)
+    everything = TokenLogprobs(current=current, behaviour=behaviour, proximal=current, reference=reference)
+    expected = (current.exp() * (current - reference)).sum().item()
+    for estimator in ("k1", "k3"):
+        mean = (behaviour.exp() * kl_term(everything, estimator, cap=1e6)).sum().item()
+        assert mean == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("gap", [19.0, 88.0, 90.0, 800.0])
+def test_kl_is_finite_in_float32_however_far_the_reference(estimator, gap):
+    current = torch.tensor([-gap - 1.0], requires_grad=True)
+    given = TokenLogprobs(
+        current=current, behaviour=torch.tensor([-1.0]), proximal=current.detach(), reference=torch.tensor([-1.0])
+    )
+    kl_term(given, estimator, cap=2.0).sum().backward()
+    assert current.grad.isfinite().all()
+
+
+def test_the_cap_of_the_kl_weight_may_be_set_for_every_objective():
+    assert LossConfig(name="dis", kl_coefficient=0.1, behaviour_weight_cap=4.0).behaviour_weight_cap == 4.0
+    with pytest.raises(ValueError, match=r"loss\.behaviour_weight_cap is 4.0"):
+        LossConfig(name="dis", behaviour_weight_cap=4.0)
+
+
 def test_a_kl_term_without_reference_logprobs_is_refused():
     with pytest.raises(ValueError, match="no reference_logprobs"):
         loss_of(logprobs([-1.0], [-1.0]), [1.0], kl_coefficient=0.1)
@@ -99,7 +139,7 @@ def test_the_kl_of_tokens_that_a_mask_drops_stays_in_the_loss():
     given = logprobs([-1.0], [-9.0], reference=[-1.5])
     loss, touched = loss_of(given, [1.0], name="dis", kl_coefficient=0.1, kl_estimator="k2")
     assert touched["mask"].all()
-    assert loss.item() == pytest.approx(0.1 * 0.5 * 0.25)
+    assert loss.item() == pytest.approx(0.1 * 2.0 * 0.5 * 0.25)  # the weight of the KL is cut at 2
 
 
 @given(
@@ -144,6 +184,7 @@ def test_sequence_mean_weighs_short_and_long_sequences_the_same():
         ("name", "reinforce"),
         ("aggregation", "sum"),
         ("kl_estimator", "k4"),
+        ("count", "some"),
         ("clip_low", 0.0),
         ("clip_high", -1.0),
         ("behaviour_weight_cap", 0.0),

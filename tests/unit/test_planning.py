@@ -176,3 +176,41 @@ def test_mini_batches_that_the_trainer_does_not_make_are_refused(mini_batch, fou
     with pytest.raises(ValueError, match=found) as refused:
         planner_of(1, 1, 1, updates_per_batch=3)[0].policy(batch)
     assert "trainer.updates_per_batch" in str(refused.value)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "group_mean", "fixed_length"])
+@pytest.mark.parametrize("terms", [{}, {"entropy_coefficient": 1e-12}, {"kl_coefficient": 1e-12}])
+def test_the_divisor_counts_groups_without_reward_spread_whatever_the_terms(aggregation, terms):
+    batch = make_batch()
+    batch["informative"] = batch["group"] == 1
+    length = {"fixed_length": 10} if aggregation == "fixed_length" else {}
+    weights = {}
+    for count in ("all", "informative"):
+        loss = LossConfig(aggregation=aggregation, count=count, **length, **terms)
+        (share,) = planner_of(1, 1, 1, loss=loss)[0].policy(batch)
+        update = share.updates[0]
+        weights[count] = dict(
+            zip(update.per_sequence["trajectory"].tolist(), update.token_weights.tolist(), strict=True)
+        )
+    tokens = batch["loss_mask"].sum(1)
+    every, some = tokens.tolist(), tokens[2:4].tolist()
+    expected = {
+        "token_mean": [[1 / sum(n)] * 2 for n in (every, some)],
+        "sequence_mean": [[1 / (count * n) for n in some] for count in (6, 2)],
+        "group_mean": [[1 / (count * sum(some))] * 2 for count in (3, 1)],
+        "fixed_length": [[1 / (count * 10)] * 2 for count in (6, 2)],
+    }[aggregation]
+    assert set(weights["all"]) == (set(range(6)) if terms else {2, 3})
+    assert set(weights["informative"]) == {2, 3}
+    for found, wanted in zip(weights.values(), expected, strict=True):
+        assert [found[2], found[3]] == pytest.approx(wanted)
+
+
+def test_tokens_that_are_too_old_are_in_no_divisor():
+    batch = make_batch()
+    batch["loss_mask"][0] = False
+    batch["informative"][0] = False
+    (share,) = planner_of(1, 1, 1, loss=LossConfig(aggregation="sequence_mean"))[0].policy(batch)
+    update = share.updates[0]
+    tokens = batch["loss_mask"].sum(1)[update.places + 1]
+    assert update.token_weights.tolist() == pytest.approx((1 / (5 * tokens)).tolist())
