@@ -158,13 +158,19 @@ def test_resetting_the_optimizer_forgets_moments_and_schedule(checkpoint, tmp_pa
     assert used.train(make_batch(seed=3))["lr"] == 1e-3
 
 
-def test_groups_without_spread_are_left_out(checkpoint):
+def test_groups_without_spread_are_left_out_of_the_forward_pass_and_count(checkpoint):
     batch = make_batch()
     kept = torch.tensor([0, 1, 4, 5])
     batch["informative"] = torch.isin(torch.arange(6), kept)
-    trainer, smaller = start_trainer(checkpoint), start_trainer(checkpoint)
-    assert trainer.train(batch) == smaller.train(batch[kept])
+    trainer, smaller = start_trainer(checkpoint, loss=LossConfig(count="informative")), start_trainer(checkpoint)
+    alone = smaller.train(batch[kept])
+    assert trainer.train(batch) == alone
     assert largest_difference(gradients(trainer), gradients(smaller)) == 0
+    published = start_trainer(checkpoint).train(batch)
+    share = int(batch["loss_mask"][kept].sum()) / int(batch["loss_mask"].sum())
+    assert published["tokens"] == alone["tokens"]
+    for key in ("loss", "grad_norm"):
+        assert published[key] == pytest.approx(alone[key] * share, rel=1e-4)
 
 
 def test_a_batch_without_any_spread_moves_nothing_but_the_schedule(checkpoint, tmp_path):
@@ -215,9 +221,9 @@ def test_updates_of_a_batch_are_those_of_its_groups_in_turn(checkpoint, tmp_path
 def test_kl_uses_the_reference_logprobs_of_the_batch(checkpoint):
     trainer = start_trainer(checkpoint, loss=LossConfig(kl_coefficient=0.1))
     batch = make_batch()
-    batch["reference_logprobs"] = trainer.logprobs(batch)
+    batch["reference_logprobs"] = batch["behaviour_logprobs"] = trainer.logprobs(batch)
     same = trainer.train(batch)["loss"]
-    batch["reference_logprobs"] -= 0.5
+    batch["reference_logprobs"] = batch["reference_logprobs"] - 0.5
     other = trainer.train(batch)["loss"]
     expected = reference_step(load_reference(checkpoint), batch, policy_terms(LossConfig()))
     # k3 of the reference is at most as steep as 1 in a logprob.

@@ -25,12 +25,11 @@ from tests.parallel.support import (
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 LENGTHS = (23, 9, 31, 14, 9, 17, 20, 12)
-LOW, HIGH = 0.98, 1.03
-COMMON = {"clip_low": 1 - LOW, "clip_high": HIGH - 1, "aggregation": "sequence_mean"}
+COMMON = {"clip_low": 0.02, "clip_high": 0.03, "aggregation": "sequence_mean"}
 LOSSES = {
     "decoupled_ppo": LossConfig(name="decoupled_ppo", behaviour_weight_cap=1.1, **COMMON),
     "icepop": LossConfig(name="icepop", mask_low=0.8, mask_high=1.25, **COMMON),
-    "gspo": LossConfig(name="gspo", behaviour_weight_cap=1.02, **COMMON),
+    "gspo": LossConfig(name="gspo", behaviour_weight_cap=1.02, **(COMMON | {"clip_low": 2e-3, "clip_high": 3e-3})),
 }
 ADAM = OptimizerConfig(lr=3e-4, eps=1e-3, clip_grad=0.0)
 
@@ -66,9 +65,10 @@ def behaviour_of(owner, batch):
 def plain(name, *, current, proximal, behaviour, advantages, of):
     """The loss of each token [n], written out; of: int64 [n], its trajectory."""
     correction = (proximal - behaviour).exp()
+    low, high = 1 - LOSSES[name].clip_low, 1 + LOSSES[name].clip_high
 
     def clipped(ratio):
-        return torch.minimum(ratio * advantages, ratio.clamp(LOW, HIGH) * advantages)
+        return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
     match name:
         case "decoupled_ppo":

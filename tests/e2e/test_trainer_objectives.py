@@ -155,7 +155,8 @@ def test_a_fixed_length_loss_is_a_multiple_of_the_token_mean(checkpoint, batch):
 
 
 def test_the_distance_to_the_reference_is_reported_with_a_kl_term(checkpoint, batch, owner):
-    given = batch.clone().set("reference_logprobs", owner.logprobs(batch) - 0.5)
+    current = owner.logprobs(batch)
+    given = batch.clone().set("reference_logprobs", current - 0.5).set("behaviour_logprobs", current)
     drift = 2 * reference_of(checkpoint, batch, LossConfig()).logprob_bound
     for estimator in ("k1", "k2", "k3"):
         loss = LossConfig(kl_coefficient=0.1, kl_estimator=estimator)

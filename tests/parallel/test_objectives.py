@@ -16,7 +16,8 @@ from tests.parallel.support import (
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-GSPO = LossConfig(name="gspo", aggregation="sequence_mean", clip_low=0.5, clip_high=0.9)
+# The geometric means of the ratios of these trajectories are from 0.006 to 0.07.
+GSPO = LossConfig(name="gspo", aggregation="sequence_mean", behaviour_weight_cap=0.02)
 # The products of the ratios of these trajectories are from 1e-41 to 1e-6.
 SEQUENCE_TIS = LossConfig(name="sequence_tis", aggregation="group_mean", behaviour_weight_cap=1e-7)
 SEQUENCE_MASK = LossConfig(name="sequence_mask", max_sequence_drift=0.1)
