@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from async_rl.engines.select import check_engine, own_variables
 from async_rl.engines.serving import known_device
+from async_rl.engines.sglang_config import MAX_KEPT, SglangConfig
 from async_rl.engines.vllm_config import VllmConfig
 from async_rl.model_info import CheckpointError, read_model_info
 from async_rl.train.families import read_shape
@@ -95,6 +96,11 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
             f"{rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
+        )
+    if isinstance(config.engine, SglangConfig) and rollout.sampling.top_k >= MAX_KEPT:
+        yield (
+            f"rollout.sampling.top_k is {rollout.sampling.top_k} with engine.name=sglang, which returns fewer than "
+            f"{MAX_KEPT} kept tokens; lower it, set it to -1, or use engine=vllm"
         )
     if trainer.router_replay != "R3" and rollout.resume_routing != "append":
         yield (

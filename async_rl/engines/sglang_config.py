@@ -50,7 +50,7 @@ OWN_VARIABLES = frozenset(
         *("PYTHONPATH", "ASYNC_RL_OWNER_PID", "ASYNC_RL_DEVICE", "ASYNC_RL_FOLDER", "TMPDIR", "PYTHONUNBUFFERED"),
         *("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_TIMEOUT_KEEP_ALIVE", "TOKENIZERS_PARALLELISM"),
         *("SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SGLANG_CPU_OMP_THREADS_BIND"),
-        "TORCHDYNAMO_DISABLE",
+        *("TORCHDYNAMO_DISABLE", "SGLANG_RETURN_ORIGINAL_LOGPROB"),
     }
 )
 
@@ -150,6 +150,7 @@ def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dic
         "TMPDIR": str(folder),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack may exceed the model's positions, no request does
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # a connection that the server closes while it is used loses a request
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # logprobs are of the distribution sampled from
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }

@@ -10,6 +10,7 @@ import pytest
 
 from agent_loop.engine import AnswerError, SamplingConfig
 from async_rl.engines.sglang import SglangReplica
+from async_rl.engines.sglang_server import CallError
 from message_queue.tokens import RoutedExperts, StopReason
 from tests.conformance.reference import reference, routing_mismatches
 from tests.conformance.sglang_support import (
@@ -126,6 +127,33 @@ async def test_an_abort_of_a_retracted_request_returns_its_tokens_with_their_row
     assert len(segment) >= 30
     assert_agrees(sglang_models.models[0], tokens, segment)
     await sglang_replica.resume()
+
+
+async def test_an_abort_of_a_retracted_request_returns_the_kept_tokens_too(sglang_replica: SglangReplica):
+    ask = request("waits", prompt(30), max_new_tokens=480, sampling=SamplingConfig(top_p=0.9))
+    task = asyncio.create_task(generate(sglang_replica, ask))
+    await until_used(sglang_replica, 60, [task])
+    await sglang_replica.pause()
+    await sglang_replica.freeze()
+    await sglang_replica._pause_engine("retract")
+    assert await sglang_replica.abort() == 1
+    segment = await task
+    await sglang_replica.resume()
+    assert segment.stop_reason is StopReason.ABORT
+    assert len(segment) >= 30
+    assert segment.support is not None
+
+
+async def test_more_kept_tokens_than_the_server_returns_are_a_refused_answer(
+    sglang_replica: SglangReplica, monkeypatch: pytest.MonkeyPatch
+):
+    async def overflow(path: str, body: Any) -> Any:
+        raise CallError("HTTP 400: Sampling support exceeds --sampling-mask-max-tokens=16384")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_replica._server, "post", overflow)
+        with pytest.raises(AnswerError, match="sampling-mask-max-tokens"):
+            await generate(sglang_replica, request("wide", prompt(10), sampling=SamplingConfig(top_p=0.9)))
 
 
 async def test_forced_experts_are_used_wherever_their_positions_are_forwarded(

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.engine import GenerateRequest
+from agent_loop.engine import GenerateRequest, SamplingConfig
 from async_rl.engines.checks import check_request, weight_label
 from async_rl.engines.vllm_segment import (
+    _top_k,
     cache_salt,
     forced_args,
     recorded_rows,
@@ -18,6 +19,7 @@ from async_rl.engines.vllm_segment import (
 )
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from tests.unit.groups import sets_of
 
 ROUTING = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)
 OLD, NEW = WeightVersion(3, "c"), WeightVersion(4, "d")
@@ -43,11 +45,16 @@ def completion(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**good, **changes})
 
 
+def request_of(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        **{"request_id": "a", "token_ids": TOKENS, "max_new_tokens": 9, "rows_held": 2, **fields},  # pyright: ignore[reportArgumentType]
+    )
+
+
 def translate_all(*completions: Any, routing: RoutingSpec | None = ROUTING, **request: Any) -> list[TokenOutput]:
-    fields = {"request_id": "a", "token_ids": TOKENS, "max_new_tokens": 9, "rows_held": 2, **request}
     return to_segments(
         SimpleNamespace(outputs=list(completions)),  # pyright: ignore[reportArgumentType]
-        request=GenerateRequest(**fields),
+        request=request_of(**request),
         info=INFO,
         routing=routing,
         weights=NEW,
@@ -115,6 +122,39 @@ def test_without_capture_there_are_no_rows():
 def test_a_malformed_answer_names_the_field(changes: dict[str, Any], message: str):
     with pytest.raises(ContractError, match=message):
         translate(completion(**changes))
+
+
+KEPT = SimpleNamespace(token_ids=[[7, 49, 3], [8], [9, 0]])
+
+
+def test_kept_tokens_are_those_of_each_sampled_token():
+    segment = translate(completion(sampling_mask=KEPT), sampling=SamplingConfig(top_k=3))
+    assert sets_of(segment.support) == [[3, 7, 49], [8], [0, 9]]
+    assert translate(completion(sampling_mask=KEPT)).support is None, "the request is not cut"
+
+
+def test_an_abort_before_the_first_token_of_a_cut_request():
+    aborted = completion(
+        token_ids=[], logprobs=None, routed_experts=None, finish_reason="abort", weight_versions=[], sampling_mask=None
+    )
+    assert sets_of(translate(aborted, sampling=SamplingConfig(top_p=0.5)).support) == []
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [None, SimpleNamespace(token_ids=[[7], [8]]), SimpleNamespace(token_ids=[[7], [], [9]])],
+    ids=["none", "too few", "empty"],
+)
+def test_a_cut_answer_without_all_its_kept_tokens_is_refused(mask: Any):
+    with pytest.raises(ContractError, match=r"sampling_mask|support"):
+        translate(completion(sampling_mask=mask), sampling=SamplingConfig(min_p=0.5))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "top_k"), [({}, -1), ({"top_p": 0.5}, 50), ({"top_k": 7}, 7), ({"top_p": 0.5, "temperature": 0.0}, -1)]
+)
+def test_vllm_is_given_a_top_k_if_and_only_if_a_request_is_cut(sampling: Any, top_k: int):
+    assert _top_k(request_of(sampling=SamplingConfig(**sampling)), INFO) == top_k
 
 
 def test_one_request_has_one_completion():

@@ -214,6 +214,18 @@ def test_workers_of_tensor_parallelism_are_processes_of_the_replica(tmp_path: Pa
         VllmConfig(extra_args={"distributed_executor_backend": "ray"})
 
 
+def test_kept_tokens_are_returned_by_every_cpu_engine_and_if_asked_for_on_a_gpu(tmp_path: Path):
+    def returned(device: Any, *, capture_support: bool) -> bool:
+        config = VllmConfig(device=device)
+        model = check_engine(config, checkpoint=checkpoint(tmp_path, QWEN), capture_routing=True)
+        return engine_args(config, model, capture_routing=True, capture_support=capture_support)["return_sampling_mask"]
+
+    assert [returned("cuda", capture_support=wanted) for wanted in (False, True)] == [False, True]
+    assert returned("cpu", capture_support=False)
+    with pytest.raises(ValueError, match=r"engine\.extra_args sets return_sampling_mask"):
+        VllmConfig(extra_args={"return_sampling_mask": False})
+
+
 def test_the_plugin_is_declared_and_imports_nothing_when_not_wanted():
     from importlib.metadata import entry_points
 
