@@ -35,6 +35,7 @@ from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.validation import explain
 from async_rl.warm_start import WarmStartConfig
+from async_rl.weights.probe import MismatchConfig
 from async_rl.weights.publisher import OnUpdate
 from message_queue.client import QueueClientConfig
 from message_queue.journal import JournalConfig
@@ -173,6 +174,7 @@ class RunConfig:
     staleness: StalenessConfig
     rollout: RolloutConfig
     sync: SyncConfig
+    mismatch: MismatchConfig
     queue: QueueConfig
     journal: JournalConfig
     supervision: SupervisionConfig

@@ -12,6 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDict
+from torch import Tensor
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.actors import Placement, ReplicaActor, TrainerActor
@@ -306,6 +307,14 @@ class TrainerHandle:
     async def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate:
         """Write the current weights as `version`, on the node of rank 0; remove those before `keep_version` there."""
         return await self._everywhere("export", directory, version=version, keep_version=keep_version)
+
+    async def hold(self) -> None:
+        """Keep a copy of the current weights, which `score` uses until the next `hold`."""
+        await self._everywhere("hold")
+
+    async def score(self, batch: TensorDict) -> Tensor:
+        """float32 [S, T] logprob of each token under the weights of `hold`; see TrainerRank.logprobs."""
+        return await self._everywhere("score", batch)
 
     async def remove_updates(self, directory: Path) -> None:
         """Remove what `export` wrote."""

@@ -32,6 +32,7 @@ from async_rl.rollout.recorded import QueueRolloutLog, RecordsRollouts
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.supervisor import RestartLimit, StartsReplica, Supervisor
 from async_rl.rollout.validator import Validator
+from async_rl.weights.probe import Probe
 from async_rl.weights.publisher import Publisher
 from message_queue.client import QueueUnavailable
 from message_queue.ledger import LedgerRecord, LedgerTotal
@@ -68,7 +69,10 @@ class StartsParts(Protocol[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lasting(Generic[T]):
-    """What outlives a trainer or a queue. conductor: decides when things happen; `loop` goes through it."""
+    """What outlives a trainer or a queue. conductor: decides when things happen; `loop` goes through it.
+
+    probe: compares engines and trainer at equal weights; None compares nothing.
+    """
 
     workers: StartsParts[T]
     publisher: Publisher
@@ -79,6 +83,7 @@ class Lasting(Generic[T]):
     trace: Trace
     weights_directory: Path
     conductor: Conducts
+    probe: Probe | None = None
 
 
 def supervised(
@@ -230,6 +235,7 @@ class Lives(Generic[T]):
             start=self._resume.state,
             restored=restored,
             conductor=lasting.conductor,
+            probe=lasting.probe,
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.weights.transport import WeightUpdate
@@ -27,6 +28,8 @@ class Trainer(Protocol):
 
     async def train(self, batch: TensorDict) -> dict[str, float]: ...
     async def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate: ...
+    async def hold(self) -> None: ...
+    async def score(self, batch: TensorDict) -> Tensor: ...
     async def save(self, directory: Path) -> None: ...
 
 

@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from agent_loop.loop import Prompt
 from async_rl.batch.prepare import PreparedBatch, prepare
@@ -39,11 +41,14 @@ from async_rl.observe.metrics import queue_metrics
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
 from async_rl.parts import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, StageError, Trainer
+from async_rl.rollout.bell import Bell
 from async_rl.rollout.conductor import Conducts, Free
+from async_rl.rollout.fleet import Member
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.tokens import require_closed
 from async_rl.rollout.validations import Validations, is_due
 from async_rl.rollout.validator import Validator
+from async_rl.weights.probe import Probe
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch
@@ -61,6 +66,7 @@ class Pipeline:
         start: of the checkpoint; the trainer holds its weights.
         restored: what the queue has of the run before; None where it has nothing and the replicas serve the weights.
         conductor: who decides when things happen; None leaves that to the stages.
+        probe: compares engines and trainer at equal weights; None compares nothing.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Pipeline:
         start: RunState,
         restored: Restored[PromptGroup] | None = None,
         conductor: Conducts | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self._config = config
         self._prompts = prompts
@@ -109,6 +116,10 @@ class Pipeline:
             trace=trace,
         )
         self._conductor = conductor or Free()
+        self._probe = probe
+        self._unscored: int | None = None  # version that the engines are asked about, and the trainer was not
+        self._k3_probe = math.nan
+        self._served = Bell()  # rings when every replica serves a version
         self._stop = asyncio.Event()
         self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
         self._failed_row: list[int] = []  # prompts of the groups that failed since one did not
@@ -123,6 +134,13 @@ class Pipeline:
         Raises:
             ExceptionGroup: of StageError, the cause of each chained.
         """
+        try:
+            return await self._run()
+        finally:
+            if self._probe is not None:
+                self._probe.cancel()
+
+    async def _run(self) -> bool:
         if (restored := self._restored) is not None:
             await self._stage("catch up", lambda: self._catch_up(restored))
         if self._train_step == 0 and (self._restored is None or self._restored.began):
@@ -149,6 +167,7 @@ class Pipeline:
             stages["feed"].cancel()
             self._conductor.finish()
             await self._updates.join()
+            await self._stage("probe", self._compare)
             await self._put_down(stages)
             await self._save()
             if finished := not self._stop.is_set():
@@ -194,7 +213,8 @@ class Pipeline:
         update = await self._trainer.export(
             self._config.weights_directory, version=self._version, keep_version=self._loaded_version
         )
-        self._last_publish = await self._publisher.publish(update)
+        await self._hold(update)
+        self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
         await self._loaded(update)
         if not known:
             await self._save()
@@ -281,7 +301,7 @@ class Pipeline:
             update = await self._updates.get()
             with self._trace.span("publish", f"version {update.weights.version}", digest=update.weights.digest):
                 await self._conductor.may_load(self._version_updates[update.weights.version])
-                self._last_publish = await self._publisher.publish(update)
+                self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
             await self._loaded(update)
             self._updates.task_done()
 
@@ -302,10 +322,12 @@ class Pipeline:
         """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
         config = self._config
         self._conductor.taken()
+        await self._begin_probe(batch)
         with self._trace.span("train", f"step {self._train_step + config.updates_per_batch}", groups=len(batch.groups)):
             prepared, metrics = await self._train_on(batch)
         due = is_due(self._train_step, every=config.publish_every, per_batch=config.updates_per_batch)
         if due and self._train_step > self._replayed:
+            await self._compare()
             await self._export()
         seconds = time.monotonic() - begun
         metrics["idle/trainer"] = waited / seconds
@@ -337,18 +359,48 @@ class Pipeline:
             self._config.weights_directory, version=self._version, keep_version=self._loaded_version
         )
         await self._queue.publish(self._version, update=self._train_step)
+        await self._hold(update)
         await self._updates.put(update)
+
+    async def _begin_probe(self, batch: Batch[PromptGroup]) -> None:
+        """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
+        if self._probe is None or self._probe.has_prompts or self._train_step < self._replayed:
+            return
+        self._probe.take_prompts(batch.groups)
+        await self._trainer.hold()
+        self._unscored = self._loaded_version
+        self._probe.ask_all(version=self._loaded_version)
+
+    async def _hold(self, update: WeightUpdate) -> None:
+        """Have the trainer keep what it exported until it has scored what the engines sample with it."""
+        if self._probe is not None:
+            await self._trainer.hold()
+            self._unscored = update.weights.version
+
+    def _ask_about(self, update: WeightUpdate) -> Callable[[Member], None] | None:
+        return None if self._probe is None else partial(self._probe.ask, version=update.weights.version)
+
+    async def _compare(self) -> None:
+        """Compare engines and trainer by the newest version; the trainer keeps it until the next export."""
+        if self._probe is None or (version := self._unscored) is None:
+            return
+        while self._loaded_version < version:
+            await self._served.wait()
+        self._k3_probe = await self._probe.compare(version, self._trainer)
+        self._unscored = None
 
     async def _loaded(self, update: WeightUpdate) -> None:
         """Every replica serves it."""
         self._loaded_version = update.weights.version
         self._conductor.loaded(self._version_updates[update.weights.version])
         await self._queue.loaded(update.weights.version)
+        self._served.ring()
 
     async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
         snapshot = await self._queue.snapshot()
         metrics |= {"train_step": self._train_step, "param_version": self._version}
         metrics["optimizer_steps"] = self._config.updates_per_batch
+        metrics["mismatch/k3_probe"] = self._k3_probe
         metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
         schedule = prepared.schedule if self._conductor.free else None
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))

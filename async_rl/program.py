@@ -32,12 +32,15 @@ from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Conductor, Conducts, Free
+from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule, read_schedule
 from async_rl.weights.pretrained import keep_model_files
+from async_rl.weights.probe import Probe
 from async_rl.weights.transport import remove_directory
 from async_rl.workers import Workers
+from message_queue.tokens import RoutingSpec
 
 
 class Program:
@@ -164,16 +167,34 @@ class Program:
             limits=config.rollout.limits,
             gate=tools,
         )
+        routing = read_model_info(checkpoint).routing
         return Lasting(
             workers=workers,
             publisher=publisher,
             replicas=supervisor,
             loop=self._conductor.loop(loop),
-            routing=read_model_info(checkpoint).routing if config.captures_routing else None,
+            routing=routing if config.captures_routing else None,
             recorder=recorder,
             trace=trace,
             weights_directory=self._weights_directory,
             conductor=self._conductor,
+            probe=self._build_probe(fleet, routing),
+        )
+
+    def _build_probe(self, fleet: ReplicaFleet, routing: RoutingSpec | None) -> Probe | None:
+        config = self._config
+        if not config.mismatch.prompts:
+            return None
+        return Probe(
+            fleet,
+            config=config.mismatch,
+            max_k3=config.mismatch.bound(
+                dtypes=(config.engine.dtype, config.trainer.dtype),
+                same_experts=routing is None or config.captures_routing,
+            ),
+            temperature=config.rollout.sampling.temperature,
+            max_tokens=config.engine.max_model_len,
+            routing=routing if config.captures_routing else None,
         )
 
     def _farewell(self, finished: bool) -> str:

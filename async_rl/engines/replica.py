@@ -79,9 +79,9 @@ class Replica(Protocol):
             what was sampled before stay as they are in both.
 
         Raises:
-            EngineError: not paused, something in flight, an incomplete update, a digest that is not the published one,
-                or parameters that did not change though they were published with other values. After a failed load the
-                replica serves nothing until a load succeeds.
+            EngineError: not paused, something in flight, an incomplete update, a digest that is not the published
+                one, or parameters that did not change though they were published with other values. After a failed
+                load the replica serves nothing until a load succeeds.
         """
         ...
 

@@ -129,6 +129,7 @@ METRICS: dict[str, Metric] = {
     "staleness/masked_fraction_negative": Metric("mean", "share", "of those with negative advantage"),
     **_MISMATCH,
     **_by_lag(_MISMATCH),
+    "mismatch/k3_probe": Metric("max", "nat", "k3 of the newest probe of a version that engine and trainer both hold"),
     "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
     **_ROUTING,
     "routing/missing_fraction": Metric("max", "share", "forwarded positions whose row the engine could not give"),

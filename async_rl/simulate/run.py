@@ -77,7 +77,7 @@ class _Session:
 
 @cache
 def _template() -> RunConfig:
-    return load_config(["trainer.router_replay=R3", "name=simulated", "resume=auto"])
+    return load_config(["trainer.router_replay=R3", "name=simulated", "resume=auto", "mismatch.prompts=0"])
 
 
 def run_config(scenario: Scenario, *, directory: Path, start: int = 0) -> RunConfig:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion
@@ -67,6 +68,12 @@ class SimulatedTrainer:
         self._world.exported(weights, updates=self.train_step)
         self._world.note("trainer", "export", version, self.digest)
         return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=weights)
+
+    async def hold(self) -> None:
+        """The simulation compares what engines sampled by itself, so nothing is scored."""
+
+    async def score(self, batch: TensorDict) -> Tensor:
+        return batch["behaviour_logprobs"]
 
     async def save(self, directory: Path) -> None:
         await self._work("save", seconds=self._world.scenario.train_s / 4)

@@ -1,4 +1,4 @@
-"""The frozen model of the KL term: the initial weights, kept beside the trained ones in the same modules."""
+"""Frozen weights beside the trained ones, in the same modules: the reference of the KL term, a published version."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class ReferenceWeights:
             yield
         finally:
             _copy(trained, self._live)
+
+    def renew(self) -> None:
+        """Replace the frozen weights with the current ones."""
+        _copy(self._live, self._held)
 
     def frozen(self, live: torch.Tensor) -> torch.Tensor:
         """The frozen value of a parameter or buffer of the modules, for a checkpoint to read and to set.

@@ -64,6 +64,7 @@ class TrainerRank:
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
+        self._held: ReferenceWeights | None = None  # what `score` uses
         self._planner = Planner(config=config, loss=loss, routing=self._info.routing, places=[self.place])
         self._passes = Passes(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -141,6 +142,20 @@ class TrainerRank:
         micro_batches = self._micro_batches(share)
         found = self._passes.logprobs(micro_batches)
         return self._passes.whole_update(share, micro_batches, found).to(torch.float32)
+
+    def hold(self) -> None:
+        """Keep a copy of the current weights, which `score` uses until the next `hold`."""
+        if self._held is None:
+            self._held = ReferenceWeights(self._model.chunks)
+        else:
+            self._held.renew()
+
+    def score(self, batch: TensorDict) -> Tensor:
+        """As `logprobs`, under the weights of the last `hold`; without any, under the current ones."""
+        if self._held is None:
+            return self.logprobs(batch)
+        with self._held.loaded():
+            return self.logprobs(batch)
 
     # ---- weights and state
 

@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
@@ -85,8 +86,10 @@ class Publisher:
         self._newest: WeightUpdate | None = None
         self._held: _Load | None = None  # by a replica that loaded the newest version
 
-    async def publish(self, update: WeightUpdate) -> PublishReport:
+    async def publish(self, update: WeightUpdate, *, probe: Callable[[Member], None] | None = None) -> PublishReport:
         """Return when every replica that is left serves `update`.
+
+        `probe` is called with each as soon as it is paused: what it asks is decoded first under the new weights.
 
         A caller that is cancelled waits all the same: a load that is cut off leaves a replica without good weights.
 
@@ -96,7 +99,7 @@ class Publisher:
         """
         async with self._turn:
             self._newest = update
-            return await _to_its_end(self._publish(update))
+            return await _to_its_end(self._publish(update, probe))
 
     async def bring_up(self, replica: FleetReplica, *, slot: int) -> None:
         """Load the newest version on a replica that was just started, and let it join the fleet.
@@ -147,13 +150,13 @@ class Publisher:
             async with self._fleet.calling(member, timeout_s=self._timeout_s, late=f"{what} (sync.timeout_s)"):
                 await call()
 
-    async def _publish(self, update: WeightUpdate) -> PublishReport:
+    async def _publish(self, update: WeightUpdate, probe: Callable[[Member], None] | None) -> PublishReport:
         begun = time.monotonic()
         self._held = None
         self._tools.pause()
         try:
             async with asyncio.TaskGroup() as loads:
-                tasks = [loads.create_task(self._load_or_lose(member, update)) for member in self._fleet.live]
+                tasks = [loads.create_task(self._load_or_lose(member, update, probe)) for member in self._fleet.live]
         finally:
             self._tools.resume()
         done = [load for task in tasks if (load := task.result()) is not None]
@@ -166,19 +169,27 @@ class Publisher:
             frozen=sum(load.frozen for load in done),
         )
 
-    async def _load_or_lose(self, member: Member, update: WeightUpdate) -> _Load | None:
+    async def _load_or_lose(
+        self, member: Member, update: WeightUpdate, probe: Callable[[Member], None] | None
+    ) -> _Load | None:
         """None where the replica was lost."""
         late = f"did not load version {update.weights.version} (sync.timeout_s)"
         try:
             async with self._fleet.calling(member, timeout_s=self._timeout_s, late=late):
-                return await self._load(member.replica, update)
+                return await self._load(
+                    member.replica, update, paused=None if probe is None else partial(probe, member)
+                )
         except ReplicaLostError:
             return None
 
-    async def _load(self, replica: FleetReplica, update: WeightUpdate) -> _Load:
+    async def _load(
+        self, replica: FleetReplica, update: WeightUpdate, *, paused: Callable[[], None] | None = None
+    ) -> _Load:
         begun, aborted, frozen = time.monotonic(), 0, 0
         kv: KeptKV = "recompute"
         await replica.pause()
+        if paused is not None:
+            paused()
         match self._on_update:
             case "resume":
                 aborted = await replica.abort()

@@ -49,6 +49,7 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
         assert s["staleness/max"] <= 1
         assert s["routing/missing_fraction"] == 0
         assert s["mismatch/k3_lag0"] is None or s["mismatch/k3_lag0"] <= bound
+        assert s["mismatch/k3_probe"] <= bound
     assert steps[0]["mismatch/k3_lag0"] is not None, "the first batch is sampled by the weights it trains"
     assert steps[0]["routing/overlap"] > 0.9999
     assert [v["train_step"] for v in lines(short_run, "validation.jsonl")] == [0, 4]

@@ -31,6 +31,7 @@ from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule
 from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.validator import Validator
+from async_rl.weights.probe import MismatchConfig, Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
 from message_queue.client import QueueClient, QueueClientConfig
@@ -115,10 +116,16 @@ class FakeReplica(FakeEngine):
 
 @dataclass
 class FakeTrainer:
-    """Counts what it is given. step_s: seconds of one train call on the event loop's clock."""
+    """Counts what it is given. step_s: seconds of one train call on the event loop's clock.
+
+    wrong_about: version whose tokens it scores otherwise than the engine. held: version that it scores by.
+    """
 
     step_s: float = 0.0
     fail_at: int | None = None
+    wrong_about: int | None = None
+    held: int = 0
+    scored: list[int] = field(default_factory=list)
     batches: list = field(default_factory=list)
     exported: list[int] = field(default_factory=list)
     three_done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -135,6 +142,14 @@ class FakeTrainer:
     async def export(self, directory, *, version, keep_version):
         self.exported.append(version)
         return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=fake_weights(version))
+
+    async def hold(self):
+        self.held = self.exported[-1] if self.exported else 0
+
+    async def score(self, batch):
+        self.scored.append(self.held)
+        wrong = 0.5 if self.held == self.wrong_about else 0.0
+        return batch["behaviour_logprobs"] - wrong
 
     async def save(self, directory):
         directory.mkdir()
@@ -234,6 +249,7 @@ class Harness:
         supervision: SupervisionConfig | None = None,
         new_replicas: Sequence[dict] = (),
         schedule: RunSchedule | None = None,
+        probe: MismatchConfig | None = None,
     ) -> None:
         self.start = start = start or RunState()
         self.directory = directory
@@ -303,6 +319,16 @@ class Harness:
             "trace": Trace(None),
             "conductor": self.conductor,
             "start": start,
+            "probe": None
+            if probe is None
+            else Probe(
+                self.fleet,
+                config=probe,
+                max_k3=probe.bound(dtypes=("float32",), same_experts=True),
+                temperature=1.0,
+                max_tokens=LIMITS.max_tokens,
+                routing=SPEC,
+            ),
         }
         if supervision is not None:
             news = iter(new_replicas)

@@ -1,0 +1,231 @@
+"""Compares what the engines compute with what the trainer computes, for every published version.
+
+    publish   every replica is paused      -> a few requests are held there, before all others
+              it loads version v, resumes  -> they are decoded first
+    train     the step after v             -> they are scored by a copy of v, before the next version is exported
+
+The requests are fixed: the first tokens of prompts of the run, decoded from the full distribution. The trainer scores
+them over the routing rows of the engine, so engine and trainer differ by rounding alone. An engine that serves other
+weights than it says, or computes something else with them, is far beyond it.
+
+k3 is the mean over tokens of exp(d) - 1 - d, with d = trainer - engine logprob. Tokens with d = 0.1 and d = -0.1 give
+(0.00517 + 0.00484) / 2 = 0.0050.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agent_loop.engine import AnswerError, GenerateRequest, ReplicaLostError, SamplingConfig
+from async_rl.batch.advantage import Advantages
+from async_rl.batch.collate import collate
+from async_rl.rollout.fleet import Member, ReplicaFleet
+from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
+from message_queue.trajectory import PromptGroup, Trajectory
+
+FLOAT32_MAX_K3 = 1e-4
+"""20 times the 5e-6 that TF32 is expected to give: its error is 8 times smaller than that of bfloat16, and k3 grows
+with its square. Float32 gives 1e-12."""
+HALF_MAX_K3 = 5e-2
+"""For bfloat16 and float16; models of benchmarks/equal_weights.py give at most 3.4e-4."""
+PROMPT_TOKENS = 128  # most tokens of a prompt that a probe takes
+
+
+class MismatchError(RuntimeError):
+    """Engine and trainer disagree at equal weights; names replica and version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchConfig:
+    """How engines are compared with the trainer at equal weights, after each publish."""
+
+    max_k3: float | Literal["auto"] | None = "auto"
+    """Largest `mismatch/k3_probe`; more stops the run. `auto` goes by the data type, null only reports."""
+    prompts: int = 4
+    """Sequences that each replica decodes; 0 compares nothing."""
+    tokens: int = 16
+    """Tokens that are sampled for each of them."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_k3, float | int) and not self.max_k3 > 0:
+            raise ValueError(f"mismatch.max_k3 is {self.max_k3}; must be > 0, auto, or null to only report")
+        if self.prompts < 0:
+            raise ValueError(f"mismatch.prompts is {self.prompts}; must be >= 0, where 0 compares nothing")
+        if self.tokens < 1:
+            raise ValueError(f"mismatch.tokens is {self.tokens}; must be >= 1")
+
+    def bound(self, *, dtypes: Sequence[str], same_experts: bool) -> float:
+        """Largest k3, infinite for none.
+
+        Args:
+            dtypes: of engine and trainer.
+            same_experts: whether both compute with the same experts: a dense model, or trainer.router_replay=R3.
+                Else `auto` has no bound: one choice that is close, made the other way, gives any k3.
+        """
+        if self.max_k3 != "auto":
+            return math.inf if self.max_k3 is None else self.max_k3
+        if not same_experts:
+            return math.inf
+        return FLOAT32_MAX_K3 if set(dtypes) == {"float32"} else HALF_MAX_K3
+
+
+class ScoresTokens(Protocol):
+    """The part of a trainer that scores."""
+
+    async def score(self, batch: TensorDict) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Answer:
+    """What a replica decoded for a prompt."""
+
+    replica: str
+    prompt: Int32Array
+    segments: Sequence[TokenOutput]
+
+
+class Probe:
+    """Asks the replicas, and compares their answers with the trainer.
+
+    Args:
+        max_tokens: longest sequence that an engine serves.
+        max_k3: see `MismatchConfig.bound`.
+        routing: of the rows that engines return; None without any.
+    """
+
+    def __init__(
+        self,
+        fleet: ReplicaFleet,
+        *,
+        config: MismatchConfig,
+        max_k3: float,
+        temperature: float,
+        max_tokens: int,
+        routing: RoutingSpec | None,
+    ) -> None:
+        self._fleet = fleet
+        self._num_prompts = config.prompts
+        self._num_tokens = min(config.tokens, max_tokens - 1)
+        self._max_prompt = min(PROMPT_TOKENS, max_tokens - self._num_tokens)
+        self._max_k3 = max_k3
+        self._sampling = SamplingConfig(temperature=temperature)
+        self._routing = routing
+        self._prompts: list[Int32Array] = []
+        self._asked: dict[int, list[asyncio.Task[_Answer | None]]] = {}
+
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self._prompts)
+
+    def take_prompts(self, groups: Sequence[PromptGroup]) -> None:
+        """Take the prompts of the first groups, for the rest of the run."""
+        first = [group.trajectories[0] for group in groups if group.trajectories]
+        prompts = [trajectory.turns[0].observation for trajectory in first if trajectory.turns]
+        self._prompts = [prompt[: self._max_prompt] for prompt in prompts[: self._num_prompts]]
+
+    def ask(self, member: Member, *, version: int) -> None:
+        """Have a replica decode as soon as it serves, whatever version it serves now."""
+        tasks = self._asked.setdefault(version, [])
+        for number, prompt in enumerate(self._prompts):
+            tasks.append(asyncio.create_task(self._decode(member, number, prompt, version=version)))
+
+    def ask_all(self, *, version: int) -> None:
+        """`ask` every replica that serves."""
+        for member in self._fleet.live:
+            self.ask(member, version=version)
+
+    def cancel(self) -> None:
+        """Give up what was asked and not compared."""
+        for task in (task for tasks in self._asked.values() for task in tasks):
+            task.cancel()
+        self._asked.clear()
+
+    async def compare(self, version: int, trainer: ScoresTokens) -> float:
+        """k3 of the replica that is farthest from the trainer, which scores by `version`; NaN if none has an answer.
+
+        Raises:
+            MismatchError: it is larger than mismatch.max_k3.
+            EngineError: an engine gave no answer in time.
+        """
+        found = await asyncio.gather(*self._asked.get(version, ()))
+        self._asked.pop(version, None)
+        answers = [answer for answer in found if answer is not None and any(map(len, answer.segments))]
+        if not answers:
+            return math.nan
+        batch = self._batch(answers, version=version)
+        k3 = k3_of_replicas(await trainer.score(batch), batch, replicas=[answer.replica for answer in answers])
+        worst = max(k3, key=lambda replica: _order(k3[replica]))
+        if not k3[worst] <= self._max_k3:
+            raise MismatchError(
+                f"{worst} and the trainer disagree about version {version}: mismatch/k3_probe is {k3[worst]:.3g} at "
+                f"equal weights, more than mismatch.max_k3={self._max_k3:g}; the engine does not serve what was "
+                "published, or computes it differently. mismatch.max_k3=null only reports it"
+            )
+        return k3[worst]
+
+    # ---- inside
+
+    async def _decode(self, member: Member, number: int, prompt: Int32Array, *, version: int) -> _Answer | None:
+        """The tokens that `version` sampled; None if the replica is lost or its answer was refused."""
+        name = f"probe{version}-{number}"
+        request = GenerateRequest(
+            request_id=f"{name}#0.",
+            token_ids=prompt,
+            max_new_tokens=self._num_tokens,
+            sampling=self._sampling,
+            session=name,
+            cache_salt=name,
+        )
+        try:
+            async with self._fleet.calling(member):
+                segments = await member.replica.generate(request)
+        except (AnswerError, ReplicaLostError):
+            return None
+        finally:
+            member.note_answer()
+        sampled = [segment for segment in segments if segment.weights.version == version]
+        return _Answer(replica=member.name, prompt=prompt, segments=sampled[:1])
+
+    def _batch(self, answers: Sequence[_Answer], *, version: int) -> TensorDict:
+        """A batch as that of a train step, a sequence per answer."""
+        groups: list[PromptGroup] = []
+        for number, answer in enumerate(answers):
+            trajectory = Trajectory(routing=self._routing)
+            trajectory.observe(answer.prompt)
+            for segment in answer.segments:
+                trajectory.extend(segment)
+            trajectory.close(stop_reason=StopReason.LENGTH, reward=0.0)
+            groups.append(
+                PromptGroup(
+                    group=number, prompt=number, admitted_version=version, admitted_update=0, trajectories=[trajectory]
+                )
+            )
+        nothing = Advantages(values=np.zeros(len(groups), np.float32), informative=np.ones(len(groups), np.bool_))
+        return collate(groups, advantages=nothing, current_update=0, version_updates={version: 0})
+
+
+def k3_of_replicas(scored: torch.Tensor, batch: TensorDict, *, replicas: Sequence[str]) -> Mapping[str, float]:
+    """k3 over the tokens of each replica; infinite or NaN if a logprob of the trainer is.
+
+    Args:
+        scored: [S, T], the trainer's logprobs. replicas: which of them sampled each sequence.
+    """
+    mask, d = batch["loss_mask"], scored.double() - batch["behaviour_logprobs"].double()
+    excess = torch.where(mask, torch.expm1(d) - d, torch.zeros_like(d))
+    k3: dict[str, float] = {}
+    for replica in dict.fromkeys(replicas):
+        of = torch.tensor([name == replica for name in replicas])
+        k3[replica] = float(excess[of].sum() / mask[of].sum())
+    return k3
+
+
+def _order(k3: float) -> float:
+    return math.inf if math.isnan(k3) else k3

@@ -1,0 +1,206 @@
+"""The pipeline compares engines and trainer by every published version."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.engine import AnswerError
+from async_rl.parts import StageError
+from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.schedule import read_schedule
+from async_rl.weights.probe import FLOAT32_MAX_K3, HALF_MAX_K3, MismatchConfig, MismatchError, Probe, k3_of_replicas
+from message_queue.trajectory import PromptGroup, Trajectory
+from tests.fakes import SPEC, FakeEngine, SeededScript
+from tests.flow.harness import FakeTrainer, Harness
+
+PROBE = MismatchConfig()
+
+
+def causes(error):
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else [error.__cause__] if error.__cause__ else []
+    return [error, *(found for part in inner for found in causes(part))]
+
+
+@pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
+async def test_pipeline_probes_every_version_by_the_weights_it_was_exported_from(tmp_path, on_update):
+    options = [{"name": "a"}, {"name": "b"}]
+    harness = Harness(tmp_path, steps=6, probe=PROBE, on_update=on_update, replica_options=options)
+    assert await harness.run()
+    assert harness.trainer.scored == list(range(7))
+    assert [line["mismatch/k3_probe"] for line in harness.lines("metrics.jsonl")] == [0.0] * 6
+    for replica in harness.replicas:
+        asked = [r.session for r in replica.requests if r.session.startswith("probe")]
+        assert sorted(asked) == sorted(f"probe{version}-{number}" for version in range(7) for number in range(4))
+
+
+async def test_pipeline_probes_with_the_same_prompts_and_the_full_distribution(tmp_path):
+    harness = Harness(tmp_path, steps=4, probe=MismatchConfig(prompts=2, tokens=5))
+    await harness.run()
+    requests = [r for r in harness.replicas[0].requests if r.session.startswith("probe")]
+    assert len({tuple(r.token_ids.tolist()) for r in requests}) == 2
+    assert {(r.max_new_tokens, r.sampling.top_p, r.sampling.top_k, r.stop_token_ids) for r in requests} == {
+        (5, 1.0, -1, ())
+    }
+
+
+async def test_pipeline_probes_published_versions_if_not_every_step_publishes(tmp_path):
+    harness = Harness(tmp_path, steps=6, publish_every=2, probe=PROBE)
+    assert await harness.run()
+    assert harness.trainer.scored == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, 5])
+async def test_pipeline_stops_before_the_version_after_one_that_differs(tmp_path, version):
+    harness = Harness(tmp_path, steps=5, probe=PROBE, trainer=FakeTrainer(wrong_about=version))
+    with pytest.raises((StageError, ExceptionGroup)) as caught:
+        await harness.run()
+    (error,) = [e for e in causes(caught.value) if isinstance(e, MismatchError)]
+    assert "fake-0" in str(error) and f"version {version}" in str(error) and "mismatch.max_k3" in str(error)
+    assert harness.trainer.exported == list(range(1, version + 1))
+
+
+async def test_pipeline_only_reports_a_difference_without_a_bound(tmp_path):
+    probe = MismatchConfig(max_k3=None)
+    harness = Harness(tmp_path, steps=4, probe=probe, trainer=FakeTrainer(wrong_about=2))
+    assert await harness.run()
+    found = [line["mismatch/k3_probe"] for line in harness.lines("metrics.jsonl")]
+    assert found == pytest.approx([0.0, 0.0, math.exp(-0.5) - 0.5, 0.0])
+
+
+async def test_pipeline_asks_nothing_with_no_prompts(tmp_path):
+    harness = Harness(tmp_path, steps=2)
+    await harness.run()
+    assert not harness.trainer.scored
+    assert not any(r.session.startswith("probe") for r in harness.replicas[0].requests)
+
+
+async def test_pipeline_probes_the_replicas_that_are_left(tmp_path):
+    options = [{"name": "a", "die_at_load": 2}, {"name": "b"}]
+    harness = Harness(tmp_path, steps=4, probe=PROBE, replica_options=options)
+    assert await harness.run()
+    assert harness.trainer.scored == [0, 1, 2, 3, 4]
+
+
+async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
+    free = Harness(tmp_path / "free", steps=5, token_s=0.001, probe=None)
+    await free.run()
+    kept = Harness(tmp_path / "kept", steps=5, token_s=0.001, probe=PROBE, schedule=read_schedule(tmp_path / "free"))
+    assert await kept.run()
+    assert kept.trainer.scored == list(range(6))
+
+
+def probe_of(*replicas, config=PROBE, max_k3=1e-4):
+    return Probe(ReplicaFleet(replicas), config=config, max_k3=max_k3, temperature=1.0, max_tokens=64, routing=SPEC)
+
+
+def groups(count):
+    made = []
+    for number in range(count):
+        trajectory = Trajectory(routing=SPEC)
+        trajectory.observe(np.arange(2, 5 + number, dtype=np.int32))
+        made.append(
+            PromptGroup(group=number, prompt=number, admitted_version=0, admitted_update=0, trajectories=[trajectory])
+        )
+    return made
+
+
+class Scores:
+    """Scores as the engine does, but `d` higher for the tokens of sequence `sequence`."""
+
+    def __init__(self, *, sequence=0, d=0.0):
+        self._sequence, self._d = sequence, d
+
+    async def score(self, batch):
+        scored = batch["behaviour_logprobs"].clone()
+        scored[self._sequence] += self._d
+        self.tokens = int(batch["loss_mask"].sum())
+        return scored
+
+
+def engines(count, **options):
+    return [
+        FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=12), name=f"fake-{i}", **options)
+        for i in range(count)
+    ]
+
+
+async def test_probe_names_the_replica_that_differs_and_the_version():
+    probe = probe_of(*engines(2))
+    probe.take_prompts(groups(4))
+    probe.ask_all(version=0)
+    with pytest.raises(MismatchError) as caught:
+        await probe.compare(0, Scores(sequence=6, d=0.1))
+    assert "fake-1" in str(caught.value) and "version 0" in str(caught.value)
+
+
+async def test_probe_refuses_a_score_that_is_no_number():
+    probe = probe_of(*engines(1))
+    probe.take_prompts(groups(1))
+    probe.ask_all(version=0)
+    with pytest.raises(MismatchError):
+        await probe.compare(0, Scores(d=math.nan))
+
+
+async def test_probe_leaves_out_answers_that_were_refused():
+    probe = probe_of(*engines(1, fail=lambda r: AnswerError("nonsense") if r.session.endswith("-0") else None))
+    probe.take_prompts(groups(3))
+    probe.ask_all(version=0)
+    scores = Scores()
+    assert await probe.compare(0, scores) == 0.0
+    assert scores.tokens == 2 * PROBE.tokens
+
+
+async def test_probe_without_an_answer_has_no_value():
+    probe = probe_of(*engines(1))
+    assert math.isnan(await probe.compare(0, Scores()))
+    probe.take_prompts(groups(1))
+    probe.ask_all(version=7)
+    assert math.isnan(await probe.compare(7, Scores())), "the replica serves version 0"
+
+
+async def test_probe_that_is_cancelled_leaves_no_request_behind():
+    (engine,) = engines(1, token_s=60.0)
+    probe = probe_of(engine)
+    probe.take_prompts(groups(2))
+    probe.ask_all(version=0)
+    while engine.in_flight < 2:  # noqa: ASYNC110 - the fake has no event for it
+        await asyncio.sleep(0)
+    probe.cancel()
+    while engine.in_flight:  # noqa: ASYNC110 - the fake has no event for it
+        await asyncio.sleep(0)
+
+
+def test_k3_of_replicas_is_the_mean_over_the_tokens_of_each():
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    batch = {"loss_mask": mask, "behaviour_logprobs": torch.tensor([[0.0, -1.0, -1.0], [0.0, -2.0, 0.0]])}
+    scored = torch.tensor([[9.0, -0.9, -1.1], [9.0, -2.0, 9.0]])
+    found = k3_of_replicas(scored, batch, replicas=["a", "b"])
+    assert found["a"] == pytest.approx((math.exp(0.1) - 1.1 + math.exp(-0.1) - 0.9) / 2, rel=1e-5)
+    assert found["b"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("max_k3", "dtypes", "same_experts", "bound"),
+    [
+        ("auto", ("float32", "float32"), True, FLOAT32_MAX_K3),
+        ("auto", ("bfloat16", "float32"), True, HALF_MAX_K3),
+        ("auto", ("bfloat16", "bfloat16"), True, HALF_MAX_K3),
+        ("auto", ("float32", "float32"), False, math.inf),
+        (None, ("float32", "float32"), True, math.inf),
+        (0.25, ("float32", "float32"), False, 0.25),
+    ],
+)
+def test_max_k3_goes_by_dtype_unless_it_is_given(max_k3, dtypes, same_experts, bound):
+    assert MismatchConfig(max_k3=max_k3).bound(dtypes=dtypes, same_experts=same_experts) == bound
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"max_k3": 0.0}, "mismatch.max_k3"), ({"prompts": -1}, "mismatch.prompts"), ({"tokens": 0}, "mismatch.tokens")],
+)
+def test_mismatch_config_refuses_values_out_of_range(fields, named):
+    with pytest.raises(ValueError, match=named):
+        MismatchConfig(**fields)
