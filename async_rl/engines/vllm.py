@@ -190,15 +190,14 @@ class VllmReplica:
         if kv == "recompute":
             await self._recall()
         self._gate.suspect(f"version {number} was not loaded whole")
-        digests = await self._bounded("load", self._engine.collective_rpc("load_update", args=(str(update.path),)))
-        if wrong := next((digest for digest in digests if digest != update.weights.digest), None):
+        loaded = await self._bounded("load", self._engine.collective_rpc("load_update", args=(str(update.path),)))
+        if wrong := next((digest for digest, _ in loaded if digest != update.weights.digest), None):
             self._gate.suspect(f"its weights have digest {wrong} instead of {update.weights.digest}")
             raise EngineError(
                 f"{self.name}: version {number} was published with digest {update.weights.digest}, "
                 f"but the engine loaded {wrong} from {update.path}"
             )
-        ranks = await self._bounded("load", self._engine.collective_rpc("live_checksums"))
-        if unchanged := self._live.replace(update.modules, ranks):
+        if unchanged := self._live.replace(update.modules, [checksums for _, checksums in loaded]):
             raise not_loaded(unchanged, replica=self.name, version=number)
         if kv == "recompute" and not await self._bounded("load", self._engine.reset_prefix_cache()):
             raise EngineError(f"{self.name}: the K/V of version {self.weights.version} is still in use after a drain")

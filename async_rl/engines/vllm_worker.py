@@ -31,19 +31,20 @@ class ReloadsWeights(Protocol):
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None: ...
     def get_model(self) -> torch.nn.Module: ...
+    def live_checksums(self) -> dict[str, str]: ...
 
 
 class LoadsUpdates:
     """Mixed into vLLM's worker class through `worker_extension_cls`; its methods are called by `collective_rpc`."""
 
-    def load_update(self: ReloadsWeights, path: str) -> str:
-        """Load every tensor of a written version and return the digest of what was loaded.
+    def load_update(self: ReloadsWeights, path: str) -> tuple[str, dict[str, str]]:
+        """Load every tensor of a written version; return the digest of what was read, and `live_checksums` after it.
 
         Runs whole between two engine steps, so no forward pass sees half of a version.
         """
         digest = WeightsDigest()
         self.reload_weights(weights_iterator=_hashed(read_update(Path(path)), digest))
-        return digest.hexdigest()
+        return digest.hexdigest(), self.live_checksums()
 
     def live_checksums(self: ReloadsWeights) -> dict[str, str]:
         """Checksum of each parameter and persistent buffer of this worker's model."""

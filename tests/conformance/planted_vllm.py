@@ -21,9 +21,9 @@ class PlantedLoads(LoadsUpdates):
     def plant(self, fault: str) -> None:
         PlantedLoads.fault = fault
 
-    def load_update(self: Any, path: str) -> str:
+    def load_update(self: Any, path: str) -> tuple[str, dict[str, str]]:
         tensors, digest = list(read_update(Path(path))), WeightsDigest()
         for name, tensor in tensors:
             digest.update(name, tensor)
         self.reload_weights(weights_iterator=iter(LOADS.spoiled(PlantedLoads.fault, tensors)))
-        return digest.hexdigest()
+        return digest.hexdigest(), self.live_checksums()

@@ -7,16 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
+import torch
+from tensordict import TensorDict
 
 from agent_loop.engine import EngineError
 from async_rl.engines.sglang import SglangReplica
 from async_rl.engines.vllm import VllmReplica
+from async_rl.model_info import read_model_info
+from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.weights.probe import FLOAT32_MAX_K3, MismatchConfig, MismatchError, Probe
 from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import RoutingSpec
+from message_queue.trajectory import PromptGroup, Trajectory
 from tests.conformance import sglang_support
-from tests.conformance.conftest import Models
+from tests.conformance.conftest import Models, prompt
 from tests.conformance.planted import FAULT
+from tests.conformance.reference import reference_of_parts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 
@@ -25,11 +34,13 @@ Plant = Callable[[str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A replica, updates 0 and 1, and a call that plants a fault into its later loads."""
+    """A replica, updates 0 and 1, a call that plants a fault into its later loads, and update 1 in transformers."""
 
     replica: Any
     updates: Sequence[WeightUpdate]
     plant: Plant
+    model: Any
+    routing: RoutingSpec | None
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -41,7 +52,8 @@ def target(request: pytest.FixtureRequest) -> Target:
         async def plant_vllm(fault: str) -> None:
             await engine._engine.collective_rpc("plant", args=(fault,))  # pyright: ignore[reportPrivateUsage]
 
-        return Target(engine, (models.update_first, models.update_second), plant_vllm)
+        updates = (models.update_first, models.update_second)
+        return Target(engine, updates, plant_vllm, models.reference_second, read_model_info(models.first).routing)
     server: SglangReplica = request.getfixturevalue("sglang_server")
     folder: Path = request.getfixturevalue("sglang_plugins")
     sglang_models: sglang_support.Models = request.getfixturevalue("sglang_models")
@@ -49,7 +61,8 @@ def target(request: pytest.FixtureRequest) -> Target:
     async def plant_sglang(fault: str) -> None:
         (folder / FAULT).write_text(fault)
 
-    return Target(server, sglang_models.updates, plant_sglang)
+    routing = read_model_info(sglang_models.paths[0]).routing
+    return Target(server, sglang_models.updates, plant_sglang, sglang_models.models[1], routing)
 
 
 @pytest_asyncio.fixture(loop_scope="package")
@@ -96,3 +109,53 @@ async def test_the_checksum_is_of_the_weights_however_they_came(planted: Target)
     assert await replica.checksum() != first
     await publish(replica, updates[0])
     assert await replica.checksum() == first
+
+
+class Truth:
+    """Scores by transformers, over the rows of the engine. None of the engine's weights is used."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    async def score(self, batch: TensorDict) -> torch.Tensor:
+        scored = torch.zeros(batch["token_ids"].shape)
+        for row, length in enumerate(batch["lengths"].tolist()):
+            ids = batch["token_ids"][row, :length].numpy().astype(np.int32)
+            forced = batch["routed_experts"][row, : length - 1].numpy()
+            found = reference_of_parts([(self._model, length)], ids, forced=forced).logprobs
+            scored[row, 1:length] = torch.from_numpy(found)[torch.arange(length - 1), torch.from_numpy(ids[1:]).long()]
+        return scored
+
+
+def probe_of(target: Target) -> Probe:
+    probe = Probe(
+        ReplicaFleet([target.replica]),
+        config=MismatchConfig(),
+        max_k3=FLOAT32_MAX_K3,
+        temperature=1.0,
+        max_tokens=256,
+        routing=target.routing,
+    )
+    prompts: list[PromptGroup] = []
+    for number in range(4):
+        trajectory = Trajectory(routing=target.routing)
+        trajectory.observe(prompt(20, seed=number))
+        prompts.append(
+            PromptGroup(group=number, prompt=number, admitted_version=0, admitted_update=0, trajectories=[trajectory])
+        )
+    probe.take_prompts(prompts)
+    return probe
+
+
+async def test_the_probe_finds_swapped_tensors_and_nothing_in_a_good_load(planted: Target):
+    probe, truth = probe_of(planted), Truth(planted.model)
+    await publish(planted.replica, planted.updates[1])
+    probe.ask_all(version=1)
+    assert await probe.compare(1, truth) <= FLOAT32_MAX_K3
+    await publish(planted.replica, planted.updates[0])
+    await planted.plant("swapped")
+    await publish(planted.replica, planted.updates[1])
+    probe.ask_all(version=1)
+    with pytest.raises(MismatchError) as caught:
+        await probe.compare(1, truth)
+    assert "replica-0" in str(caught.value) and "version 1" in str(caught.value)

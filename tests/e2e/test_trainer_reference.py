@@ -88,3 +88,16 @@ def test_looking_at_the_reference_leaves_the_trained_weights_as_they_are(checkpo
     with trainer._reference.loaded():
         assert not all(torch.equal(a, b) for a, b in zip(before, chunk.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before, chunk.parameters(), strict=True))
+
+
+def test_score_is_by_the_weights_of_the_last_hold_and_changes_none(checkpoint):
+    trainer, batch = start_trainer(checkpoint, optimizer=ADAM), make_batch(seed=1)
+    assert torch.equal(trainer.score(batch), trainer.logprobs(batch)), "of the current weights before any hold"
+    for seed in (2, 3):
+        trainer.hold()
+        held = trainer.logprobs(batch)
+        trainer.train(make_batch(seed=seed))
+        trained = trainer.logprobs(batch)
+        assert not torch.equal(trained, held)
+        assert torch.equal(trainer.score(batch), held)
+        assert torch.equal(trainer.logprobs(batch), trained)
