@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from benchmarks import queue_groups, queue_throughput, queue_ways, rollout_throughput, routing_mismatch
 from benchmarks.rollout_throughput import Load, Rates, cpu_table, draw_budgets, rates_table, take_turns
 from benchmarks.routing_mismatch import CHANGES, Stop, by_change, changed_rows, classify, ratio, summary
 from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table
-from benchmarks.train_steps import paired_ratio, time_in_turns
+from benchmarks.train_steps import paired_ratio, time_in_turns, with_support
 from message_queue.contract import Admission
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,15 @@ def test_a_set_of_experts_in_another_order_is_no_change():
     live = torch.tensor([[[[2, 1]], [[3, 5]], [[5, 6]], [[0, 7]]]])
     changed = changed_rows(engine, live, torch.tensor([4]))
     assert changed[0, :, 0].tolist() == [False, True, False, False]
+
+
+def test_the_support_of_a_benchmark_holds_the_tokens_in_the_loss():
+    ids, mask = torch.tensor([[5, 9, 0], [8, 2, 7]]), torch.tensor([[False, True, False], [False, True, True]])
+    batch = TensorDict({"token_ids": ids, "loss_mask": mask, "lengths": torch.tensor([2, 3])}, batch_size=[2])
+    supports = with_support(batch, vocab=10, kept=4)["support"]
+    assert [support.unpack()[0].tolist() for support in supports] == [[0, 4], [0, 4, 4]]
+    for support, row, length in zip(supports, ids, (2, 3), strict=True):
+        support.check(row[:length].int().numpy(), vocab_size=10)
 
 
 def test_rows_after_the_end_are_no_change():
