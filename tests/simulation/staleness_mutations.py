@@ -1,6 +1,7 @@
 """Defects planted in what becomes of groups and tokens that are too old, and of rollouts that failed."""
 
 from dataclasses import replace
+from itertools import count
 
 from async_rl.batch import prepare
 from async_rl.pipeline import Pipeline
@@ -11,6 +12,7 @@ from message_queue.contract import QueueSnapshot
 from message_queue.journal.state import JournalState
 from message_queue.ledger import Ledger
 from message_queue.policies import RecyclePolicy
+from message_queue.staleness import StalenessBudget
 
 
 def a_recycled_prompt_that_is_forgotten(patch):
@@ -113,6 +115,15 @@ def a_group_that_is_given_up_at_a_restart_and_ends_twice(patch):
     patch.setattr(restart, "restored_of", lambda *of: replace(whole(*of), given_up=frozenset()))
 
 
+def a_batch_that_is_as_old_as_its_first_mini_batch(patch):
+    patch.setattr(StalenessBudget, "staleness", lambda self, admitted, *, next_update: next_update - admitted)
+
+
+def a_batch_that_is_split_otherwise_when_it_is_trained_again(patch):
+    whole, number = prepare.mini_batches_of, count()
+    patch.setattr(prepare, "mini_batches_of", lambda groups, **of: whole(groups, **{**of, "seed": next(number)}))
+
+
 FAILS = ("reward fails", "tool is broken", "gives up", "no end of a reward")
 STALENESS_MUTATIONS = (
     (a_recycled_prompt_that_is_forgotten, ("exactly once",)),
@@ -124,6 +135,8 @@ STALENESS_MUTATIONS = (
     (a_restart_that_forgets_rollouts_that_make_up_for_others, ("failure", "exactly once"), *FAILS),
     (old_tokens_that_take_gradient, ("staleness",)),
     (masked_tokens_that_nobody_counts, ("ledger",)),
+    (a_batch_that_is_as_old_as_its_first_mini_batch, ("staleness",)),
+    (a_batch_that_is_split_otherwise_when_it_is_trained_again, ("exactly once", "versions")),
     (a_restart_that_keeps_what_is_too_old_for_its_policy, ("failure", "staleness")),
     (a_restart_that_trains_again_what_takes_other_gradient_now, ("failure", "staleness", "exactly once")),
     (a_prompt_that_is_recycled_at_a_restart_and_forgotten, ("exactly once",)),
