@@ -194,3 +194,26 @@ async def stop_and_go_on(directory):
     assert second.harness.restored.version == first.harness.trainer.exported[-1]
     assert check([first, second])["dropped"] == 0
     return held
+
+
+async def test_a_run_goes_on_with_other_optimizer_steps_per_batch(tmp_path):
+    disk = MortalDisk(tmp_path / "first", tmp_path / "second")
+    disk.writes_left = 30
+    (tmp_path / "first").mkdir()
+    first = Life(tmp_path / "first", disk, max_staleness=3, checkpoint_every=3)
+    assert await first.run_until_dead(disk)
+    second = Life(
+        tmp_path / "second",
+        disk.after_kill(),
+        max_staleness=3,
+        checkpoint_every=3,
+        updates_per_batch=2,
+        publish_every=2,
+        steps=first.start.train_step + 14,
+    )
+    assert await second.harness.run()
+    lines = second.harness.lines("metrics.jsonl")
+    steps = [0, *(line["train_step"] for line in lines)]
+    assert [b - a for a, b in itertools.pairwise(steps)] == [line["optimizer_steps"] for line in lines]
+    assert lines[-1]["optimizer_steps"] == 2 and all(s["staleness/max"] <= 3 for s in lines)
+    assert check_ledger(second.harness)["error"] == 0
