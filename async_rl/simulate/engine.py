@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
+from async_rl.engines.checks import kept_tokens
 from async_rl.engines.replica import Flight, KeptKV, ReplicaStats, RequestGate
 from async_rl.engines.spans import cut_into_segments
 from async_rl.simulate import model
@@ -236,6 +237,13 @@ class SimulatedReplica:
             self._world.weights(by.digest).logprob(context[start + i - 1], token)
             for i, (token, by) in enumerate(zip(tokens, samplers, strict=True))
         ]
+        support = None
+        if request.sampling.is_cut:
+            kept = [
+                self._world.weights(by.digest).kept(context[start + i - 1], token)
+                for i, (token, by) in enumerate(zip(tokens, samplers, strict=True))
+            ]
+            support = kept_tokens(kept, "kept tokens")
         segments = cut_into_segments(
             request,
             token_ids=np.array(tokens, np.int32),
@@ -244,6 +252,7 @@ class SimulatedReplica:
             spans=spans,
             stop_reason=reason,
             replica=self.name,
+            support=support,
         )
         return self._sent(request, segments)
 
@@ -311,7 +320,7 @@ def _check_at_edge(request: GenerateRequest, answer: list[TokenOutput]) -> None:
     """What a replica checks: every segment, and the extent of its rows."""
     row, end = request.rows_held, len(request.token_ids)
     for segment in answer:
-        segment.check(vocab_size=model.VOCAB, routing=model.ROUTING)
+        segment.check(vocab_size=model.VOCAB, routing=model.ROUTING, cut=request.sampling.is_cut)
         end += len(segment)
         given = segment.routed_experts
         if given is not None and (given.first_position, given.end_position) != (row, end - 1):

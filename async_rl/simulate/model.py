@@ -47,6 +47,11 @@ class Weights:
         """Of `token` after `context`."""
         return np.float32(-(1 + (hash((self._number, context, token, 2)) & 0xFFFFF)) / 2**18)
 
+    def kept(self, context: int, token: int) -> list[int]:
+        """Ids that the sampler kept after `context`, `token` among them."""
+        draw = hash((self._number, context, 4)) & 0xFFFF
+        return sorted({token, *((draw * i) % VOCAB for i in range(draw % 4))})
+
     def row(self, context: int) -> list[list[int]]:
         """[moe_layers, top_k] of the token that ends `context`; not to be changed."""
         if context in self._rows:

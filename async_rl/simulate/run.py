@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.engine import EngineError, ReplicaLostError
+from agent_loop.engine import EngineError, ReplicaLostError, SamplingConfig
 from agent_loop.loop import Prompt
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, ToolRunner
@@ -100,6 +100,7 @@ def run_config(scenario: Scenario, *, directory: Path, start: int = 0) -> RunCon
         resume_routing=scenario.resume_routing,
         max_failed_groups=1 << 30,
         failure=FailureConfig(on_failed=scenario.on_failed),
+        sampling=SamplingConfig(top_p=scenario.top_p),
         limits=limits,
     )
     alone = scenario.trajectories_per_group == 1

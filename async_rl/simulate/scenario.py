@@ -139,7 +139,8 @@ class Scenario:
     later_staleness: of the driver's starts after the first, in turn; none: the same for all.
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
     fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision. shards: of the queue.
-    together: calls to the queue travel as in `message_queue.together`.
+    together: calls to the queue travel as in `message_queue.together`. top_p: of sampling; below 1 engines return what
+    they kept.
     """
 
     seed: int
@@ -175,6 +176,7 @@ class Scenario:
     tool_s: float
     shards: int
     together: bool
+    top_p: float
     faults: tuple[Fault, ...]
 
     def staleness_of(self, start: int) -> StalenessConfig:
@@ -231,6 +233,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         tool_s=draw.choice((0.01, 0.3)),
         shards=num_shards,
         together=seed % 5 == 0,
+        top_p=0.9 if seed % 6 == 5 else 1.0,
         faults=_with_shards(
             shards,
             _draw_faults(draw, seed, replicas=replicas, goes_on_otherwise=bool(later)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from tensordict import TensorDict
 
 from async_rl.simulate import model
@@ -98,6 +99,7 @@ class TrajectoryJudge:
             "exactly once", tokens[: len(prompt)] == prompt.tolist(), "{} starts with {}", session, tokens[:8]
         )
         self._check_tokens(tokens, versions, session)
+        self._check_support(trajectory, tokens, versions, session)
         self._check_turns(tokens, versions, session, tool_calls, interrupted=interrupted)
         covered = [False] * len(tokens)
         for sequence in sequences:
@@ -132,6 +134,20 @@ class TrajectoryJudge:
                 version,
                 expected,
             )
+
+    def _check_support(self, trajectory: Trajectory, tokens: list[int], versions: list[int], session: str) -> None:
+        support = trajectory.support()
+        if self._scenario.top_p == 1 or not trajectory.num_sampled:
+            self._require("provenance", support is None, "{} has kept tokens of the whole vocabulary", session)
+            return
+        self._require("provenance", support is not None, "{} has no kept tokens", session)
+        assert support is not None
+        contexts, (counts, ids) = model.contexts(tokens), support.unpack()
+        found = np.split(ids, np.cumsum(counts)[:-1])
+        for i, version in enumerate(versions):
+            kept = self._weights[version].kept(contexts[i - 1], tokens[i]) if version >= 0 else []
+            same = found[i].tolist() == kept
+            self._require("provenance", same, "{}: token {} is of {}, not {}", session, i, found[i].tolist(), kept)
 
     def _check_turns(
         self, tokens: list[int], versions: list[int], session: str, tool_calls: int, *, interrupted: bool

@@ -18,6 +18,7 @@ from message_queue.queue import TrajectoryQueue
 from message_queue.rows import HeldRows
 from message_queue.service import QueueService
 from message_queue.staleness import StalenessBudget
+from message_queue.support import SamplingSupport
 from message_queue.tickets import EndedTickets
 from message_queue.trajectory import Trajectory
 from message_queue.versions import PublishedVersions
@@ -138,6 +139,16 @@ def tokens_that_are_all_stamped_with_the_newest_version(patch):
         return whole(request, spans=[(spans[-1][0], sum(count for _, count in spans))], **of)
 
     patch.setattr(engine, "cut_into_segments", cut)
+
+
+def kept_tokens_that_move_by_one_token(patch):
+    whole = SamplingSupport.part
+
+    def part(self, start, stop):
+        return whole(self, start - 1, stop - 1) if start else whole(self, start, stop)
+
+    patch.setattr(SamplingSupport, "part", part)
+    patch.setattr(SamplingSupport, "check", lambda self, token_ids, *, vocab_size: None)
 
 
 def a_group_that_is_handed_out_twice(patch):
@@ -279,6 +290,7 @@ MUTATIONS = {
         (a_version_that_goes_back, ("versions",)),
         (a_replica_that_is_left_out_of_a_publish, ("versions",)),
         (tokens_that_are_all_stamped_with_the_newest_version, ("provenance",)),
+        (kept_tokens_that_move_by_one_token, ("provenance",)),
         (a_group_that_is_handed_out_twice, ("exactly once", "ledger")),
         (a_tool_that_runs_twice, ("exactly once",)),
         (a_resumed_request_that_gets_its_whole_budget_again, ("exactly once",)),
