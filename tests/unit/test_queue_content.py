@@ -2,6 +2,7 @@
 
 import asyncio
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from message_queue.wire import WireError, encode_group, pack_group, unpack_group
 from message_queue.wire.packed import Packed, Shared, SharedMemoryLost
-from tests.unit.groups import SPEC, segment
+from tests.unit.groups import SPEC, segment, support_of
 from tests.unit.test_queue_client import Handle
 
 CONFIG = QueueClientConfig(timeout_s=10, slice_s=0.01)
@@ -67,6 +68,8 @@ def rollout(cuts, *, resume_routing="append", reward=0.5):
         made.observe(observation)
         for version, tokens in enumerate(turn):
             part = segment(tokens, version=0, rows=(max(0, made.num_rows - version), len(made) + tokens - 1))
+            if version % 2 == 0:  # a trajectory with and without kept tokens
+                part = replace(part, support=support_of([range(i, 3 * i + 2) for i in range(tokens)]))
             steps.append((len(made), Sampled(part)))
             made.extend(part)
         steps.append((len(made), CallBegun("search")))
