@@ -177,7 +177,7 @@ class RoutingCPUWorker(CPUWorker):
             upstream.CPUModelRunner = original
 
 
-def allow_capture() -> None:
+def allow_routing_capture() -> None:
     """Upstream's checks of routing capture and kept tokens, less the demands that `RoutingCPUModelRunner` makes void.
 
     Those are model runner V2, and prefix caching (which the CPU kernels of latent attention do not have).

@@ -26,9 +26,9 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from async_rl.engines.vllm_cpu import allow_capture, note_packed_weights, prepack_experts_on_reload
+    from async_rl.engines.vllm_cpu import allow_routing_capture, note_packed_weights, prepack_experts_on_reload
 
-    allow_capture()
+    allow_routing_capture()
     prepack_experts_on_reload()
     note_packed_weights()
 

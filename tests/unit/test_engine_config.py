@@ -222,7 +222,7 @@ def test_kept_tokens_are_returned_by_every_cpu_engine_and_if_asked_for_on_a_gpu(
 
     assert [returned("cuda", capture_support=wanted) for wanted in (False, True)] == [False, True]
     assert returned("cpu", capture_support=False)
-    with pytest.raises(ValueError, match=r"engine\.extra_args sets return_sampling_mask"):
+    with pytest.raises(ValueError, match="return_sampling_mask"):
         VllmConfig(extra_args={"return_sampling_mask": False})
 
 
