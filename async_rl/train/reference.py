@@ -24,19 +24,20 @@ class ReferenceWeights:
     @contextmanager
     def loaded(self) -> Generator[None]:
         """The modules compute with the frozen weights inside the block, and with the trained ones after it."""
-        trained = [t.detach().clone() for t in self._live]
-        _copy(self._held, self._live)
+        _exchange(self._held, self._live)
         try:
             yield
         finally:
-            _copy(trained, self._live)
+            _exchange(self._held, self._live)
 
     def renew(self) -> None:
         """Replace the frozen weights with the current ones."""
-        _copy(self._live, self._held)
+        with torch.no_grad():
+            for live, held in zip(self._live, self._held, strict=True):
+                held.copy_(live)
 
     def frozen(self, live: torch.Tensor) -> torch.Tensor:
-        """The frozen value of a parameter or buffer of the modules, for a checkpoint to read and to set.
+        """The frozen value of a parameter or buffer, for a checkpoint to read and to set; not inside `loaded`.
 
         Raises:
             KeyError: no tensor of the modules.
@@ -45,6 +46,9 @@ class ReferenceWeights:
 
 
 @torch.no_grad()
-def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
-    for given, taken in zip(source, target, strict=True):
-        taken.copy_(given)
+def _exchange(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
+    """Exchange the values of both, with room for one tensor."""
+    for one, other in zip(first, second, strict=True):
+        value = one.clone()
+        one.copy_(other)
+        other.copy_(value)

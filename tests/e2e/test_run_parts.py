@@ -1,4 +1,4 @@
-"""Runs with the parts and policies that the default run does not use, each resumed and stale on purpose."""
+"""Runs with the parts, policies and sampling that the default run does not use, each resumed and stale on purpose."""
 
 import pytest
 
@@ -11,6 +11,9 @@ UNEVEN = (
     "rollout.groups_per_batch=2",
     "rollout.limits.max_tokens=360",
     "engine.max_model_len=384",
+    "rollout.sampling.top_p=0.9",
+    "rollout.sampling.top_k=20",
+    "rollout.sampling.min_p=0.01",
     f"total_train_steps={STEPS}",
     "validation.prompts=0",
 )
@@ -31,6 +34,7 @@ def run(directory, *overrides):
         assert s["staleness/max"] <= 1
         assert s["routing/missing_fraction"] == 0
         assert s["mismatch/k3_lag0"] is None or s["mismatch/k3_lag0"] <= bound
+        assert s["mismatch/k3_probe"] <= bound
     assert max(s["partial/resumed_fraction"] for s in steps) > 0, "no publish met a rollout in the engine"
     return steps, groups[:-1]
 
