@@ -47,7 +47,7 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
     if config.total_train_steps % per_batch:
         yield (
             f"total_train_steps is {config.total_train_steps} with trainer.updates_per_batch={per_batch}; train steps "
-            f"are optimizer steps, of which each batch makes {per_batch}: set a multiple of it"
+            f"are optimizer steps, and each batch makes {per_batch} of them: set a multiple of it"
         )
     if rollout.groups_per_batch % per_batch:
         yield (

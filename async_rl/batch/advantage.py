@@ -21,7 +21,7 @@ _SPREAD = 1e-6  # rewards closer than this are the same
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
     """How rewards become advantages. mean and std are over the trajectories of the prompt group; token mean and token
-    variance are over the sampled tokens of the batch, each of which has the value of its trajectory.
+    variance are over the sampled tokens of the batch; each has the value of its trajectory.
 
     grpo                          (r - mean) / (std + 1e-6). DeepSeekMath, arXiv 2402.03300, which has no 1e-6.
     dr_grpo                       r - mean. Liu et al. 2025, arXiv 2503.20783.

@@ -116,7 +116,7 @@ METRICS: dict[str, Metric] = {
     **_filter_metrics("truncate", _FILTERS["truncate"]),
     **_filter_metrics("mask", _FILTERS["mask"]),
     "kl/reference": Metric("mean", "nat", "mean k3 estimate of KL(current || reference)"),
-    "tokens": Metric("sum", "tokens", "sampled tokens that entered the loss"),
+    "tokens": Metric("sum", "tokens", "sampled tokens in the loss, without groups that have no gradient"),
     "tokens/positive": Metric("sum", "tokens", "of these, with positive advantage"),
     "tokens/negative": Metric("sum", "tokens", "of these, with negative advantage"),
     **{f"tokens/{lag}": Metric("sum", "tokens", f"of these, {meaning}") for lag, meaning in _OF_LAG.items()},

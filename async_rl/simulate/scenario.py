@@ -135,7 +135,7 @@ KINDS: dict[str, Kind] = {
 class Scenario:
     """Settings of the run as in the run config, and how long things take, in virtual seconds.
 
-    steps: optimizer steps, of which a batch makes `updates_per_batch`.
+    steps: optimizer steps; a batch makes `updates_per_batch` of them.
     later_staleness: of the driver's starts after the first, in turn; none: the same for all.
     latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
     fsync, file_bytes, buffer_bytes: of the journal. max_restarts: of supervision. shards: of the queue.

@@ -359,8 +359,8 @@ def token_weights(
 
     The weights are fixed for the whole mini-batch before it is split into micro-batches, which makes the sum exact
     however it is split. The sequences given count whether their advantage is zero or not (see `LossConfig.count`);
-    tokens outside the loss mask (too old by staleness.policy=mask) do not, nor do trajectories and groups of which no
-    token is in the loss. Rollouts that failed are no outputs and in no batch.
+    tokens outside the loss mask (too old by staleness.policy=mask) do not, nor do trajectories and groups without
+    a token in the loss. Rollouts that failed are no outputs and in no batch.
 
     token_mean     1 / tokens of the mini-batch (DAPO, arXiv 2503.14476)
     sequence_mean  1 / (trajectories x tokens of the trajectory) (GRPO, arXiv 2402.03300)

@@ -182,7 +182,9 @@ class Planner:
     def _policy_update(
         self, batch: TensorDict, numbers: Tensor, *, kept: Tensor | None = None
     ) -> dict[RankPlace, UpdateShare]:
-        """One update over the sequences `numbers` of the batch, of which those of bool [numbers] `kept` are trained.
+        """One update over the sequences `numbers` of the batch.
+
+        kept: bool [numbers], those that are forwarded; None for all. The others count in the weights only.
 
         Where the loss weighs whole trajectories, all sequences of one are in one micro-batch, which may then hold more
         than trainer.micro_batch_tokens where a trajectory does (resume_routing=split).

@@ -19,14 +19,14 @@ KNOWN = {  # a seed that finds it, tried first; for what takes more than a few d
     "a_restart_that_forgets_how_often_a_prompt_was_recycled": 129,
     "a_restart_that_forgets_rollouts_that_make_up_for_others": 404,
     "ledger_records_that_are_forgotten_before_they_arrive": 741,
-    "weights_that_are_not_made_again_under_their_old_version": 385,
+    "weights_that_are_not_made_again_under_their_old_version": 489,
     "a_group_that_is_ready_before_its_holder_has_it_on_the_disk": 447,
     "holders_that_keep_content_of_groups_that_nobody_knows": 445,
     "answers_that_are_taken_for_received_when_they_are_sent": 730,
     "a_prompt_that_is_recycled_at_a_restart_and_forgotten": 85,
-    "weights_of_steps_that_were_not_made_again_that_get_younger": 96,
+    "weights_of_steps_that_were_not_made_again_that_get_younger": 833,
     "a_restart_that_trains_again_what_takes_other_gradient_now": 96,
-    "a_restart_that_keeps_what_is_too_old_for_its_policy": 96,
+    "a_restart_that_keeps_what_is_too_old_for_its_policy": 64,
 }
 
 
