@@ -92,7 +92,7 @@ async def test_a_version_is_removed_as_soon_as_no_replica_needs_it(tmp_path, max
     trainer.replicas = harness.replicas
     await harness.run()
     assert all(kept <= min(versions) for kept, versions in trainer.noted)
-    assert trainer.noted[-1][0] >= 4, "at most one version is being loaded, and one waits"
+    assert trainer.noted[-1][0] >= 3, "of 6 versions at most one is being loaded, one waits, and one is written"
     if not max_staleness:
         assert [kept for kept, _ in trainer.noted] == [0, 1, 2, 3, 4, 5]
 
