@@ -1,8 +1,8 @@
 """`python -m recipes.staleness.sweep`: max_staleness x loss x seed, one run per cell, then one figure.
 
 A finished cell is not run again; a cell that was cut short continues from its checkpoint. If the directory of a cell
-holds a run with other settings, the sweep ends before any cell runs. The control is the synchronous run, max_staleness
-0.
+holds a run with other settings, the sweep ends before any cell runs. The control is the synchronous run: its bound is
+the number of optimizer steps of a batch minus one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,16 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mappi
     (directory / "done").touch()
 
 
-def draw(runs: dict[Cell, RunRecord]) -> Figure:
+def draw(runs: dict[Cell, RunRecord], *, synchronous: int) -> Figure:
     """Reward over steps, throughput and final success by bound, and the staleness of trained tokens.
 
     Curves and bars are means over the seeds. Bands and error bars are 95 % intervals of the mean (`interval`).
+
+    Args:
+        synchronous: bound of the synchronous run, in optimizer steps.
     """
     losses = list(dict.fromkeys(cell.loss_name for cell in runs))
+    label = partial(_label, synchronous=synchronous)
     bounds = list(dict.fromkeys(cell.max_staleness for cell in runs))
     figure = Figure(figsize=(3.75 * max(len(losses) + 2, len(bounds)), 8.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -134,13 +139,15 @@ def draw(runs: dict[Cell, RunRecord]) -> Figure:
     histograms = lower.subplots(1, len(bounds), squeeze=False)[0]
     for axis, loss_name in zip(curves, losses, strict=True):
         for bound in bounds:
-            _curve(axis, _runs_of(runs, loss_name, bound), label=_label(bound))
+            _curve(axis, _runs_of(runs, loss_name, bound), label=label(bound))
         axis.set(title=f"reward, {loss_name}", xlabel="train step", ylim=(0, 1))
         axis.legend(fontsize="small")
-    _bars(success, runs, losses, bounds, "held-out success after the last step", _success)
-    _bars(throughput, runs, losses, bounds, "tokens trained per second", _tokens_per_second)
+    ticks = [label(bound) for bound in bounds]
+    _bars(success, runs, losses, bounds, ticks, "held-out success after the last step", _success)
+    _bars(throughput, runs, losses, bounds, ticks, "tokens trained per second", _tokens_per_second)
     for axis, bound in zip(histograms, bounds, strict=True):
         _histogram(axis, {loss_name: _runs_of(runs, loss_name, bound) for loss_name in losses}, bound)
+        axis.set_title(f"staleness of trained tokens, {label(bound)}")
     return figure
 
 
@@ -169,6 +176,7 @@ def _bars(
     runs: dict[Cell, RunRecord],
     losses: list[str],
     bounds: list[int],
+    ticks: list[str],
     title: str,
     value: Callable[[RunRecord], float],
 ) -> None:
@@ -177,7 +185,7 @@ def _bars(
         found = [interval(np.array([value(run) for run in _runs_of(runs, loss_name, bound)])) for bound in bounds]
         heights, halves = (np.array(column) for column in zip(*found, strict=True))
         axis.bar(np.arange(len(bounds)) + i * width, heights, width, yerr=halves, label=loss_name)
-    axis.set_xticks(np.arange(len(bounds)) + width * (len(losses) - 1) / 2, [_label(b) for b in bounds])
+    axis.set_xticks(np.arange(len(bounds)) + width * (len(losses) - 1) / 2, ticks)
     axis.set_title(title)
     axis.legend(fontsize="small", loc="lower right")
 
@@ -194,15 +202,13 @@ def _histogram(axis: Axes, runs: dict[str, list[RunRecord]], bound: int) -> None
             for lag, tokens in step["staleness/tokens"].items():
                 counts[int(lag)] += tokens
         axis.bar(np.arange(oldest + 1) + i * width, counts / counts.sum(), width, label=loss_name)
-    axis.set(
-        title=f"staleness of trained tokens, {_label(bound)}", xlabel="optimizer updates", ylabel="share", ylim=(0, 1)
-    )
-    axis.set_xticks(range(oldest + 1))
+    axis.set(xlabel="optimizer steps", ylabel="share", ylim=(0, 1))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize="small")
 
 
-def _label(bound: int) -> str:
-    return "s=0 (sync)" if bound == 0 else f"s={bound}"
+def _label(bound: int, *, synchronous: int) -> str:
+    return f"s={bound} (sync)" if bound == synchronous else f"s={bound}"
 
 
 def _success(run: RunRecord) -> float:
@@ -253,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except subprocess.CalledProcessError as error:
             sys.stderr.write(f"error: cell {cell.name} ended with exit code {error.returncode}\n")
             return 1
-    figure = draw({cell: read_run(arguments.out / cell.name) for cell in chosen})
+    runs = {cell: read_run(arguments.out / cell.name) for cell in chosen}
+    figure = draw(runs, synchronous=next(iter(chosen.values()))["trainer.updates_per_batch"] - 1)
     figure.savefig(arguments.out / "staleness.png", dpi=110)
     sys.stdout.write(f"{arguments.out / 'staleness.png'}\n")
     return 0
