@@ -42,6 +42,7 @@ def queue_of(directory: Path | None, *, shards=0):
         batch_groups=2,
         staleness=StalenessConfig(max_staleness=3),
         max_ready=None,
+        updates_per_batch=1,
         journal=JournalPlace(directory=directory, run="run", trajectories=1, routing=SPEC),
         routing=SPEC,
         config=CONFIG,
