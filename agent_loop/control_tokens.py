@@ -89,7 +89,7 @@ class ControlTokens:
         return self._pattern.sub(lambda found: self._swapped[found[0]], text)
 
     def swap_sought(self, template: str) -> str:
-        """A chat template that finds in swapped messages what it looks for."""
+        """The chat template, with the texts that it looks for swapped as in messages."""
         return _EXPRESSION.sub(lambda tag: _SOUGHT.sub(lambda sought: self.swap(sought[0]), tag[0]), template)
 
     def encode(self, rendered: str) -> list[int]:

@@ -46,7 +46,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 class LiveWeights:
-    """Digests of what an engine was given, and checksums of what its model holds, by module.
+    """Digests of the published tensors, and checksums of the parameters in the model, by module.
 
     Args:
         dtype: of the engine's weights. A module that was published in a wider one alone is not compared: rounding may

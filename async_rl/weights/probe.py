@@ -1,4 +1,4 @@
-"""Compares what the engines compute with what the trainer computes, for every published version.
+"""Compares the logprobs of engines and trainer for every published version.
 
     publish   every replica is paused      -> a few requests are held there, before all others
               it loads version v, resumes  -> they are decoded first
@@ -143,7 +143,7 @@ class Probe:
             self.ask(member, version=version)
 
     def cancel(self) -> None:
-        """Give up what was asked and not compared."""
+        """Cancel requests whose answers were not compared."""
         for task in (task for tasks in self._asked.values() for task in tasks):
             task.cancel()
         self._asked.clear()
@@ -174,7 +174,7 @@ class Probe:
     # ---- inside
 
     async def _decode(self, member: Member, number: int, prompt: Int32Array, *, version: int) -> _Answer | None:
-        """The tokens that `version` sampled; None if the replica is lost or its answer was refused."""
+        """The tokens that `version` sampled; None if the replica died or its answer was refused."""
         name = f"probe{version}-{number}"
         request = GenerateRequest(
             request_id=f"{name}#0.",
