@@ -121,11 +121,13 @@ def a_version_that_goes_back(patch):
 def a_replica_that_is_left_out_of_a_publish(patch):
     whole = Publisher._load
 
-    async def load(self, replica, update):
+    async def load(self, replica, update, **options):
         if replica.name == "replica-1":
             await replica.stats()
-            return publisher_load(pause_seconds=0.0, aborted=0, frozen=0)
-        return await whole(self, replica, update)
+            return publisher_load(
+                replica=replica.name, checksum=update.weights.digest, pause_seconds=0.0, aborted=0, frozen=0
+            )
+        return await whole(self, replica, update, **options)
 
     from async_rl.weights.publisher import _Load as publisher_load
 
