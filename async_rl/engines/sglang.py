@@ -3,10 +3,9 @@
 SGLang runs as an HTTP server in a process group and a virtualenv of its own (`sglang_server.py`), with a plugin in its
 processes (`sglang_side/`). This object lives on one event loop and talks to it. The same class serves CPU and GPU.
 
-    resume     gate shut, /abort_request                        -> /flush_cache, update -> gate open
-    keep       gate shut, /pause_generation in_place            -> update               -> /continue_generation
-    recompute  gate shut, in_place, then retract                -> /flush_cache, update -> /continue_generation
-    where update is /update_weights_from_disk, then /weights_checker
+    resume     gate shut, /abort_request              -> /flush_cache, /update_weights_from_disk -> gate open
+    keep       gate shut, /pause_generation in_place  -> /update_weights_from_disk               -> /continue_generation
+    recompute  gate shut, in_place, then retract      -> /flush_cache, /update_weights_from_disk -> /continue_generation
 
 The gate, not SGLang's own pause, holds new requests: SGLang's pause(abort) looks once a second whether all has ended.
 """
@@ -35,11 +34,11 @@ from async_rl.engines.sglang_ids import PrefixFreeIds
 from async_rl.engines.sglang_segment import check_generate, generate_body, to_segments
 from async_rl.engines.sglang_server import CallError, SglangServer
 from async_rl.engines.sglang_update import (
+    Load,
     Shapes,
     check_update,
-    first_digest,
-    live_checksums,
-    loaded_digest,
+    first_load,
+    reported_load,
     shapes_of,
     update_folder,
 )
@@ -50,7 +49,6 @@ from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightV
 __all__ = ["SglangConfig", "SglangReplica", "check_engine"]
 
 FIRST_LABEL = "first"  # what the server calls the weights it started with
-CHECKSUMS = {"action": "checksum", "selector": "target"}
 ABORT_AGAIN_S = 0.05  # a request on its way to the server does not hear of an abort
 SUPPORT_REFUSED = "sampling support"  # in the server's text if it kept more tokens than it can return
 DEATH_NOTICE_S = 2.0  # from a lost connection to the end of the process that held it
@@ -112,6 +110,7 @@ class SglangReplica:
         """
         model = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
         shapes = shapes_of(weight_files(checkpoint))
+        published = (await asyncio.to_thread(hash_checkpoint, checkpoint)).modules()
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 server = await SglangServer.start(
@@ -124,13 +123,8 @@ class SglangReplica:
         except EngineError as error:
             raise EngineError(f"{name}: {error}") from error
         try:
-            digest = first_digest(server.report)
-            live = LiveWeights(
-                dtype=config.dtype,
-                published=(await asyncio.to_thread(hash_checkpoint, checkpoint)).modules(),
-                ranks=live_checksums(await server.post("/weights_checker", CHECKSUMS)),
-            )
-        except (ContractError, CallError) as error:
+            first = first_load(server.report)
+        except ContractError as error:
             await server.stop()
             raise EngineError(f"{name}: {error}") from error
         return cls(
@@ -139,8 +133,8 @@ class SglangReplica:
             name=name,
             model=model,
             capture_routing=capture_routing,
-            weights=WeightVersion(0, digest) if weights is None else weights,
-            live=live,
+            weights=WeightVersion(0, first.digest) if weights is None else weights,
+            live=LiveWeights(dtype=config.dtype, published=published, ranks=first.checksums),
             shapes=shapes,
         )
 
@@ -278,15 +272,14 @@ class SglangReplica:
             raise EngineError(f"{self.name}: {error}") from error
         self._gate.suspect(f"{what} was not loaded whole")
         try:
-            digest = await self._bounded("load", self._load(update, kv))
-            if digest != update.weights.digest:
-                self._gate.suspect(f"its weights have digest {digest} instead of {update.weights.digest}")
+            loaded: Load = await self._bounded("load", self._load(update, kv))
+            if loaded.digest != update.weights.digest:
+                self._gate.suspect(f"its weights have digest {loaded.digest} instead of {update.weights.digest}")
                 raise EngineError(
                     f"{self.name}: {what} was published with digest {update.weights.digest}, "
-                    f"but the engine loaded {digest} from {update.path}"
+                    f"but the engine loaded {loaded.digest} from {update.path}"
                 )
-            checked = await self._bounded("load", self._server.post("/weights_checker", CHECKSUMS))
-            if unchanged := self._live.replace(update.modules, live_checksums(checked)):
+            if unchanged := self._live.replace(update.modules, loaded.checksums):
                 raise not_loaded(unchanged, replica=self.name, version=update.weights.version)
         except EngineError:
             await self._disown()
@@ -299,7 +292,7 @@ class SglangReplica:
         """Of what the model holds since the last load."""
         return self._live.checksum
 
-    async def _load(self, update: WeightUpdate, kv: KeptKV) -> str:
+    async def _load(self, update: WeightUpdate, kv: KeptKV) -> Load:
         if self._frozen and kv == "recompute":
             await self._pause_engine("retract")
         if kv == "recompute":  # before the load, as one that fails to flush after it has spoilt the weights
@@ -312,7 +305,7 @@ class SglangReplica:
                 "flush_cache": False,
             }
             answer = await self._server.post("/update_weights_from_disk", body)
-        return loaded_digest(answer)
+        return reported_load(answer)
 
     async def _disown(self) -> None:
         """After a failed load: what is sampled by weights of unknown content is called so, and refused."""

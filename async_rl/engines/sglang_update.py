@@ -1,17 +1,17 @@
-"""A published version on its way into SGLang: what must be in it, where SGLang reads it, what it says it loaded.
+"""A published version on its way into SGLang: what must be in it, where SGLang reads it, what it reports of the load.
 
 SGLang skips tensors of unknown name without a word and dies of a wrong shape, so both are refused before it is asked.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -19,6 +19,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError
 
 Shapes = Mapping[str, tuple[int, ...]]
+REPORTED = "loaded by rank: "  # in the message of an update; see sglang_side/plugin
 HOOKS = (  # what the plugin must have wrapped in the server; see sglang_side/plugin
     "DefaultModelLoader.load_weights_only",
     "Scheduler.get_init_info",
@@ -32,6 +33,15 @@ HOOKS = (  # what the plugin must have wrapped in the server; see sglang_side/pl
     "topk.select_experts",
     "Sampler._sample_from_probs",
 )
+
+
+class Load(NamedTuple):
+    """What the server reports of a load."""
+
+    digest: str
+    """Of the tensors that it read; the same on all ranks."""
+    checksums: Sequence[Mapping[str, str]]
+    """Of each tensor-parallel rank, parameter -> checksum after the load."""
 
 
 def shapes_of(files: list[Path]) -> Shapes:
@@ -79,49 +89,37 @@ def update_folder(update: WeightUpdate, parent: Path) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def first_digest(report: Mapping[str, Any]) -> str:
-    """Digest of what the server loaded at its start.
+def first_load(report: Mapping[str, Any]) -> Load:
+    """What the server loaded at its start.
 
     Raises:
-        ContractError: the plugin is not in the server, a hook does not apply, or the ranks loaded different weights.
+        ContractError: the plugin is not in the server, a hook does not apply, or see `reported_load`.
     """
     if not report:
         raise ContractError("the server reports no plugin; SGLANG_PLUGINS may exclude it")
     applied = "\n".join(report["hooks"])
     if missing := [hook for hook in HOOKS if hook not in applied]:
         raise ContractError(f"hooks of the plugin do not apply in this SGLang: {', '.join(missing)}")
-    return _one(report["digests"])
+    return _load_of(report["ranks"])
 
 
-def loaded_digest(answer: Any) -> str:
-    """Digest of what the server says that it loaded.
-
-    Raises:
-        ContractError: it loaded nothing, or the ranks loaded different weights.
-    """
-    said = re.search(r"loaded digests=([0-9a-f,]*);", str(answer.get("message")))
-    if not answer.get("success") or said is None:
-        raise ContractError(f"the server says {answer}")
-    return _one(said[1].split(","))
-
-
-def live_checksums(answer: Any) -> list[dict[str, str]]:
-    """Of each rank, parameter -> checksum of what the server's model holds, from its answer to /weights_checker.
+def reported_load(answer: Any) -> Load:
+    """What the server loaded, from its answer to an update.
 
     Raises:
-        ContractError: the server gave none.
+        ContractError: it loaded nothing, the ranks loaded different weights, or one has no checksums.
     """
-    ranks = answer.get("ranks") if answer.get("success") else None
-    if not ranks or not all(rank.get("checksums") for rank in ranks):
-        raise ContractError(f"the server gives no checksums of its weights: {str(answer)[:500]}")
-    return [rank["checksums"] for rank in sorted(ranks, key=_number_of_rank)]
+    said, _, ranks = str(answer.get("message")).partition(REPORTED)
+    if not answer.get("success") or not ranks:
+        raise ContractError(f"the server loaded nothing and answers {said[:500]!r}")
+    return _load_of(json.JSONDecoder().raw_decode(ranks)[0])  # SGLang adds words of its own after it
 
 
-def _number_of_rank(rank: Mapping[str, Any]) -> int:
-    return int(rank["parallelism_info"][0]["rank"])
-
-
-def _one(digests: list[str]) -> str:
+def _load_of(ranks: Sequence[Mapping[str, Any]]) -> Load:
+    digests = sorted({rank["digest"] for rank in ranks})
     if len(digests) != 1 or not digests[0]:
         raise ContractError(f"the ranks of the server loaded weights with the digests {', '.join(digests)}")
-    return digests[0]
+    checksums = [rank["checksums"] for rank in ranks]
+    if not all(checksums):
+        raise ContractError("a rank of the server reports no checksums of its parameters")
+    return Load(digests[0], checksums)

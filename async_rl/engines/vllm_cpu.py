@@ -28,7 +28,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from async_rl.engines.vllm_forced import ForcedRouting
 from async_rl.engines.vllm_worker import PACKED
-from async_rl.weights.live import checksum
+from async_rl.weights.checksum import checksum
 
 REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load a plugin more than once
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from async_rl.weights.checksum import model_checksums
 from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.live import checksum
 from async_rl.weights.transport import read_update
 
 PACKED = "_async_rl_packed"  # on a layer: checksum of the weight that its CPU kernel keeps in a form of its own
@@ -49,11 +49,9 @@ class LoadsUpdates:
     def live_checksums(self: ReloadsWeights) -> dict[str, str]:
         """Checksum of each parameter and persistent buffer of this worker's model."""
         model = self.get_model()
-        persistent = model.state_dict().keys()
-        held = [*model.named_parameters(), *(b for b in model.named_buffers() if b[0] in persistent)]
         packed = [(name, getattr(module, PACKED, None)) for name, module in model.named_modules()]
         return {
-            **{name: checksum(tensor) for name, tensor in held if tensor.numel()},
+            **model_checksums(model),
             **{f"{name}.packed": noted for name, noted in packed if noted is not None},
         }
 

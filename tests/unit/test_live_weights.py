@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from async_rl.weights.checksum import checksum, model_checksums
 from async_rl.weights.digest import WHOLE_MODEL, WeightsDigest, module_of
-from async_rl.weights.live import LiveWeights, checksum
+from async_rl.weights.live import LiveWeights
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -126,3 +127,15 @@ def test_live_weights_are_not_held_to_changes_that_rounding_may_hide(dtype, refu
     held = holding(tensors(version=0, dtype=dtype), dtype="bfloat16")
     found = held.replace(published(tensors(version=1, dtype=dtype)), live(tensors(version=0, dtype=dtype)))
     assert bool(found) == refused
+
+
+def test_model_checksums_are_of_parameters_and_persistent_buffers():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    model.empty = torch.nn.Parameter(torch.empty(0))
+    model.register_buffer("cache", torch.ones(4), persistent=False)
+    before = model_checksums(model)
+    layer, norm = [f"0.{name}" for name in ("weight", "bias")], ("weight", "bias", "running_mean", "running_var")
+    assert set(before) == {*layer, *(f"1.{name}" for name in norm), "1.num_batches_tracked"}
+    model[1].running_mean += 1
+    after = model_checksums(model)
+    assert {name for name in before if before[name] != after[name]} == {"1.running_mean"}

@@ -16,7 +16,7 @@ from agent_loop.engine import EngineError
 from async_rl.engines.sglang import SglangConfig, SglangReplica, check_engine
 from async_rl.engines.sglang_config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
 from async_rl.engines.sglang_server import check_version, interpreter
-from async_rl.engines.sglang_update import HOOKS, first_digest, loaded_digest
+from async_rl.engines.sglang_update import HOOKS, REPORTED, Load, first_load, reported_load
 from message_queue.tokens import ContractError
 
 QWEN = {
@@ -192,27 +192,39 @@ async def test_an_interpreter_with_another_sglang_or_none_is_refused(tmp_path: P
             await check_version(fake)
 
 
-def test_the_server_must_report_the_plugin_its_hooks_and_one_digest():
+def ranks_with(*digests, checksums=({"w": "12"}, {"w": "34"})):
+    return [{"digest": digest, "checksums": checksums[rank]} for rank, digest in enumerate(digests)]
+
+
+def test_the_first_load_needs_the_plugin_its_hooks_and_one_digest():
     hooks = [f"sglang.srt.{hook}" for hook in HOOKS]
-    assert first_digest({"hooks": hooks, "digests": ["ab"]}) == "ab"
+    assert first_load({"hooks": hooks, "ranks": ranks_with("ab")}) == Load("ab", [{"w": "12"}])
     with pytest.raises(ContractError, match="reports no plugin"):
-        first_digest({})
+        first_load({})
     with pytest.raises(ContractError, match=r"do not apply in this SGLang: Scheduler.send_abort_output"):
-        first_digest({"hooks": [h for h in hooks if "abort" not in h], "digests": ["ab"]})
+        first_load({"hooks": [h for h in hooks if "abort" not in h], "ranks": ranks_with("ab")})
     with pytest.raises(ContractError, match="with the digests ab, cd"):
-        first_digest({"hooks": hooks, "digests": ["ab", "cd"]})
+        first_load({"hooks": hooks, "ranks": ranks_with("ab", "cd")})
 
 
-def test_an_update_is_loaded_when_the_server_says_so_with_a_digest():
-    assert loaded_digest({"success": True, "message": "Succeeded. loaded digests=ab; Weight version"}) == "ab"
+def test_a_reported_load_has_one_digest_and_the_checksums_of_each_rank():
+    def message(ranks):
+        return f"Succeeded. {REPORTED}{json.dumps(ranks)} Weight version updated to 1-ab."
+
+    both = ranks_with("ab", "ab")
+    found = reported_load({"success": True, "message": message(both)})
+    assert found == Load("ab", [{"w": "12"}, {"w": "34"}])
     for answer in (
-        {"success": False, "message": "Weights were updated, but the cache was not flushed. loaded digests=ab;"},
+        {"success": False, "message": message(both)},
         {"success": True, "message": "Succeeded."},
-        {"success": True, "message": "Succeeded. loaded digests=ab,cd;"},
         {"success": True, "message": None},
+        {"success": True, "message": message(ranks_with("ab", "cd"))},
+        {"success": True, "message": message(ranks_with("", ""))},
+        {"success": True, "message": message(ranks_with("ab", "ab", checksums=({"w": "12"}, {})))},
+        {"success": True, "message": message([])},
     ):
         with pytest.raises(ContractError):
-            loaded_digest(answer)
+            reported_load(answer)
 
 
 def test_the_plugin_is_found_by_its_path_alone_and_names_the_hooks_that_are_required():
@@ -224,7 +236,8 @@ def test_the_plugin_is_found_by_its_path_alone_and_names_the_hooks_that_are_requ
         "assert not {'torch', 'sglang', 'async_rl'} & set(sys.modules), 'costs every process'\n"
         "from async_rl_sglang import STOP_TOKENS, loading, routing, sampling\n"
         "print('\\n'.join([*loading.HOOKS, *routing.HOOKS, *sampling.HOOKS, STOP_TOKENS]))\n"
-        "assert loading._digest_class().__name__ == 'WeightsDigest'\n"
+        "assert loading._weights_module('digest').WeightsDigest and loading._weights_module('checksum').checksum\n"
+        f"assert loading.LOADED == {REPORTED!r}\n"
         "assert 'async_rl' not in sys.modules\n"
     )
     done = subprocess.run(

@@ -4,7 +4,7 @@ The folder above is on PYTHONPATH of a replica's server and nowhere else, so not
 and the plugin is always of the same source tree as the replica. It sees to six things:
 
     end with the owner    no process outlives the replica's, however that ends
-    digest of loads       the server says what it loaded, by a hash of the tensors that went into the model
+    proof of loads        the server reports a digest of the tensors it loaded, and checksums of its parameters
     stop tokens           those of the request alone; SGLang either adds the checkpoint's or ignores both
     kept rows             a retracted request keeps the routing rows of the forward passes that sampled
     forced rows           recorded experts are used again where their positions are forwarded again

@@ -1,4 +1,4 @@
-"""Says what the model was given: a digest over every tensor of a load, and parameters that no tensor filled.
+"""Reports each load: a digest over its tensors, checksums of the parameters after it, parameters that none filled.
 
 SGLang skips a tensor whose name it does not know without a word, so a first load is checked from the other side: every
 parameter is NaN before and must be something else after.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,19 @@ import torch
 
 CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized parameters are left alone
 REPORT = "async_rl"  # key in /server_info
-LOADED = "loaded digests="  # in the message of an update
+LOADED = "loaded by rank: "  # in the message of an update, before JSON
 
 
-def _digest_class() -> Any:
-    """`async_rl.weights.digest.WeightsDigest`, by path: async_rl is not installed beside SGLang."""
-    path = Path(__file__).parents[4] / "weights" / "digest.py"
-    spec = importlib.util.spec_from_file_location("async_rl_sglang._digest", path)
+@cache
+def _weights_module(name: str) -> Any:
+    """A module of `async_rl.weights`, by path: async_rl is not installed beside SGLang."""
+    path = Path(__file__).parents[4] / "weights" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"async_rl_sglang._{name}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.WeightsDigest
+    return module
 
 
 class _Loads:
@@ -41,7 +44,7 @@ def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: An
     first = not _Loads.digest
     if first:
         _poison(model)
-    digest = _digest_class()()
+    digest = _weights_module("digest").WeightsDigest()
     load(model, _hashed(weights, digest), target_device)
     if first:
         _refuse_poison(model)
@@ -49,17 +52,19 @@ def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: An
 
 
 def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    """After Scheduler.get_init_info, which ends up in /server_info: the first digests, and the hooks that hold."""
+    """After Scheduler.get_init_info, which ends up in /server_info: the first load, and the hooks that hold."""
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks = sorted(registry.HookRegistry._patched)
-    return {**info, REPORT: {"digests": _digests(scheduler.tp_group.cpu_group), "hooks": hooks}}
+    ranks = _load_by_rank(scheduler.tp_worker, group=scheduler.tp_group.cpu_group)
+    return {**info, REPORT: {"ranks": ranks, "hooks": hooks}}
 
 
 def report_update(answer: Any, updater: Any, request: Any) -> Any:
-    """After SchedulerWeightUpdaterManager.update_weights_from_disk: the digest travels in its message."""
+    """After SchedulerWeightUpdaterManager.update_weights_from_disk: the load is reported in its message."""
     del request
     if answer.success:
-        answer.message = f"{answer.message} {LOADED}{','.join(_digests(updater.tp_cpu_group))};"
+        ranks = _load_by_rank(updater.tp_worker, group=updater.tp_cpu_group)
+        answer.message = f"{answer.message} {LOADED}{json.dumps(ranks)}"
     return answer
 
 
@@ -80,11 +85,12 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-def _digests(group: Any) -> list[str]:
-    """Digest of every tensor-parallel rank; one means that all agree."""
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(found, _Loads.digest, group=group)
-    return sorted(set(found))
+def _load_by_rank(worker: Any, *, group: Any) -> list[dict[str, Any]]:
+    """Of each tensor-parallel rank: digest of the last load, and checksums of the parameters that it serves."""
+    checksums = _weights_module("checksum").model_checksums(worker.model_runner.model)
+    ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(ranks, {"digest": _Loads.digest, "checksums": checksums}, group=group)
+    return ranks
 
 
 def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: Any) -> Iterator[tuple[str, torch.Tensor]]:
