@@ -106,9 +106,9 @@ class CpuClock:
         return {name: sum(sum(p.cpu_times()[:2]) for p in group) for name, group in self._processes.items()}
 
 
-def save_calculator(folder: Path) -> tuple[Path, CalculatorTask, RoutingSpec]:
+def save_calculator(folder: Path, *, dense_first_layer: bool = True) -> tuple[Path, CalculatorTask, RoutingSpec]:
     """The calculator's checkpoint with its initial weights, saved into `folder`, its task, and how it routes."""
-    task = calculator_task({}, seed=0)
+    task = calculator_task({"dense_first_layer": dense_first_layer}, seed=0)
     checkpoint = folder / "calculator"
     task.save_initial_checkpoint(checkpoint)
     routing = read_model_info(checkpoint).routing

@@ -14,11 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from benchmarks import queue_groups, queue_throughput, queue_ways, rollout_throughput, routing_mismatch
+from async_rl.engines.sglang_config import PLUGIN_PATH
+from async_rl.weights.probe import MismatchConfig
+from benchmarks import (
+    load_checks,
+    load_checks_sglang,
+    queue_groups,
+    queue_throughput,
+    queue_ways,
+    rollout_throughput,
+    routing_mismatch,
+)
 from benchmarks.rollout_throughput import Load, Rates, cpu_table, draw_budgets, rates_table, take_turns
 from benchmarks.routing_mismatch import CHANGES, Stop, by_change, changed_rows, classify, ratio, summary
-from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table
-from benchmarks.train_steps import paired_ratio, time_in_turns, with_support
+from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table, save_calculator
+from benchmarks.train_steps import Taken, paired_ratio, time_in_turns, with_support
 from message_queue.contract import Admission
 
 ROOT = Path(__file__).parents[2]
@@ -206,6 +216,7 @@ def test_the_newest_finished_warm_start_is_found(tmp_path: Path):
     [
         (routing_mismatch.parse, ["--trajectories", "1"], "--trajectories is 1; intervals need at least 2"),
         (routing_mismatch.parse, ["--updates", "-1"], "--updates is"),
+        (load_checks.parse, ["--publishes", "1"], "--publishes is 1; intervals need at least 2"),
         (rollout_throughput.parse, ["--tokens", "0"], "--tokens is 0; must be >= 1"),
         (rollout_throughput.parse, ["--spread", "1"], "--spread is 1.0; must be in"),
     ],
@@ -229,6 +240,40 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds(ratios):
     found = paired_ratio(list(np.array(ratios) * base), list(base))
     assert found.value == pytest.approx(float(np.median(ratios)))
     assert min(ratios) * 0.999 <= found.low <= found.value <= found.high <= max(ratios) * 1.001
+
+
+def test_the_table_of_load_checks_says_how_much_more_a_check_takes():
+    plain, checked = Taken(wall=[0.1, 0.2], cpu=[0.04, 0.08]), Taken(wall=[0.11, 0.22], cpu=[0.05, 0.10])
+    trainer = {"train": Taken([2.0], [1.0]), "hold": Taken([0.1], [0.01]), "score": Taken([0.3], [0.04])}
+    _, _, publish, step = load_checks.table({"vllm": (plain, checked)}, trainer).splitlines()
+    assert [cell.strip() for cell in publish.split("|")[3:5]] == ["60.00", "15.00"]
+    assert "10.00% [10.00%, 10.00%]" in publish and "25.00% [25.00%, 25.00%]" in publish
+    assert "20.00% [20.00%, 20.00%]" in step and "5.00% [5.00%, 5.00%]" in step
+
+
+def test_the_probe_of_load_checks_ends_with_the_tokens_that_are_sampled(tmp_path):
+    _, task, routing = save_calculator(tmp_path)
+    batch = load_checks.probe_batch(task, routing, config=MismatchConfig(prompts=3, tokens=16))
+    assert batch["loss_mask"].sum(1).tolist() == [16, 16, 16]
+    assert all(
+        mask[length - 16 : length].all() for mask, length in zip(batch["loss_mask"], batch["lengths"], strict=True)
+    )
+
+
+def test_the_plugin_of_load_checks_leaves_checksums_out_while_switched_off(tmp_path):
+    folder = load_checks_sglang.plugin_folder(tmp_path)
+    script = (
+        "import load_checks_plugin as plugin, torch\n"
+        "from async_rl_sglang import loading\n"
+        "plugin.register()\n"
+        "print(*loading._weights_module('checksum').model_checksums(torch.nn.Linear(1, 1)))\n"
+    )
+    found = []
+    for on in (True, False):
+        load_checks_sglang.switch(folder, on=on)
+        environment = {**os.environ, "PYTHONPATH": f"{PLUGIN_PATH}:{folder}"}
+        found.append(subprocess.check_output([sys.executable, "-c", script], env=environment, text=True).split())
+    assert found == [["weight", "bias"], ["none"]]
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from async_rl.weights import checksum as checksum_module
 from async_rl.weights.checksum import checksum, model_checksums
 from async_rl.weights.digest import WHOLE_MODEL, WeightsDigest, module_of
 from async_rl.weights.live import LiveWeights
@@ -67,6 +68,14 @@ def test_checksum_sees_columns_and_rows_that_trade_places():
     given = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     others = [given.flip(0), given.flip(1), given.roll(1, 0), given.roll(1, 1), given[torch.randperm(64)]]
     assert len({checksum(t.contiguous()) for t in (given, *others)}) == 6
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_checksum_is_the_same_by_the_sums_of_a_device(offset, monkeypatch):
+    given = torch.randn(70_001, generator=torch.Generator().manual_seed(0))[offset:]
+    found = checksum(given)
+    monkeypatch.setattr(checksum_module, "_sums_on_cpu", checksum_module._sums_on_device)
+    assert checksum(given) == found
 
 
 def test_live_weights_accept_a_load_that_changed_what_was_published():
