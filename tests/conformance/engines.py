@@ -109,6 +109,7 @@ class EngineUnderTest:
         self._version = -1
         self._running: list[GenerateRequest] = []
         self._tasks: list[asyncio.Task[Any]] = []
+        self._slow: asyncio.Task[None] | None = None
 
     # ---- generating
 
@@ -136,8 +137,12 @@ class EngineUnderTest:
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work` beside the test, on an engine that is slow until the next publish."""
 
+        if self._slow is None:
+            self._slow = asyncio.create_task(self.probe.slow_down(STEP_S))
+        slow = self._slow
+
         async def slowly() -> T:
-            await self.probe.slow_down(STEP_S)
+            await asyncio.shield(slow)  # then all that was started goes to the engine at once
             return await work
 
         task = asyncio.create_task(slowly())
@@ -149,7 +154,13 @@ class EngineUnderTest:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.probe.slow_down(None)
+        await self._full_speed()
+
+    async def _full_speed(self) -> None:
+        if self._slow is not None:
+            await self._slow
+            await self.probe.slow_down(None)
+            self._slow = None
 
     async def until_sampled(self, tokens: int) -> None:
         """Return when the requests in flight have sampled `tokens` together; no engine has an event for it.
@@ -187,7 +198,7 @@ class EngineUnderTest:
         self._version = self._version + 1 if version is None else version
         publisher = Publisher([self.replica], on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=TIMEOUT_S)
         report = await publisher.publish(self.update(self._version))
-        await self.probe.slow_down(None)
+        await self._full_speed()
         self.kept[self._version] = kv
         return report
 
