@@ -67,18 +67,18 @@ async def test_resume_aborts_and_goes_on_under_the_new_weights(tested: EngineUnd
 
 @pytest.mark.parametrize("mode", ["keep-recompute", "keep-keep"])
 async def test_keep_goes_on_in_the_engine_and_is_split_at_the_token(tested: EngineUnderTest, mode: str):
-    rollouts, tasks = start(tested, 3, tokens_each=150)
+    rollouts, tasks = start(tested, 4, tokens_each=200)
     for _ in range(2):
         await tested.until_more(20)
         report = await tested.publish(mode)
-        assert (report.aborted, report.frozen) == (0, 3)
+        assert (report.aborted, report.frozen) == (0, 4)
     await asyncio.gather(*tasks)
     assert_true(tested, tested.exchanges)
     for rollout in rollouts:
         [exchange] = tested.of_session(rollout.name)
         assert versions_of(exchange) == [0, 1, 2]
         assert [s.stop_reason for s in exchange.answer] == [StopReason.ABORT, StopReason.ABORT, StopReason.LENGTH]
-        assert rollout.trajectory.num_sampled == 150
+        assert rollout.trajectory.num_sampled == 200
         assert_whole(tested, rollout)
         for by in (-1, 1):
             moved = with_boundary_moved(exchange, by=by)
