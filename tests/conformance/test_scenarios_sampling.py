@@ -39,7 +39,7 @@ async def test_every_cut_keeps_the_tokens_of_the_definition(tested: EngineUnderT
     ]
     *cut, whole, greedy = await asyncio.gather(*asked)
     gaps = assert_cut(tested, cut)
-    assert gaps.settled > 0.5 * len(gaps.over_sets), "with a border within rounding at most positions this shows nothing"
+    assert gaps.settled > 0.5 * len(gaps.over_sets), "with most borders within rounding this shows nothing"
     assert whole.answer[0].support is None
     assert greedy.answer[0].support is None
     assert_true(tested, [whole])
