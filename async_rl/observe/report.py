@@ -23,7 +23,7 @@ from async_rl.observe.metrics import INFO, METRICS, Metric, metric_of, split_lay
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("staleness (optimizer updates)", ("staleness/mean", "staleness/max")),
-    ("mismatch k3", ("mismatch/k3", "mismatch/k3_lag0")),
+    ("mismatch k3", ("mismatch/k3", "mismatch/k3_probe")),
     ("idle share", ("idle/trainer", "idle/rollout")),
     ("partial rollouts", ("partial/resumed_fraction",)),
     ("cut-off answers (share)", ("rollout/cut_off_fraction", "rollout/out_of_turns_fraction")),
