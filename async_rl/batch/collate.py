@@ -139,9 +139,8 @@ def collate(
         columns["routed_experts"] = _stack(experts, np.dtype(np.int16), NOT_ROUTED)
     batch = TensorDict(columns, batch_size=[len(parts)])
     if any(part.sequence.support is not None for part in parts):
-        given = [p.sequence.support for p in parts]
-        whole = [SamplingSupport.whole(len(p.sequence)) for p in parts]
-        add_support(batch, [every if cut is None else cut for cut, every in zip(given, whole, strict=True)])
+        sequences = [part.sequence for part in parts]
+        add_support(batch, [SamplingSupport.whole(len(s)) if s.support is None else s.support for s in sequences])
     return batch
 
 
