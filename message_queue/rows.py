@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,15 @@ Int16Array = NDArray[np.int16]
 
 NOT_ROUTED = -1  # a row the trainer routes with its live router
 NOT_SAMPLED = -1  # param_version of a token that no policy sampled, and of a row that no forward pass gave
+
+
+class RowRun(NamedTuple):
+    """Consecutive rows of one forward pass."""
+
+    rows: int
+    """How many."""
+    version: int
+    """`param_version` of the weights that gave them; -1 if no engine could give them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +99,25 @@ class HeldRows:
             return None
         experts = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return RoutedExperts.trusted(first_position=0, experts=experts)
+
+    def compact(self, length: int) -> tuple[ExpertArray, tuple[RowRun, ...]]:
+        """The rows of positions before `length`, 0 if no engine could give them, and the runs they are of."""
+        runs: list[RowRun] = []
+        rows = np.zeros((min(length, len(self)), *self._routing.row_shape), self._routing.dtype)
+        at = 0
+        for block in self._blocks:
+            count = min(block.count, len(rows) - at)
+            if count <= 0:
+                break
+            if block.experts is not None:
+                rows[at : at + count] = block.experts[:count]
+            version = NOT_SAMPLED if block.experts is None else block.version
+            if runs and runs[-1].version == version:
+                runs[-1] = RowRun(runs[-1].rows + count, version)
+            else:
+                runs.append(RowRun(count, version))
+            at += count
+        return rows, tuple(runs)
 
     def experts(self, length: int) -> Int16Array:
         """int16 [length, moe_layers, top_k], -1 where there is no row."""

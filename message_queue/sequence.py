@@ -1,42 +1,101 @@
-"""Training sequences: what one forward pass of the trainer takes."""
+"""Training sequences: the content of what one forward pass of the trainer takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from message_queue.rows import NOT_SAMPLED, HeldRows, Int16Array
+from message_queue.rows import NOT_ROUTED, NOT_SAMPLED, HeldRows, Int16Array, RowRun
 from message_queue.support import SamplingSupport
-from message_queue.tokens import Float32Array, Int32Array
+from message_queue.tokens import ExpertArray, Float32Array, Int32Array
 
 BoolArray = NDArray[np.bool_]
 
 
+class SampledRun(NamedTuple):
+    """Consecutive sampled tokens under one weight version."""
+
+    start: int
+    """Position of the first token."""
+    tokens: int
+    """How many."""
+    version: int
+    """`param_version` that sampled them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
-    """The first t tokens of a trajectory over one set of rows.
+    """The first t tokens of a trajectory over one set of rows, with n of them in the loss. Nothing is padded.
 
-    token_ids: int32 [t]. loss_mask: bool [t], tokens that were sampled over these rows.
-    behaviour_logprobs: float32 [t], 0 outside the mask. param_versions: int32 [t], -1 outside the mask.
-    row_versions: int32 [t], version of the weights whose forward pass gave row p; -1 where there is no row.
-    routed_experts: int16 [t, moe_layers, top_k], -1 where the trainer uses its live router; None without routing.
-    support: of t positions, the tokens that the sampler kept; the whole vocabulary outside the mask. None if no sampled
-        token was cut.
+    A prompt of 3 tokens, 2 tokens sampled by version 4, a tool reply of 1 token, and 1 token sampled by version 5:
+
+        position     0    1    2    3    4    5    6
+        sampled by                  4    4         5     runs      (3, 2, 4), (6, 1, 5)
+        row of       4    4    4    4    5    5          row_runs  (4, 4), (2, 5)
     """
 
     token_ids: Int32Array
-    loss_mask: BoolArray
-    behaviour_logprobs: Float32Array
-    param_versions: Int32Array
-    row_versions: Int32Array
-    routed_experts: Int16Array | None
+    """int32 [t]."""
+    runs: tuple[SampledRun, ...]
+    """The n tokens in the loss, by position; runs that touch differ in version."""
+    logprobs: Float32Array
+    """float32 [n], behaviour logprobs of the tokens in the loss."""
+    rows: ExpertArray | None
+    """uint8 or uint16 [r, moe_layers, top_k], the rows of positions 0..r-1; 0 if no engine could give the row, see
+    `row_runs`. None without routing."""
+    row_runs: tuple[RowRun, ...]
+    """The r rows by the version whose forward pass gave them."""
     support: SamplingSupport | None = None
+    """Of t positions, the tokens that the sampler kept; the whole vocabulary outside the loss. None if no token in the
+    loss was cut."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        """bool [t], tokens that were sampled over these rows."""
+        return self.param_versions != NOT_SAMPLED
+
+    @property
+    def behaviour_logprobs(self) -> Float32Array:
+        """float32 [t], 0 outside the loss."""
+        out = np.zeros(len(self), np.float32)
+        out[self.loss_mask] = self.logprobs
+        return out
+
+    @property
+    def param_versions(self) -> Int32Array:
+        """int32 [t], version that sampled the token; -1 outside the loss."""
+        out = np.full(len(self), NOT_SAMPLED, np.int32)
+        for start, tokens, version in self.runs:
+            out[start : start + tokens] = version
+        return out
+
+    @property
+    def row_versions(self) -> Int32Array:
+        """int32 [t], version of the weights whose forward pass gave row p; -1 without a row."""
+        out, at = np.full(len(self), NOT_SAMPLED, np.int32), 0
+        for rows, version in self.row_runs:
+            out[at : at + rows] = version
+            at += rows
+        return out
+
+    @property
+    def routed_experts(self) -> Int16Array | None:
+        """int16 [t, moe_layers, top_k], -1 where the trainer uses its live router; None without routing."""
+        if self.rows is None:
+            return None
+        out, at = np.full((len(self), *self.rows.shape[1:]), NOT_ROUTED, np.int16), 0
+        for rows, version in self.row_runs:
+            if version != NOT_SAMPLED:
+                out[at : at + rows] = self.rows[at : at + rows]
+            at += rows
+        return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,22 +129,32 @@ def training_sequences(
     made: list[TrainingSequence] = []
     ends = [*(strand.start for strand in strands[1:]), len(token_ids)]
     for strand, end in zip(strands, ends, strict=True):
-        mask = param_versions[:end] != NOT_SAMPLED
-        mask[: strand.start] = False
-        length = end if strand is strands[-1] else int(np.flatnonzero(mask)[-1]) + 1
-        mask, rows = mask[:length], strand.rows
+        in_loss = param_versions[:end] != NOT_SAMPLED
+        in_loss[: strand.start] = False
+        positions = np.flatnonzero(in_loss)
+        length = end if strand is strands[-1] else int(positions[-1]) + 1
+        rows, row_runs = (None, ()) if strand.rows is None else strand.rows.compact(length)
         made.append(
             TrainingSequence(
                 token_ids=token_ids[:length],
-                loss_mask=mask,
-                behaviour_logprobs=np.where(mask, behaviour_logprobs[:length], np.float32(0)),
-                param_versions=np.where(mask, param_versions[:length], np.int32(NOT_SAMPLED)),
-                row_versions=np.full(length, NOT_SAMPLED, np.int32) if rows is None else rows.versions(length),
-                routed_experts=None if rows is None else rows.experts(length),
+                runs=_runs(positions, param_versions[positions]),
+                logprobs=behaviour_logprobs[positions],
+                rows=rows,
+                row_runs=row_runs,
                 support=None if support is None else _since(support.part(0, length), strand.start),
             )
         )
     return made
+
+
+def _runs(positions: NDArray[np.int64], versions: Int32Array) -> tuple[SampledRun, ...]:
+    """Positions 3, 4, 6 of versions 4, 4, 5 are the runs (3, 2, 4) and (6, 1, 5)."""
+    if not len(positions):
+        return ()
+    starts = np.flatnonzero((np.diff(positions, prepend=-2) != 1) | (np.diff(versions, prepend=-2) != 0))
+    counts = np.diff(starts, append=len(positions))
+    found = zip(positions[starts].tolist(), counts.tolist(), versions[starts].tolist(), strict=True)
+    return tuple(SampledRun(*run) for run in found)
 
 
 def _since(support: SamplingSupport, start: int) -> SamplingSupport:

@@ -1,0 +1,146 @@
+"""Heads: what the queue and the driver know of a group. Token ids, logprobs and rows stay where they were made.
+
+A trajectory of 12 tokens, of which version 3 sampled 4 and version 4 then 2, has the spans ((3, 4), (4, 2)).
+Heads are journaled and travel as msgpack (msgspec); their size depends on the number of trajectories, not of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from message_queue.tokens import StopReason
+from message_queue.trajectory import PromptGroup, Trajectory
+
+Span = tuple[int, int]  # (param_version, tokens that it sampled)
+
+
+class SequenceHead(msgspec.Struct, frozen=True, array_like=True):
+    """A training sequence without its content."""
+
+    length: int
+    """Tokens t, prompt and tool replies included."""
+    spans: tuple[Span, ...]
+    """Tokens in the loss by the version that sampled them, by position; neighbours differ in version."""
+
+
+class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished trajectory without its content."""
+
+    length: int
+    """T: prompt, tool replies and sampled tokens."""
+    sequences: tuple[SequenceHead, ...]
+    """What the trainer forwards: one sequence, or several with `resume_routing=split`."""
+    num_segments: int
+    """Uninterrupted decodes."""
+    num_aborts: int
+    """Segments that an abort ended."""
+    row_bytes: int
+    """Bytes of routing rows that engines returned."""
+    missing_rows: int
+    """Forwarded positions without a row."""
+    reward: float
+    """Of the whole trajectory."""
+    stop_reason: StopReason
+    """Of its last segment; ERROR for a rollout that failed."""
+    info: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Numbers that the agent loop or the task noted."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rollout failed: its tokens take no gradient."""
+        return self.stop_reason is StopReason.ERROR
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Sampled tokens by version, by position; neighbours differ in version."""
+        return merged_spans(span for sequence in self.sequences for span in sequence.spans)
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens."""
+        return sum(tokens for sequence in self.sequences for _, tokens in sequence.spans)
+
+
+class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished group without its content: what the queue orders and the driver plans with."""
+
+    group: int
+    """Id, unique in a run and never reused."""
+    prompt: int
+    """Index of the prompt in its source."""
+    admitted_version: int
+    """`param_version` of the weights when the group was admitted; no token is older."""
+    admitted_update: int
+    """Optimizer updates held by those weights."""
+    trajectories: tuple[TrajectoryHead, ...]
+    """Of the prompt, failed ones included."""
+
+    @property
+    def num_segments(self) -> int:
+        """Uninterrupted decodes of all trajectories."""
+        return sum(t.num_segments for t in self.trajectories)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, those of failed rollouts included."""
+        return sum(t.num_sampled for t in self.trajectories)
+
+    def tokens_per_version(self) -> dict[int, int]:
+        """`param_version` -> tokens that it sampled, of rollouts that did not fail."""
+        counts: dict[int, int] = {}
+        for trajectory in self.trajectories:
+            if not trajectory.failed:
+                for version, tokens in trajectory.spans:
+                    counts[version] = counts.get(version, 0) + tokens
+        return counts
+
+
+def head_of(group: PromptGroup) -> GroupHead:
+    """The head of a finished group.
+
+    Raises:
+        ValueError: a trajectory is not closed.
+    """
+    return GroupHead(
+        group=group.group,
+        prompt=group.prompt,
+        admitted_version=group.admitted_version,
+        admitted_update=group.admitted_update,
+        trajectories=tuple(_trajectory_head(group.group, number, t) for number, t in enumerate(group.trajectories)),
+    )
+
+
+def merged_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans (3, 4), (3, 1), (4, 2) are (3, 5), (4, 2)."""
+    merged: list[Span] = []
+    for version, tokens in spans:
+        if merged and merged[-1][0] == version:
+            merged[-1] = (version, merged[-1][1] + tokens)
+        else:
+            merged.append((version, tokens))
+    return tuple(merged)
+
+
+def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> TrajectoryHead:
+    if trajectory.reward is None or trajectory.stop_reason is None:
+        raise ValueError(f"trajectory {number} of group {group} has no reward and stop reason; close it first")
+    segments = trajectory.segments
+    missing = 0
+    if trajectory.routing is not None:
+        missing = len(trajectory) - 1 - trajectory.num_rows + trajectory.num_unavailable_rows
+    return TrajectoryHead(
+        length=len(trajectory),
+        sequences=tuple(
+            SequenceHead(len(sequence), merged_spans((run.version, run.tokens) for run in sequence.runs))
+            for sequence in trajectory.sequences()
+        ),
+        num_segments=len(segments),
+        num_aborts=sum(s.stop_reason is StopReason.ABORT for s in segments),
+        row_bytes=sum(s.routed_experts.experts.nbytes for s in segments if s.routed_experts is not None),
+        missing_rows=missing,
+        reward=trajectory.reward,
+        stop_reason=trajectory.stop_reason,
+        info=trajectory.info,
+    )
