@@ -8,10 +8,10 @@ one of experts alone. Latent attention is in tests/e2e/test_vllm_families.py; SG
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -28,12 +28,21 @@ from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput, WeightVersion
 from tests import numerics
 from tests.conformance import sglang_support
-from tests.conformance.engines import EngineUnderTest, Exchange
+from tests.conformance.engines import STEP_S, EngineUnderTest, Exchange
 from tests.conformance.planted import plugin_folder
 from tests.conformance.planted_vllm import EXTENSION
-from tests.conformance.probes import CountingScript, FakeProbe, FakeTruth, SglangProbe, TransformersTruth, VllmProbe
+from tests.conformance.probes import (
+    CountingScript,
+    FakeProbe,
+    FakeTruth,
+    SglangProbe,
+    TransformersTruth,
+    VllmProbe,
+    slow_down,
+)
 from tests.fakes import SPEC, FakeEngine
 
+T = TypeVar("T")
 VOCAB = 117
 VLLM_KV_TOKENS = 3072
 CONFIG = VllmConfig(
@@ -81,10 +90,7 @@ def environment() -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def engine(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
-    with pytest.MonkeyPatch.context() as patch:
-        args = vllm.engine_args
-        patch.setattr(vllm, "engine_args", lambda *a, **k: args(*a, **k) | {"worker_extension_cls": EXTENSION})
-        replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=models.first)
+    replica = await start_vllm(CONFIG, checkpoint=models.first)
     yield replica
     await replica.close()
 
@@ -231,6 +237,36 @@ def sglang_under_test(
         probe=SglangProbe(replica, kv_tokens=sglang_support.SMALL_POOL, patch=patch),
         exchanges=exchanges,
     )
+
+
+async def start_vllm(config: VllmConfig, *, name: str = "replica-0", checkpoint: Path, **options: Any) -> VllmReplica:
+    """A replica that `slowly` slows down, until it resumes."""
+    with pytest.MonkeyPatch.context() as patch:
+        args = vllm.engine_args
+        patch.setattr(vllm, "engine_args", lambda *a, **k: args(*a, **k) | {"worker_extension_cls": EXTENSION})
+        replica = await VllmReplica.start(config, name=name, checkpoint=checkpoint, **options)
+    resume = replica.resume
+
+    async def resume_at_full_speed() -> None:
+        await resume()
+        await slow_down(replica, None)
+
+    replica.resume = resume_at_full_speed
+    return replica
+
+
+def slowly(replica: VllmReplica, works: Sequence[Coroutine[Any, Any, T]]) -> list[asyncio.Task[T]]:
+    """Run requests beside the test, on an engine that is slow until it resumes.
+
+    The engine may otherwise end all of them before a test on a busy machine looks.
+    """
+    slow = asyncio.create_task(slow_down(replica, STEP_S))
+
+    async def start(work: Coroutine[Any, Any, T]) -> T:
+        await asyncio.shield(slow)
+        return await work
+
+    return [asyncio.create_task(start(work)) for work in works]
 
 
 async def generate(replica: VllmReplica, ask: GenerateRequest) -> TokenOutput:

@@ -29,7 +29,7 @@ MODES: dict[str, tuple[OnUpdate, KeptKV]] = {
     "drain": ("drain", "recompute"),
 }
 TIMEOUT_S = 100.0  # of one call; only a hang takes that long
-STEP_S = 0.01  # of an engine that is slowed down
+STEP_S = 0.02  # of an engine that is slowed down
 
 
 @dataclass(frozen=True, slots=True, eq=False)

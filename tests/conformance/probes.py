@@ -124,7 +124,13 @@ class VllmProbe:
         return len(states) == len(running)
 
     async def slow_down(self, step_s: float | None) -> None:
-        """Nothing: vLLM has no such call."""
+        await slow_down(self._replica, step_s)
+
+
+async def slow_down(replica: VllmReplica, step_s: float | None) -> None:
+    """Of an engine with the worker of `tests.conformance.planted_vllm`."""
+    engine: Any = replica._engine  # pyright: ignore[reportPrivateUsage]
+    await engine.collective_rpc("slow_down", args=(step_s,))
 
 
 class SglangProbe:

@@ -17,10 +17,9 @@ import pytest_asyncio
 import torch
 
 from async_rl.engines.sglang import SglangReplica
-from async_rl.engines.vllm import VllmReplica
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_merged, rows_sent, versions_of, whole
-from tests.conformance.conftest import CONFIG, Report, sglang_under_test, vllm_under_test
+from tests.conformance.conftest import CONFIG, Report, sglang_under_test, start_vllm, vllm_under_test
 from tests.conformance.engines import EngineUnderTest, Exchange, tokens
 
 pytestmark = [
@@ -43,9 +42,8 @@ async def half(given: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Async
     """An engine in bfloat16, whose truth is the rounded weights."""
     engine, models = given
     if engine == "vllm":
-        vllm = await VllmReplica.start(
-            dataclasses.replace(CONFIG, dtype="bfloat16"), name="half-0", checkpoint=models.first
-        )
+        config = dataclasses.replace(CONFIG, dtype="bfloat16")
+        vllm = await start_vllm(config, name="half-0", checkpoint=models.first)
         models = dataclasses.replace(
             models,
             reference_first=rounded(models.reference_first),

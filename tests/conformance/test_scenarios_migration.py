@@ -21,7 +21,7 @@ from message_queue.tokens import TokenOutput
 from message_queue.wire import decode_trajectory, encode_trajectory
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of
-from tests.conformance.conftest import CONFIG, Models, fake_under_test, sglang_under_test, vllm_under_test
+from tests.conformance.conftest import CONFIG, Models, fake_under_test, sglang_under_test, start_vllm, vllm_under_test
 from tests.conformance.engines import EngineUnderTest, Exchange, tokens
 
 pytestmark = [
@@ -35,14 +35,14 @@ Pair = tuple[EngineUnderTest, EngineUnderTest]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def second_vllm(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
-    replica = await VllmReplica.start(CONFIG, name="replica-1", checkpoint=models.first)
+    replica = await start_vllm(CONFIG, name="replica-1", checkpoint=models.first)
     yield replica
     await replica.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def vllm_beside_sglang(sglang_models: sglang_support.Models, environment: None) -> AsyncIterator[VllmReplica]:
-    replica = await VllmReplica.start(CONFIG, name="replica-2", checkpoint=sglang_models.paths[0])
+    replica = await start_vllm(CONFIG, name="replica-2", checkpoint=sglang_models.paths[0])
     yield replica
     await replica.close()
 

@@ -13,7 +13,7 @@ from agent_loop.engine import EngineError, GenerateRequest, SamplingConfig
 from async_rl.engines import vllm_decode
 from async_rl.engines.vllm import VllmReplica
 from message_queue.tokens import RoutedExperts, TokenOutput
-from tests.conformance.conftest import Models, generate, prompt, publish, request, until_sampled
+from tests.conformance.conftest import Models, generate, prompt, publish, request, slowly, until_sampled
 from tests.conformance.reference import logprob_gap, reference, routing_mismatches
 
 pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
@@ -128,7 +128,7 @@ async def test_a_frozen_request_goes_on_under_forced_and_recorded_experts(
 ):
     rows = odd_rows(forced)
     ask = request(f"frozen-{forced}", prompt(40), max_new_tokens=80, forced_experts=rows)
-    running = asyncio.create_task(replica.generate(ask))
+    (running,) = slowly(replica, [replica.generate(ask)])
     await until_sampled(replica, 20)
     await replica.pause()
     assert await replica.freeze() == 1
@@ -185,7 +185,7 @@ async def test_only_rows_that_are_not_held_leave_the_engine_process(
             forced_experts=forced,
             session="one",
         )
-        running = asyncio.create_task(generate(replica, ask))
+        (running,) = slowly(replica, [generate(replica, ask)])
         if interrupted:
             await until_sampled(replica, 8)
             await replica.abort()

@@ -13,7 +13,7 @@ from agent_loop.engine import EngineError
 from async_rl.engines.vllm import VllmReplica
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import StopReason, WeightVersion
-from tests.conformance.conftest import CONFIG, Models, generate, prompt, publish, request, until_sampled
+from tests.conformance.conftest import CONFIG, Models, generate, prompt, publish, request, slowly, until_sampled
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarni
 def submit(replica: VllmReplica, count: int, *, name: str, max_new_tokens: int = 400) -> list[asyncio.Task[Any]]:
     """Start `count` long requests."""
     ask = [request(f"{name}-{i}", prompt(20, seed=i), max_new_tokens=max_new_tokens) for i in range(count)]
-    return [asyncio.create_task(generate(replica, r)) for r in ask]
+    return slowly(replica, [generate(replica, r) for r in ask])
 
 
 async def test_a_paused_replica_holds_new_requests_and_lets_running_ones_end(replica: VllmReplica):
@@ -49,7 +49,7 @@ async def test_an_abort_before_the_engine_knows_a_request_still_ends_it(
         return await add_request(*args)
 
     monkeypatch.setattr(replica._engine, "add_request", add_late)
-    tasks = submit(replica, 4, name="early")
+    tasks = [asyncio.create_task(generate(replica, request(f"early-{i}", prompt(20, seed=i)))) for i in range(4)]
     await asyncio.sleep(0)
     aborted = asyncio.create_task(replica.abort())
     await asyncio.sleep(0)

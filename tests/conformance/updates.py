@@ -18,7 +18,7 @@ from async_rl.engines.replica import KeptKV
 from async_rl.engines.vllm import VllmReplica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutedExperts, TokenOutput
-from tests.conformance.conftest import Models, prompt, request
+from tests.conformance.conftest import Models, prompt, request, slowly
 from tests.conformance.reference import (
     logprob_gap,
     logprob_gaps,
@@ -45,7 +45,8 @@ async def update_frozen(replica: VllmReplica, update: WeightUpdate, kv: KeptKV) 
 
 
 def start(replica: VllmReplica, asks: Sequence[GenerateRequest]) -> list[asyncio.Task[list[TokenOutput]]]:
-    return [asyncio.create_task(replica.generate(ask)) for ask in asks]
+    """Tasks of requests to an engine that is slow until it resumes."""
+    return slowly(replica, [replica.generate(ask) for ask in asks])
 
 
 def several(name: str, count: int, *, length: int = 20, step: int = 17, tokens: int = 60) -> list[GenerateRequest]:

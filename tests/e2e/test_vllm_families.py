@@ -15,7 +15,7 @@ from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import RoutedExperts
 from tests import numerics
-from tests.conformance.conftest import VOCAB, generate, prompt, publish, request, until_sampled
+from tests.conformance.conftest import VOCAB, generate, prompt, publish, request, slowly, start_vllm, until_sampled
 from tests.conformance.reference import (
     logprob_gap,
     reference,
@@ -51,7 +51,7 @@ async def test_deepseek_agrees_with_transformers_fresh_updated_and_resumed(
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
-    replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=paths[0])
+    replica = await start_vllm(CONFIG, checkpoint=paths[0])
     try:
         prompts = [prompt(30 + 40 * i, seed=i) for i in range(6)]
         fresh = await asyncio.gather(*(generate(replica, request(f"f{i}", t)) for i, t in enumerate(prompts)))
@@ -60,7 +60,7 @@ async def test_deepseek_agrees_with_transformers_fresh_updated_and_resumed(
             both = np.concatenate([tokens, segment.token_ids])
             assert_agrees(models[0], both, segment.logprobs, segment.routed_experts.experts, start=len(tokens))
 
-        running = asyncio.create_task(generate(replica, request("cut", prompts[1], max_new_tokens=300)))
+        (running,) = slowly(replica, [generate(replica, request("cut", prompts[1], max_new_tokens=300))])
         await until_sampled(replica, 10)
         assert await publish(replica, update) == 1
         cut = await running
@@ -121,7 +121,7 @@ async def test_a_family_agrees_free_forced_and_over_an_update_in_flight(
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
-    replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=paths[0])
+    replica = await start_vllm(CONFIG, checkpoint=paths[0])
     try:
         tokens = prompt(50)
         fresh = await generate(replica, request("fresh", tokens))
@@ -129,7 +129,7 @@ async def test_a_family_agrees_free_forced_and_over_an_update_in_flight(
         both = np.concatenate([tokens, fresh.token_ids])
         assert_agrees(models[0], both, fresh.logprobs, fresh.routed_experts.experts, start=50)
 
-        running = asyncio.create_task(replica.generate(request("update", tokens, max_new_tokens=120)))
+        (running,) = slowly(replica, [replica.generate(request("update", tokens, max_new_tokens=120))])
         await until_sampled(replica, 10)
         await replica.pause()
         assert await replica.freeze() == 1
@@ -161,9 +161,9 @@ async def test_a_dense_model_is_updated_in_flight(
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
-    replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=paths[0], capture_routing=False)
+    replica = await start_vllm(CONFIG, checkpoint=paths[0], capture_routing=False)
     try:
-        running = asyncio.create_task(replica.generate(request("dense", prompt(40), max_new_tokens=120)))
+        (running,) = slowly(replica, [replica.generate(request("dense", prompt(40), max_new_tokens=120))])
         await until_sampled(replica, 10)
         await replica.pause()
         assert await replica.freeze() == 1
