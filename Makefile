@@ -103,7 +103,6 @@ bench: setup
 	$(BIN)/python benchmarks/queue_throughput.py
 	$(BIN)/python benchmarks/queue_groups.py
 	$(BIN)/python benchmarks/journal.py
-	$(BIN)/python benchmarks/row_coding.py
 
 clean:
 	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

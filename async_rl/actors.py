@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
@@ -27,16 +27,22 @@ from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
 from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.logs import log_failure, open_log
 from async_rl.weights.transport import WeightUpdate
-from message_queue.host import QueueHost, ShardHost
+from message_queue.service import QueueHost
 from message_queue.tokens import WeightVersion
 
 if TYPE_CHECKING:
-    from async_rl.train.planning import RankPlace
+    from torch import Tensor
+
+    from async_rl.batch.training_batch import TrainingBatch
+    from async_rl.train.losses import LossConfig
+    from async_rl.train.model import TrainerConfig
+    from async_rl.train.optimizer import OptimizerConfig
+    from async_rl.train.planning import BatchPlan
 
 T = TypeVar("T")
 EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
 _remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know their own keyword arguments
-MAX_QUEUE_CALLS = 16_384  # concurrent calls of the queue, most of them waiting
+MAX_QUEUE_CALLS = 64  # concurrent messages to the queue, each with any number of calls
 MAX_BULK_CALLS = 64  # concurrent calls that hand requests over or wait for answers, of one replica
 
 
@@ -102,27 +108,24 @@ class PlacementError(RuntimeError):
 
 
 class Placement:
-    """One bundle per actor: trainer ranks first, then replicas, then the queue and its shards.
+    """One bundle per actor: trainer ranks first, then replicas, then the queue.
 
     Args:
         gpus_per_replica: of one replica; see ClusterConfig.
-        shards: processes that hold the content of the queue; 0 where the queue itself does.
 
     Raises:
         PlacementError: an actor needs more than any node has.
         TimeoutError: from `ready`, when the cluster cannot hold the run.
     """
 
-    def __init__(
-        self, config: ClusterConfig, *, ranks: int, replicas: int, gpus_per_replica: float, shards: int = 0
-    ) -> None:
+    def __init__(self, config: ClusterConfig, *, ranks: int, replicas: int, gpus_per_replica: float) -> None:
         rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
         replica = _without_zero({"CPU": config.cpus_per_replica, "GPU": gpus_per_replica})
         _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
         _require_node(replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel)")
         self._ranks, self._queue = ranks, ranks + replicas
         self._config, self._gpus_per_replica = config, gpus_per_replica
-        self._bundles = [*[rank] * ranks, *[replica] * replicas, *[{"CPU": 1.0}] * (1 + shards)]
+        self._bundles = [*[rank] * ranks, *[replica] * replicas, {"CPU": 1.0}]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
 
     async def ready(self) -> None:
@@ -133,7 +136,7 @@ class Placement:
         except TimeoutError as error:
             raise TimeoutError(
                 f"the cluster has {ray.cluster_resources()} and cannot hold {self._bundles} within "
-                f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks, replicas or queue.shards"
+                f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks or replicas"
             ) from error
 
     def require_shared_memory(self) -> None:
@@ -190,10 +193,6 @@ class Placement:
         """Actor options of the queue."""
         return self._options(self._queue, cpus=1.0, gpus=0.0)
 
-    def shard(self, index: int) -> dict[str, Any]:
-        """Actor options of shard `index` of the queue."""
-        return self._options(self._queue + 1 + index, cpus=1.0, gpus=0.0)
-
     def _options(self, bundle: int, *, cpus: float, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
@@ -203,7 +202,6 @@ class Placement:
 
 # One group for every call: the service lives on one event loop.
 QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueHost)
-ShardActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(ShardHost)
 
 
 # ---- replica
@@ -321,17 +319,80 @@ class TrainerActor:
         self._store = open_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}"
 
-    def start(self, **kwargs: Any) -> RankPlace:
-        """TrainerRank.place of the new rank."""
+    def start(
+        self,
+        *,
+        config: TrainerConfig,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        checkpoint: Path,
+        rank: int,
+        rendezvous: str,
+    ) -> None:
         from async_rl.train.worker import TrainerRank  # megatron is only imported where a rank lives
 
         with log_failure():
-            self._rank = TrainerRank(**kwargs)
-        return self._rank.place
+            self._rank = TrainerRank(
+                config=config,
+                optimizer=optimizer,
+                loss=loss,
+                checkpoint=checkpoint,
+                rank=rank,
+                world_size=config.ranks,
+                rendezvous=rendezvous,
+            )
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def train(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
+        """contents: [G], a reference to the content of each group of the plan."""
         with log_failure():
-            return getattr(self._rank, method)(*args, **kwargs)
+            return self._rank.train(self._with_contents(plan, contents))
+
+    def train_supervised(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
+        with log_failure():
+            return self._rank.train_supervised(self._with_contents(plan, contents))
+
+    def hold(self) -> None:
+        with log_failure():
+            self._rank.hold()
+
+    def score(self, batch: TrainingBatch) -> list[Tensor]:
+        with log_failure():
+            return self._rank.score(batch)
+
+    def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
+        with log_failure():
+            return self._rank.export(directory, version=version, keep_version=keep_version)
+
+    def remove_updates(self, directory: Path) -> None:
+        with log_failure():
+            self._rank.remove_updates(directory)
+
+    def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        with log_failure():
+            self._rank.save_pretrained(folder, like=like)
+
+    def save(self, directory: Path) -> None:
+        with log_failure():
+            self._rank.save(directory)
+
+    def restore(self, directory: Path) -> None:
+        with log_failure():
+            self._rank.restore(directory)
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        with log_failure():
+            self._rank.reset_optimizer(optimizer)
+
+    def close(self) -> None:
+        with log_failure():
+            self._rank.close()
+
+    def _with_contents(self, plan: BatchPlan, contents: Sequence[Any]) -> BatchPlan:
+        """The plan with the content of the groups of this rank's sequences; only these are fetched."""
+        groups = plan.groups_of(self._rank.data_rank)
+        fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))
+        here = [fetched.get(group) for group in range(len(contents))]
+        return replace(plan, batch=replace(plan.batch, contents=here))
 
     def pid(self) -> int:
         return os.getpid()

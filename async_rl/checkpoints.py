@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from async_rl.folders import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
-from message_queue.queue import QueueSnapshot
+from message_queue.contract import QueueSnapshot
 
 FORMAT = 1
 

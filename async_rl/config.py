@@ -37,9 +37,7 @@ from async_rl.validation import explain
 from async_rl.warm_start import WarmStartConfig
 from async_rl.weights.probe import MismatchConfig
 from async_rl.weights.publisher import OnUpdate
-from message_queue.client import QueueClientConfig
 from message_queue.journal import JournalConfig
-from message_queue.shards.inventory import MAX_SHARDS
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
@@ -128,25 +126,17 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueConfig(QueueClientConfig):
-    """max_ready: finished groups held before `put` waits; None for what the staleness budget allows.
-
-    shards: processes that hold what was generated; one does all that the queue does, from two on they stand beside the
-    one that decides. See `message_queue.shards`.
-    """
+class QueueConfig:
+    """The queue and its process."""
 
     max_ready: int | None = None
-    shards: int = 1
+    """Finished groups held before `put` waits; None for as many as the staleness bound allows."""
+    timeout_s: float = 60.0
+    """Silence in seconds after which the process of the queue counts as dead."""
 
     def __post_init__(self) -> None:
-        QueueClientConfig.__post_init__(self)
-        if not 1 <= self.shards <= MAX_SHARDS:
-            raise ValueError(f"queue.shards is {self.shards}; must be 1 to {MAX_SHARDS}")
-
-    @property
-    def holders(self) -> int:
-        """Processes beside the one that decides."""
-        return 0 if self.shards == 1 else self.shards
+        if not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"queue.timeout_s is {self.timeout_s}; must be a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

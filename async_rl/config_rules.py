@@ -151,8 +151,6 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
         ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
-        ("queue", config.queue, "rank_code_rows", config.captures_routing, "trainer.router_replay=R3"),
-        ("journal", config.journal, "interval_s", config.journal.fsync == "interval", "journal.fsync=interval"),
     ):
         value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
         if not used and value != default:

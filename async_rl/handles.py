@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
-from tensordict import TensorDict
 from torch import Tensor
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.actors import Placement, ReplicaActor, TrainerActor
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.engines.inbox import Answer
 from async_rl.engines.replica import KeptKV, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.logs import log_end
-from async_rl.model_info import read_model_info
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig, rank_environment
 from async_rl.train.optimizer import OptimizerConfig
-from async_rl.train.planning import BatchShare, Planner, UpdateShare
+from async_rl.train.planning import BatchPlan, Planner
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import TokenOutput, WeightVersion
 
@@ -229,7 +228,7 @@ class TrainerHandle:
     """All trainer ranks as one; every call goes to every rank and rank 0 answers.
 
     Args:
-        planner: cuts a batch into what each rank is sent; its places are those of the ranks.
+        planner: decides which rank trains which sequence of a batch.
         logs: folder with the output of each rank, whose end becomes a note of an error of that rank.
     """
 
@@ -270,59 +269,49 @@ class TrainerHandle:
             )
             for i in range(config.ranks)
         ]
-        routing = read_model_info(checkpoint).routing
-        planner = partial(Planner, config=config, loss=loss, routing=routing)
-        handle = cls(actors, planner=planner(places=()), timeout_s=timeout_s, logs=logs)
+        handle = cls(actors, planner=Planner(config=config, loss=loss), timeout_s=timeout_s, logs=logs)
         rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
         common = {
             "config": config,
             "optimizer": optimizer,
             "loss": loss,
             "checkpoint": checkpoint,
-            "world_size": config.ranks,
             "rendezvous": rendezvous,
         }
-        starts = [a.start.remote(rank=i, **common) for i, a in enumerate(actors)]
-        places = await handle._all("start", starts)
-        return cls(actors, planner=planner(places=places), timeout_s=timeout_s, logs=logs)
+        await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
+        return handle
 
-    async def train(self, batch: TensorDict) -> dict[str, float]:
-        """One batch; see TrainerRank.train. Each rank is sent its own sequences, layers and rows.
+    async def train(self, batch: TrainingBatch) -> dict[str, float]:
+        """One batch; see TrainerRank.train. Each rank fetches the content of the groups of its sequences."""
+        plan, contents = await asyncio.to_thread(_stored, self._planner.policy, batch)
+        return await self._first("train", lambda actor: actor.train.remote(plan, contents))
 
-        Raises:
-            RoutingError: as TrainerRank.train, before anything is sent.
-        """
-        return await self._share("train", await asyncio.to_thread(self._planner.policy, batch))
-
-    async def train_supervised(self, batch: TensorDict) -> dict[str, float]:
+    async def train_supervised(self, batch: TrainingBatch) -> dict[str, float]:
         """One supervised step; see TrainerRank.train_supervised."""
-        return await self._share("train_supervised", await asyncio.to_thread(self._planner.supervised, batch))
-
-    async def _share(self, method: str, shares: Sequence[BatchShare | UpdateShare]) -> dict[str, float]:
-        """Send each rank its share; one that several ranks take is put into the object store once."""
-        put = {id(share): ray.put(share) for share in {id(share): share for share in shares}.values()}
-        ranks = zip(self._actors, shares, strict=True)
-        return (await self._all(method, [actor.call.remote(method, put[id(share)]) for actor, share in ranks]))[0]
+        plan, contents = await asyncio.to_thread(_stored, self._planner.supervised, batch)
+        return await self._first("train_supervised", lambda actor: actor.train_supervised.remote(plan, contents))
 
     async def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate:
         """Write the current weights as `version`, on the node of rank 0; remove those before `keep_version` there."""
-        return await self._everywhere("export", directory, version=version, keep_version=keep_version)
+        return await self._first(
+            "export", lambda actor: actor.export.remote(directory, version=version, keep_version=keep_version)
+        )
 
     async def hold(self) -> None:
         """Keep a copy of the current weights, which `score` uses until the next `hold`."""
-        await self._everywhere("hold")
+        await self._first("hold", lambda actor: actor.hold.remote())
 
-    async def score(self, batch: TensorDict) -> Tensor:
-        """float32 [S, T] logprob of each token under the weights of `hold`; see TrainerRank.logprobs."""
-        return await self._everywhere("score", batch)
+    async def score(self, batch: TrainingBatch) -> list[Tensor]:
+        """Logprobs of the tokens in the loss under the weights of `hold`; see TrainerRank.logprobs."""
+        return await self._first("score", lambda actor: actor.score.remote(batch))
 
     async def remove_updates(self, directory: Path) -> None:
         """Remove what `export` wrote."""
-        await self._everywhere("remove_updates", directory)
+        await self._first("remove_updates", lambda actor: actor.remove_updates.remote(directory))
 
     async def save_pretrained(self, folder: Path, *, like: Path) -> None:
         """Write a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
-        await self._everywhere("save_pretrained", folder, like=like)
+        await self._first("save_pretrained", lambda actor: actor.save_pretrained.remote(folder, like=like))
 
     async def save(self, directory: Path) -> None:
         """Write the state of all ranks; return when this process sees all of it.
@@ -330,14 +319,14 @@ class TrainerHandle:
         Raises:
             TrainerError: a rank failed, or has written to a directory that this process does not see.
         """
-        await self._everywhere("save", directory)
+        await self._first("save", lambda actor: actor.save.remote(directory))
         await asyncio.to_thread(_require_complete, directory)
 
     async def restore(self, directory: Path) -> None:
-        await self._everywhere("restore", directory)
+        await self._first("restore", lambda actor: actor.restore.remote(directory))
 
     async def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        await self._everywhere("reset_optimizer", optimizer)
+        await self._first("reset_optimizer", lambda actor: actor.reset_optimizer.remote(optimizer))
 
     async def pids(self) -> list[int]:
         """Process ids of the ranks."""
@@ -349,13 +338,14 @@ class TrainerHandle:
             async with asyncio.timeout(timeout_s):
                 if remove_updates is not None:
                     await self.remove_updates(remove_updates)
-                await self._everywhere("close")
+                await self._first("close", lambda actor: actor.close.remote())
         finally:
             for actor in self._actors:
                 ray.kill(actor)
 
-    async def _everywhere(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return (await self._all(method, [a.call.remote(method, *args, **kwargs) for a in self._actors]))[0]
+    async def _first(self, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
+        """Answer of rank 0 to a call of every rank."""
+        return (await self._all(what, [call(actor) for actor in self._actors]))[0]
 
     async def _all(self, what: str, refs: list[Awaitable[T]]) -> list[T]:
         """Answers of all ranks; the first failure is raised at once, though other ranks may still wait for it."""
@@ -376,6 +366,12 @@ class TrainerHandle:
             if (log := _log_of_rank(self._logs, rank)) is not None:
                 error.add_note(log_end(log))
             raise
+
+
+def _stored(plan: Callable[[TrainingBatch], BatchPlan], batch: TrainingBatch) -> tuple[Any, list[Any]]:
+    """References to the plan of a batch and to the content of each of its groups."""
+    contents = [each if isinstance(each, ray.ObjectRef) else ray.put(each) for each in batch.contents]
+    return ray.put(plan(replace(batch, contents=()))), contents
 
 
 def _log_of_rank(logs: Path | None, rank: int) -> Path | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -27,18 +27,19 @@ from async_rl.parts import GroupQueue, PipelineConfig, Trainer
 from async_rl.pipeline import Pipeline
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Conducts
+from async_rl.rollout.contents import ContentPlace, GroupContents, StoredContent, read_content
 from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
-from async_rl.rollout.recorded import QueueRolloutLog, RecordsRollouts
+from async_rl.rollout.recorded import StoredRolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.supervisor import RestartLimit, StartsReplica, Supervisor
 from async_rl.rollout.validator import Validator
 from async_rl.weights.probe import Probe
 from async_rl.weights.publisher import Publisher
-from message_queue.client import QueueUnavailable
+from message_queue.contract import QueueUnavailable
+from message_queue.disk_errors import JournalError
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.restart import JournalPlace, Restored
+from message_queue.recovery import JournalPlace, Restored
 from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import PromptGroup
 
 
 class RestorableTrainer(Trainer, Protocol):
@@ -48,10 +49,10 @@ class RestorableTrainer(Trainer, Protocol):
     async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
 
 
-class RunQueue(GroupQueue, RecordsRollouts, Protocol):
-    """A queue with its journal, and its process; see `message_queue.service.QueueService` for each call."""
+class RunQueue(GroupQueue, Protocol):
+    """A queue with its journal, and its process; see `async_rl.queue_handle.QueueHandle` for each call."""
 
-    async def open(self, *, timeout_s: float) -> Restored[PromptGroup]: ...
+    async def open(self, place: JournalPlace, *, timeout_s: float) -> Restored: ...
     async def closing_records(self) -> list[LedgerRecord | LedgerTotal]: ...
     async def close_journal(self) -> None: ...
     def kill(self) -> None: ...
@@ -63,7 +64,7 @@ T = TypeVar("T", bound=RestorableTrainer)
 class StartsParts(Protocol[T]):
     """Starts what may be lost; see `async_rl.workers.Workers`."""
 
-    async def start_queue(self, journal: JournalPlace, *, routing: RoutingSpec | None) -> RunQueue: ...
+    async def start_queue(self) -> RunQueue: ...
     async def replace_trainer(self, lost: T) -> T: ...
 
 
@@ -165,14 +166,15 @@ class Lives(Generic[T]):
     # ---- one life
 
     async def _run_once(self, trainer: T) -> bool:
-        lasting = self._lasting
-        queue = await lasting.workers.start_queue(self._resume.journal(lasting.routing), routing=lasting.routing)
+        lasting, place = self._lasting, self._resume.content(self._lasting.routing)
+        queue, restored, stored = await self._open_queue(place)
+        contents: GroupContents | None = None
         try:
-            restored = await queue.open(timeout_s=self._config.cluster.start_timeout_s)
-            self._resume.rewind(restored, lasting.recorder)
+            self._resume.rewind(restored, stored, lasting.recorder)
+            contents = await GroupContents.open(place, restored, stored)
             if self._resume.checkpoint is not None:
                 await trainer.restore(self._resume.checkpoint / "trainer")
-            self._pipeline = self._build_pipeline(queue, trainer, restored)
+            self._pipeline = self._build_pipeline(queue, contents, trainer, restored)
             if self._stopping:
                 self._pipeline.request_stop()
             try:
@@ -188,12 +190,32 @@ class Lives(Generic[T]):
             return finished
         finally:
             queue.kill()
+            if contents is not None:
+                with contextlib.suppress(JournalError):
+                    await contents.close()
+
+    async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
+        """The queue with what a restart continues. Groups that were ready and miss a part of their content are open."""
+        journal, timeout_s = self._resume.journal(), self._config.cluster.start_timeout_s
+        while True:
+            queue = await self._lasting.workers.start_queue()
+            try:
+                restored = await queue.open(journal, timeout_s=timeout_s)
+                stored = await read_content(place, restored)
+                if not stored.incomplete:
+                    return queue, restored, stored
+                await queue.close_journal()
+            except BaseException:
+                queue.kill()
+                raise
+            queue.kill()
+            journal = replace(journal, incomplete=journal.incomplete | stored.incomplete)
 
     async def _close(self, queue: RunQueue) -> None:
         self._lasting.recorder.ledger(await queue.closing_records())
         await queue.close_journal()
 
-    def _build_pipeline(self, queue: RunQueue, trainer: T, restored: Restored[PromptGroup]) -> Pipeline:
+    def _build_pipeline(self, queue: RunQueue, contents: GroupContents, trainer: T, restored: Restored) -> Pipeline:
         config, lasting = self._config, self._lasting
         loop, routing = lasting.loop, lasting.routing
         validator = None
@@ -216,12 +238,13 @@ class Lives(Generic[T]):
             ),
             prompts=self._resume.prompts(self._order, restored),
             queue=queue,
+            contents=contents,
             rollouter=Rollouter(
                 loop=loop,
                 routing=routing,
                 trajectories_per_group=config.rollout.trajectories_per_group,
                 resume_routing=config.rollout.resume_routing,
-                log=QueueRolloutLog(queue),
+                log=StoredRolloutLog(contents),
                 failure=config.rollout.failure,
                 note=lasting.recorder.warn,
             ),

@@ -43,6 +43,7 @@ from async_rl.observe.trace import Trace
 from async_rl.parts import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, StageError, Trainer
 from async_rl.rollout.bell import Bell
 from async_rl.rollout.conductor import Conducts, Free
+from async_rl.rollout.contents import GroupContents
 from async_rl.rollout.fleet import Member
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.tokens import require_closed
@@ -52,9 +53,8 @@ from async_rl.weights.probe import Probe
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch
-from message_queue.restart import Restored
-from message_queue.start import admission_of
-from message_queue.trajectory import PromptGroup, Trajectory
+from message_queue.recovery import Restored
+from message_queue.trajectory import Trajectory
 
 __all__ = ["GroupQueue", "Pipeline", "PipelineConfig", "Replicas", "StageError", "Trainer"]
 
@@ -75,6 +75,7 @@ class Pipeline:
         config: PipelineConfig,
         prompts: PromptSource,
         queue: GroupQueue,
+        contents: GroupContents,
         rollouter: Rollouter,
         trainer: Trainer,
         publisher: Publisher,
@@ -84,13 +85,14 @@ class Pipeline:
         recorder: Recorder,
         trace: Trace,
         start: RunState,
-        restored: Restored[PromptGroup] | None = None,
+        restored: Restored | None = None,
         conductor: Conducts | None = None,
         probe: Probe | None = None,
     ) -> None:
         self._config = config
         self._prompts = prompts
         self._queue = queue
+        self._contents = contents
         self._rollouter = rollouter
         self._trainer = trainer
         self._publisher = publisher
@@ -194,10 +196,13 @@ class Pipeline:
 
     # ---- stages
 
-    async def _catch_up(self, restored: Restored[PromptGroup]) -> None:
+    async def _catch_up(self, restored: Restored) -> None:
         """Train again what was trained after the checkpoint, then bring the weights to the replicas."""
         self._conductor.begin(
-            restored.open, train_step=self._train_step, cursor=self._prompts.cursor, updates=restored.version_updates
+            list(self._contents.unfinished.values()),
+            train_step=self._train_step,
+            cursor=self._prompts.cursor,
+            updates=restored.version_updates,
         )
         self._version = max(self._version, restored.version)
         self._version_updates |= restored.version_updates
@@ -233,11 +238,10 @@ class Pipeline:
 
     async def _rollout(self) -> None:
         async with asyncio.TaskGroup() as groups:
-            for held in self._restored.open if self._restored is not None else ():
-                prompt, admission = self._prompts.at(held.prompt), admission_of(held)
-                groups.create_task(
-                    self._roll(prompt, admission, held=held.trajectories), name=f"group-{admission.group}"
-                )
+            for admission in self._restored.open if self._restored is not None else ():
+                prompt, group = self._prompts.at(admission.prompt), self._contents.unfinished.get(admission.group)
+                held = () if group is None else group.trajectories
+                groups.create_task(self._roll(prompt, admission, held=held), name=f"group-{admission.group}")
             while True:
                 prompt, admission = await self._admitted.get()
                 groups.create_task(self._roll(prompt, admission), name=f"group-{admission.group}")
@@ -255,6 +259,7 @@ class Pipeline:
                 tokens=outcome.tokens,
                 expired=outcome.expired,
             )
+            await self._contents.drop([outcome.group])
             if outcome.expired:
                 self._recorder.lengths.offered(outcome.lengths)
                 return
@@ -268,7 +273,9 @@ class Pipeline:
         self._failed_row.clear()
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         await self._conductor.may_put(outcome.prompt)
-        await self._queue.put(outcome)
+        put = await self._queue.put(self._contents.add(outcome))
+        if not put.accepted:
+            await self._contents.drop([outcome.group])
 
     def _count_failed(self, prompt: Prompt) -> bool:
         """Whether its group is the one that stops the run. Others may fail until it has stopped."""
@@ -307,7 +314,7 @@ class Pipeline:
 
     # ---- parts of the train stage
 
-    async def _take_or_stop(self) -> Batch[PromptGroup] | None:
+    async def _take_or_stop(self) -> Batch | None:
         """The next batch, or None when a stop was requested first."""
         take = asyncio.create_task(self._queue.take(), name="take")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -318,7 +325,7 @@ class Pipeline:
             for task in (take, stop):
                 task.cancel()
 
-    async def _step(self, batch: Batch[PromptGroup], *, waited: float, begun: float, busy: float) -> None:
+    async def _step(self, batch: Batch, *, waited: float, begun: float, busy: float) -> None:
         """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
         config = self._config
         self._conductor.taken()
@@ -336,20 +343,22 @@ class Pipeline:
         self._recorder.lengths.trained(prepared.lengths)
         await self._record(prepared, metrics)
 
-    async def _train_on(self, batch: Batch[PromptGroup]) -> tuple[PreparedBatch, dict[str, float]]:
+    async def _train_on(self, batch: Batch) -> tuple[PreparedBatch, dict[str, float]]:
+        groups = [head.group for head in batch.groups]
         prepared = await asyncio.to_thread(
             prepare,
             batch,
+            self._contents.of(groups),
             advantage=self._config.advantage,
             version_updates=self._version_updates,
             kept_kv=self._config.kept_kv,
             updates_per_batch=self._config.updates_per_batch,
             seed=self._config.seed,
         )
-        metrics = await self._trainer.train(prepared.tensors)
+        metrics = await self._trainer.train(prepared.batch)
         self._train_step += self._config.updates_per_batch
-        groups = [group.group for group in batch.groups]
         await self._queue.trained(groups, train_step=self._train_step, tokens=prepared.gradient_tokens)
+        self._contents.trained(groups, train_step=self._train_step)
         return prepared, metrics | dict(prepared.metrics)
 
     async def _export(self) -> None:
@@ -362,11 +371,11 @@ class Pipeline:
         await self._hold(update)
         await self._updates.put(update)
 
-    async def _begin_probe(self, batch: Batch[PromptGroup]) -> None:
+    async def _begin_probe(self, batch: Batch) -> None:
         """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
         if self._probe is None or self._probe.has_prompts or self._train_step < self._replayed:
             return
-        self._probe.take_prompts(batch.groups)
+        self._probe.take_prompts(self._contents.of(head.group for head in batch.groups))
         await self._trainer.hold()
         self._unscored = self._loaded_version
         self._probe.ask_all(version=self._loaded_version)
@@ -406,6 +415,7 @@ class Pipeline:
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
         records = await self._queue.drain_records()
         self._recorder.ledger(records)
+        await self._contents.drop([record["group"] for record in records if record["outcome"] == "dropped"])
         require_closed(snapshot.ledger, wrong=self._rollouter.tokens.settle(records))
 
     async def _save(self) -> None:
@@ -423,3 +433,4 @@ class Pipeline:
         )
         await self._checkpoints.save(state, trainer=self._trainer, records=self._recorder)
         await self._queue.checkpointed(self._train_step)
+        await self._contents.checkpointed(self._train_step)

@@ -90,7 +90,6 @@ class Program:
                 ranks=config.trainer.ranks,
                 replicas=config.engine.replicas,
                 gpus_per_replica=config.gpus_per_replica,
-                shards=config.queue.holders,
             )
             await placement.ready()
             await self._require_places(placement)

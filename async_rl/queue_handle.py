@@ -1,60 +1,139 @@
-"""Typed driver side of the queue's actors: one, or one that decides and others that hold the content."""
+"""Driver side of the queue, which runs in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
-from async_rl.actors import QueueActor, ShardActor
+from async_rl.actors import QueueActor
 from async_rl.logs import open_log
-from async_rl.object_store import ObjectStore
-from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.restart import JournalPlace
-from message_queue.shards.handle import ShardedHandle
+from message_queue.contract import Admission, Batch, PutResult, QueueSnapshot, QueueUnavailable
+from message_queue.heads import GroupHead
+from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.queue import TrajectoryQueue
+from message_queue.recovery import JournalPlace, Restored
+from message_queue.rpc import BatchingClient
+from message_queue.service import REFUSALS
 from message_queue.staleness import StalenessConfig
-from message_queue.together import Together
-from message_queue.tokens import RoutingSpec
+
+
+class QueueClient:
+    """The calls of `TrajectoryQueue` on a queue in another process; see there for each.
+
+    A caller may wait as long as the queue gives signs of life.
+
+    Args:
+        handle: of a `QueueHost`.
+        timeout_s: silence after which the queue counts as dead, and bound on calls outside the queue itself.
+
+    Raises:
+        QueueUnavailable: from every method, if the queue is dead or silent.
+    """
+
+    def __init__(self, handle: Any, *, timeout_s: float) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+        self._num_received = 0  # ledger records
+        self._calls: BatchingClient[TrajectoryQueue] = BatchingClient(
+            handle, name="driver", server="the queue", timeout_s=timeout_s, lost=QueueUnavailable
+        )
+
+    async def open(self, place: JournalPlace, *, timeout_s: float) -> Restored:
+        """Open the journal, and make the queue that continues from it; see `message_queue.recovery.open_queue`.
+
+        Args:
+            timeout_s: bound on reading the journal.
+        """
+        return await self._bounded("open the journal", self._handle.open.remote(place), timeout_s)
+
+    async def close_journal(self) -> None:
+        """Store what waits, and let other processes open the journal."""
+        await self._bounded("close the journal", self._handle.close_journal.remote(), self._timeout_s)
+
+    # ---- see TrajectoryQueue
+
+    async def admit(self, prompt: int) -> Admission:
+        return await self._calls.call(TrajectoryQueue.admit, prompt)
+
+    async def put(self, head: GroupHead) -> PutResult:
+        return await self._calls.call(TrajectoryQueue.put, head)
+
+    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
+        return await self._calls.call(
+            TrajectoryQueue.drop, group, reason=reason, segments=segments, tokens=tokens, expired=expired
+        )
+
+    async def expired(self) -> list[int]:
+        return await self._calls.call(TrajectoryQueue.expired)
+
+    async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
+        return await self._calls.call(TrajectoryQueue.wait_expired, known=known)
+
+    async def take(self) -> Batch:
+        return await self._calls.call(TrajectoryQueue.take)
+
+    async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None:
+        await self._calls.call(TrajectoryQueue.trained, groups, train_step=train_step, tokens=tokens)
+
+    async def publish(self, version: int, *, update: int) -> None:
+        await self._calls.call(TrajectoryQueue.publish, version, update=update)
+
+    async def loaded(self, version: int) -> None:
+        await self._calls.call(TrajectoryQueue.loaded, version)
+
+    async def sync(self) -> None:
+        await self._calls.call(TrajectoryQueue.sync)
+
+    async def checkpointed(self, train_step: int) -> None:
+        await self._calls.call(TrajectoryQueue.checkpointed, train_step)
+
+    async def snapshot(self) -> QueueSnapshot:
+        return await self._calls.call(TrajectoryQueue.snapshot)
+
+    async def drain_records(self) -> list[LedgerRecord]:
+        records = await self._calls.call(TrajectoryQueue.records_after, self._num_received)
+        self._num_received += len(records)
+        return records
+
+    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
+        return await self._calls.call(TrajectoryQueue.closing_records, self._num_received)
+
+    async def close(self) -> None:
+        await self._calls.call(TrajectoryQueue.close)
+
+    async def _bounded(self, what: str, answer: Any, timeout_s: float) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except REFUSALS as error:
+            raise getattr(error, "cause", error) from None  # Ray raises a subclass that has it
+        except TimeoutError as error:
+            raise QueueUnavailable(f"the queue did not {what} within {timeout_s:g} s") from error
+        except RayError as error:
+            raise QueueUnavailable(f"the queue died before it could {what}: {error}") from error
 
 
 class QueueHandle(QueueClient):
-    """Driver side of the queue and of its processes.
+    """The queue as a Ray actor."""
 
-    Args:
-        shards: that hold the content; none where `actor` does.
-    """
+    def __init__(self, actor: ActorHandle[Any], *, timeout_s: float) -> None:
+        super().__init__(actor, timeout_s=timeout_s)
+        self._actor = actor
 
-    def __init__(
-        self,
-        actor: ActorHandle[Any],
-        *,
-        name: str,
-        routing: RoutingSpec | None,
-        config: QueueClientConfig,
-        shards: Sequence[ActorHandle[Any]] = (),
-    ) -> None:
-        self._actors = [actor, *shards]
-        memory = ObjectStore()
-        self._parts = [Together(part, name=name, before_send=memory.store) for part in self._actors]
-        handle = ShardedHandle(self._parts[0], self._parts[1:]) if shards else self._parts[0]
-        super().__init__(handle, name=name, routing=routing, config=config, memory=memory)
-
-    async def pids(self, *, timeout_s: float) -> dict[str, int]:
-        """Process ids of the actors by name, once they run."""
-        names = ["queue", *(f"queue-shard-{shard}" for shard in range(len(self._parts) - 1))]
-        parts = dict(zip(names, self._parts, strict=True))
-        calls = (self._call(f"pid() of {name}", part.pid, allow_s=timeout_s) for name, part in parts.items())
-        return dict(zip(names, await asyncio.gather(*calls), strict=True))
+    async def pid(self, *, timeout_s: float) -> int:
+        """Process id, once the process runs."""
+        return await self._bounded("start", self._actor.pid.remote(), timeout_s)
 
     def kill(self) -> None:
-        """End the processes; what they were not asked to write down is lost."""
-        for actor in self._actors:
-            ray.kill(actor)
+        """End the process."""
+        ray.kill(self._actor)
 
 
 def start_queue(
@@ -63,38 +142,21 @@ def start_queue(
     staleness: StalenessConfig,
     max_ready: int | None,
     updates_per_batch: int,
-    journal: JournalPlace,
-    routing: RoutingSpec | None,
-    config: QueueClientConfig,
+    timeout_s: float,
     options: dict[str, Any],
-    shard_options: Sequence[dict[str, Any]] = (),
-    logs: Path | None = None,
+    log: Path | None = None,
 ) -> QueueHandle:
-    """Start the queue's actors; the client is the driver's side of them. Their journal is to be opened first.
+    """Start the queue's actor; `QueueHandle.open` comes first.
 
     Args:
-        shard_options: of each actor that holds a part of the content; none where the queue's holds all.
-        logs: folder of the logs; None leaves the output to Ray.
+        options: of the actor.
+        log: file of its output; None leaves the output to Ray.
     """
-
-    def log(name: str) -> Callable[[], None] | None:
-        return None if logs is None else partial(open_log, logs / f"{name}.log")
-
-    shards = len(shard_options)
     actor = QueueActor.options(**options, max_restarts=0).remote(
-        sharded=shards > 0,
         batch_groups=batch_groups,
         staleness=staleness,
         max_ready=max_ready,
         updates_per_batch=updates_per_batch,
-        journal=journal.of_books(shards=shards) if shards else journal,
-        memory=ObjectStore(),
-        open_log=log("queue"),
+        open_log=None if log is None else partial(open_log, log),
     )
-    holders = [
-        ShardActor.options(**of, max_restarts=0).remote(
-            journal.of_shard(shard, shards=shards), memory=ObjectStore(), open_log=log(f"queue-shard-{shard}")
-        )
-        for shard, of in enumerate(shard_options)
-    ]
-    return QueueHandle(actor, name="driver", routing=routing, config=config, shards=holders)
+    return QueueHandle(actor, timeout_s=timeout_s)

@@ -10,11 +10,11 @@ from async_rl.config import ConfigError, RunConfig
 from async_rl.data.prompts import FailedPrompts, PromptOrder, PromptSource
 from async_rl.folders import make_folder
 from async_rl.observe.recorder import Recorder
-from message_queue.journal import JournalError
-from message_queue.restart import JournalPlace, Restored
-from message_queue.shards.inventory import check_journal
+from async_rl.rollout.contents import ContentPlace, StoredContent
+from message_queue.disk_errors import JournalError
+from message_queue.journal import check_owner
+from message_queue.recovery import JournalPlace, Restored
 from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import PromptGroup
 
 MAX_NAME_BYTES = 40
 
@@ -37,28 +37,45 @@ class Resume:
         _require_writable(config.output_dir)
         self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
         try:
-            check_journal(config.output_dir / "journal", run=run_name(config), shards=config.queue.shards)
+            check_owner(config.output_dir / "journal", run=run_name(config))
         except JournalError as error:
             raise ConfigError(str(error)) from error
         self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)
 
-    def journal(self, routing: RoutingSpec | None) -> JournalPlace:
-        """Where the journal is, and what it has to agree with."""
+    def journal(self) -> JournalPlace:
+        """Where the journal is, and the checkpoint that it has to agree with."""
         config = self._config
         return JournalPlace(
             directory=config.output_dir / "journal",
             run=run_name(config),
             config=config.journal,
+            settings={
+                "staleness.max_staleness": config.staleness.max_staleness,
+                "staleness.policy": config.staleness.policy,
+                "rollout.groups_per_batch": config.rollout.groups_per_batch,
+                "rollout.trajectories_per_group": config.rollout.trajectories_per_group,
+                "rollout.resume_routing": config.rollout.resume_routing,
+                "trainer.updates_per_batch": config.trainer.updates_per_batch,
+            },
             checkpoint=None if self.checkpoint is None else self.state.queue,
             train_step=self.state.train_step,
             prompt_cursor=self.state.prompt_cursor,
             waiting=self.state.unfinished_prompts,
-            trajectories=config.rollout.trajectories_per_group,
-            resume_routing=config.rollout.resume_routing,
-            routing=routing,
         )
 
-    def rewind(self, restored: Restored[PromptGroup], recorder: Recorder) -> None:
+    def content(self, routing: RoutingSpec | None) -> ContentPlace:
+        """Where rollouts store their content."""
+        config = self._config
+        return ContentPlace(
+            directory=config.output_dir / "journal" / "content",
+            run=run_name(config),
+            fsync=config.journal.fsync,
+            trajectories=config.rollout.trajectories_per_group,
+            routing=routing,
+            resume_routing=config.rollout.resume_routing,
+        )
+
+    def rewind(self, restored: Restored, stored: StoredContent, recorder: Recorder) -> None:
         """Bring the records of the run to where it goes on, and say so."""
         step = self.state.train_step
         own = self.checkpoint is not None and self._config.output_dir in self.checkpoint.parents
@@ -73,16 +90,17 @@ class Resume:
             recorder.note(f"{len(failed)} prompts whose groups failed until the run stopped are admitted again")
         if self.checkpoint is None and restored.began:
             return
-        tokens = sum(group.num_tokens for group in restored.open)
+        open_groups = [stored.groups[a.group] for a in restored.open if a.group in stored.groups]
+        tokens = sum(group.num_tokens for group in open_groups)
         recorder.note(
             f"goes on after train step {step}: {restored.replay * self._config.trainer.updates_per_batch} steps are "
             "trained again, "
             f"{len(restored.open)} groups in flight with {tokens} tokens go on"
         )
-        for line in restored.notes:
+        for line in (*restored.notes, *stored.notes):
             recorder.note(line)
 
-    def prompts(self, order: PromptOrder, restored: Restored[PromptGroup]) -> PromptSource:
+    def prompts(self, order: PromptOrder, restored: Restored) -> PromptSource:
         """Prompts whose groups are in the journal, or ended in it, are not handed out again.
 
         Those whose groups failed one after the other until the run stopped (`rollout.max_failed_groups`) are.
@@ -95,7 +113,7 @@ class Resume:
         )
 
 
-def failed_prompts(directory: Path, restored: Restored[PromptGroup]) -> FailedPrompts:
+def failed_prompts(directory: Path, restored: Restored) -> FailedPrompts:
     """Those of a run directory, without prompts that are in a group after all and those that the cursor comes to."""
     failed = FailedPrompts(directory / "failed_prompts.json")
     in_flight = {group.prompt for group in restored.open}
@@ -142,7 +160,7 @@ def _checkpoint_to_resume(config: RunConfig) -> Path | None:
         case "auto":
             return _latest(config)
         case "never":
-            if (config.output_dir / "metrics.jsonl").exists() or any(config.output_dir.glob("journal/*.journal")):
+            if (config.output_dir / "metrics.jsonl").exists() or any(config.output_dir.glob("journal/*.sqlite")):
                 raise ConfigError(
                     f"output_dir is {config.output_dir}, which holds a run, and resume=never; "
                     "give another output_dir, remove it, or use resume=auto"

@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tensordict import TensorDict
-
-from async_rl.batch.collate import collate_supervised
+from async_rl.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.data.task import Task, TaskConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -35,7 +33,7 @@ class WarmStartConfig:
 
 
 class SupervisedTrainer(Protocol):
-    async def train_supervised(self, batch: TensorDict) -> dict[str, float]: ...
+    async def train_supervised(self, batch: TrainingBatch) -> dict[str, float]: ...
     async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
 
 
@@ -68,6 +66,6 @@ async def run_warm_start(
     """
     for step in range(config.steps):
         demonstrations = await asyncio.to_thread(task.demonstrations, step * config.batch, config.batch)
-        metrics = await trainer.train_supervised(collate_supervised(demonstrations))
+        metrics = await trainer.train_supervised(supervised_batch(demonstrations))
         progress(step + 1, metrics["loss"])
     await trainer.save_pretrained(folder, like=initial)

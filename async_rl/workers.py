@@ -24,8 +24,6 @@ from async_rl.queue_handle import QueueHandle, start_queue
 from async_rl.rollout.fleet import FleetReplica
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import run_warm_start, warm_start_folder
-from message_queue.restart import JournalPlace
-from message_queue.tokens import RoutingSpec
 
 
 class Workers:
@@ -99,22 +97,19 @@ class Workers:
         await self._closing(cast(ReplicaHandle, lost).close)()
         return await self._start_replica(slot=slot, name=name)
 
-    async def start_queue(self, journal: JournalPlace, *, routing: RoutingSpec | None) -> QueueHandle:
-        """The queue; its journal is to be opened first."""
+    async def start_queue(self) -> QueueHandle:
+        """The queue; `open` comes first."""
         config = self._config
         queue = start_queue(
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
             updates_per_batch=config.trainer.updates_per_batch,
-            journal=journal,
-            routing=routing,
-            config=config.queue,
+            timeout_s=config.queue.timeout_s,
             options=self._placement.queue(),
-            shard_options=[self._placement.shard(shard) for shard in range(config.queue.holders)],
-            logs=self._logs,
+            log=self._logs / "queue.log",
         )
-        self._name(await queue.pids(timeout_s=config.cluster.start_timeout_s))
+        self._name({"queue": await queue.pid(timeout_s=config.cluster.start_timeout_s)})
         return queue
 
     # ---- inside

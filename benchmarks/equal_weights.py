@@ -32,16 +32,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.engine import GenerateRequest
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.config import RunConfig, load_config
 from async_rl.data.task import build_task
 from async_rl.engines.vllm import VllmReplica, engine_environment
 from async_rl.model_info import read_model_info
-from benchmarks.routing_mismatch import LOG_2, changed_rows, evaluate, roll_out, tensors
+from benchmarks.routing_mismatch import LOG_2, against_engine, changed_rows, choices_of, evaluate, roll_out, tensors
 from benchmarks.support import (
     FloatArray,
     Interval,
@@ -55,6 +55,8 @@ from benchmarks.support import (
     show,
     start_rank,
 )
+from benchmarks.train_steps import with_sequences
+from message_queue.sequence import TrainingSequence
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 
@@ -142,30 +144,23 @@ async def sample(config: RunConfig, *, checkpoint: Path, trajectories: int) -> l
         await replica.close()
 
 
-def compare(rank: Any, batch: TensorDict) -> Found:
+def compare(rank: Any, batch: TrainingBatch) -> Found:
     """All modes on one batch under the rank's weights."""
-    mask = batch["loss_mask"].numpy()
-    behaviour = batch["behaviour_logprobs"].numpy()
     live, chosen = evaluate(rank, batch, replay="R2")
-    engine = batch["routed_experts"]
-    again = batch.clone()
-    again["routed_experts"] = torch.where(engine < 0, engine, chosen)  # where the engine has no row R2 has none either
-    logprobs = {
-        "none": live,
-        "R2": evaluate(rank, again, replay="R3")[0],
-        "R3": evaluate(rank, batch, replay="R3")[0],
-    }
-    routed = (engine >= 0).all(-1).numpy()
-    same = 1.0 - changed_rows(engine, chosen, batch["lengths"])[routed].astype(np.float64)
-    choices = Mismatch(np.zeros(len(same)), np.nonzero(routed)[0], len(mask))
 
-    def against_engine(found: torch.Tensor) -> Mismatch:
-        return Mismatch((found.numpy().astype(np.float64) - behaviour)[mask], np.nonzero(mask)[0], len(mask))
+    def rows_of_r2(sequence: TrainingSequence, number: int) -> TrainingSequence:
+        assert sequence.rows is not None
+        return replace(sequence, rows=chosen[number][: len(sequence.rows)].astype(sequence.rows.dtype))
 
+    replayed, engine = evaluate(rank, batch, replay="R3")
+    # If the engine has no row, R2 has none either.
+    again, _ = evaluate(rank, with_sequences(batch, rows_of_r2), replay="R3")
+    choices, changed = choices_of(engine, [changed_rows(*rows) for rows in zip(engine, chosen, strict=True)])
+    logprobs = {"none": live, "R2": again, "R3": replayed}
     return Found(
         parameters=sum(parameter.numel() for chunk in rank.model.chunks for parameter in chunk.parameters()),
-        mismatch={mode: against_engine(logprobs[mode]) for mode in MODES},
-        agreement={mode: choices.mean(np.ones_like(same) if mode == "R3" else same) for mode in MODES},
+        mismatch={mode: against_engine(batch, logprobs[mode]) for mode in MODES},
+        agreement={mode: choices.mean(np.ones_like(changed) if mode == "R3" else 1.0 - changed) for mode in MODES},
     )
 
 

@@ -1,12 +1,10 @@
-"""Speed of the journal against the disk's own sequential write, and its cost per group as a run goes on.
+"""Speed of the content store against sequential writes of the same bytes to one file.
 
-throughput   segments recorded through `Journal` by several rollouts at once, against one file that is written from
-             start to end: as many bytes, in pieces of the same size, with as many fsyncs. Both take turns on the
-             same disk; the ratio is the median over rounds.
-groups       small groups from admission to checkpoint, a fixed number of them live, at several points of a run; and
-             the memory of the process, the files on the disk and the time to open them again.
+Several rollouts append their segments, each as soon as the one before is written. Both ways take turns on the same
+disk, and each round ends with a sync of what it wrote, so that the disk is measured. The ratio is the median over
+rounds, with its 95 % bootstrap interval.
 
-python benchmarks/journal.py [--mb 96] [--rounds 5] [--groups 100000] [--directory DIR]
+python benchmarks/journal.py [--mb 96] [--rounds 9] [--directory DIR]
 """
 
 from __future__ import annotations
@@ -14,14 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import resource
-import shutil
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,36 +22,41 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.support import markdown_table, say, show
-from message_queue.contract import Admission
-from message_queue.journal import Journal, JournalConfig, JournalStart
+from benchmarks.support import bootstrap, markdown_table, say, show
+from message_queue.content import ContentWriter
+from message_queue.progress import RolloutRecord, Sampled
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
-AT_ONCE = 16
-LIVE_BATCH = 64
-POLICIES = ("never", "interval", "always")
+AT_ONCE = 16  # rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A segment: tokens, and MoE layers and top-k of its rows (no rows where layers is 0)."""
+    """A segment."""
 
     name: str
+    """Of the row of the table."""
     tokens: int
+    """Sampled tokens."""
     layers: int
-    top_k: int
+    """MoE layers of its rows; 0 without rows."""
+    top_k: int = 8
+    """Experts of a row and layer."""
+    fsync: bool = False
+    """Whether each write is synced: of the store, and of the file."""
 
     @property
     def num_bytes(self) -> int:
         return self.tokens * (8 + self.layers * self.top_k)
 
-    def segment(self, *, first_position: int) -> TokenOutput:
-        """A segment after `first_position` tokens, all of whose rows but the last of its own are held."""
-        rows = np.tile(np.arange(self.top_k, dtype=np.uint8), (self.tokens, self.layers, 1)) if self.layers else None
+    def segment(self) -> TokenOutput:
+        """Random content, as the disk may compress."""
+        rng = np.random.default_rng(0)
+        experts = rng.integers(0, 128, (self.tokens, self.layers, self.top_k), np.uint8)
         return TokenOutput(
-            token_ids=np.zeros(self.tokens, np.int32),
-            logprobs=np.zeros(self.tokens, np.float32),
-            routed_experts=None if rows is None else RoutedExperts.trusted(first_position=first_position, experts=rows),
+            token_ids=rng.integers(0, 150_000, self.tokens, np.int32),
+            logprobs=-rng.random(self.tokens, np.float32),
+            routed_experts=RoutedExperts.trusted(first_position=1, experts=experts) if self.layers else None,
             weights=WeightVersion(0, "0" * 64),
             stop_reason=StopReason.ABORT,
             replica="replica-0",
@@ -66,183 +64,85 @@ class Shape:
 
 
 SHAPES = (
-    Shape(name="512 tokens, rows 48 x 8", tokens=512, layers=48, top_k=8),
-    Shape(name="64 tokens, rows 48 x 8", tokens=64, layers=48, top_k=8),
-    Shape(name="64 tokens, no rows", tokens=64, layers=0, top_k=1),
+    Shape(name="1,024 tokens, rows 48 x 8", tokens=1024, layers=48),
+    Shape(name="64 tokens, rows 48 x 8", tokens=64, layers=48),
+    Shape(name="64 tokens, no rows", tokens=64, layers=0),
+    Shape(name="1,024 tokens, rows 48 x 8, fsync", tokens=1024, layers=48, fsync=True),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A run of records: seconds, bytes, and fsyncs in between."""
-
-    seconds: float
-    num_bytes: int
-    syncs: int
-
-
-@contextmanager
-def scratch(directory: Path) -> Iterator[Path]:
-    """A folder on the disk that is measured."""
-    folder = Path(tempfile.mkdtemp(prefix="journal-benchmark-", dir=directory))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-async def record(folder: Path, shape: Shape, *, policy: str, num_bytes: int) -> Written:
-    """AT_ONCE rollouts that record their segments, each as soon as the one before is recorded."""
-    config = JournalConfig(fsync=policy)  # pyright: ignore[reportArgumentType]
-    journal, _ = await Journal.open(folder, run="benchmark", config=config, start=JournalStart())
-    segments = max(1, num_bytes // shape.num_bytes // AT_ONCE)
-    segment = shape.segment(first_position=1)
+async def append_seconds(folder: Path, shape: Shape, segments: int) -> float:
+    """Of the store, until its files are on the disk."""
+    writer = await ContentWriter.open(folder, name="writer", run="benchmark", fsync=shape.fsync)
+    segment = shape.segment()
 
     async def roll(group: int) -> None:
-        for number in range(segments):
-            await journal.sampled(group, segment, trajectory=0, at=2 + number * shape.tokens)
+        for number in range(segments // AT_ONCE):
+            record = RolloutRecord(group=group, trajectory=0, at=2 + number * shape.tokens, what=Sampled(segment))
+            await writer.append([record])
 
-    async with journal:
-        for group in range(AT_ONCE):
-            admission = Admission(group=group, prompt=group, admitted_version=0, admitted_update=0)
-            await journal.admitted(admission, trajectories=1)
-            await journal.observed(group, np.zeros(2, np.int32), trajectory=0, at=0)
-        before, begun = await journal.stats(), time.perf_counter()
-        await asyncio.gather(*(roll(group) for group in range(AT_ONCE)))
-        if policy != "never":
-            await journal.sync()
-        seconds, after = time.perf_counter() - begun, await journal.stats()
-    return Written(seconds, after.disk_bytes - before.disk_bytes, after.syncs - before.syncs)
+    started = time.perf_counter()
+    await asyncio.gather(*(roll(group) for group in range(AT_ONCE)))
+    await writer.close()
+    sync_files(folder)
+    return time.perf_counter() - started
 
 
-def write_raw(folder: Path, *, num_bytes: int, piece: int, syncs: int) -> Written:
-    """One file from start to end, in pieces, with fsyncs spread evenly."""
-    data, pieces = bytes(piece), max(1, num_bytes // piece)
-    descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT)
-    try:
-        begun = time.perf_counter()
-        for number in range(1, pieces + 1):
-            os.write(descriptor, data)
-            if number * syncs // pieces > (number - 1) * syncs // pieces:
-                os.fdatasync(descriptor)
-        return Written(time.perf_counter() - begun, pieces * piece, syncs)
-    finally:
-        os.close(descriptor)
+def write_seconds(folder: Path, shape: Shape, segments: int) -> float:
+    """Of one file written from start to end, a segment at a time; with fsync, one sync for as many as run at once."""
+    data = os.urandom(shape.num_bytes)
+    started = time.perf_counter()
+    with (folder / "raw").open("wb", buffering=0) as file:
+        for number in range(1, segments // AT_ONCE * AT_ONCE + 1):
+            file.write(data)
+            if shape.fsync and number % AT_ONCE == 0:
+                os.fdatasync(file.fileno())
+    sync_files(folder)
+    return time.perf_counter() - started
 
 
-def throughput_rows(directory: Path, *, num_bytes: int, rounds: int) -> list[list[str]]:
-    """One row of the table for each shape and policy."""
-    rows: list[list[str]] = []
-    for shape in SHAPES:
-        for policy in POLICIES:
-            size = min(num_bytes, 20000 * shape.num_bytes) // (8 if policy == "always" else 1)
-            pairs: list[tuple[Written, Written]] = []
-            for _ in range(rounds):
-                with scratch(directory) as folder:
-                    ours = asyncio.run(record(folder / "journal", shape, policy=policy, num_bytes=size))
-                    raw = write_raw(folder, num_bytes=ours.num_bytes, piece=shape.num_bytes, syncs=ours.syncs)
-                pairs.append((ours, raw))
-            say(f"{shape.name}, fsync {policy}: done")
-            rows.append([shape.name, policy, *throughput_figures(pairs, shape)])
-    return rows
+def sync_files(folder: Path) -> None:
+    """Return once all files are on the disk."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
 
 
-def throughput_figures(pairs: list[tuple[Written, Written]], shape: Shape) -> list[str]:
-    """Medians: MB/s of journal and disk, their ratio, records a second, fsyncs a record."""
-    ours, raw = ([pair[which].num_bytes / pair[which].seconds / 1e6 for pair in pairs] for which in (0, 1))
-    ratios = sorted(a / b for a, b in zip(ours, raw, strict=True))
-    records = [pair[0].num_bytes / shape.num_bytes for pair in pairs]
-    rate = statistics.median(count / pair[0].seconds for count, pair in zip(records, pairs, strict=True))
-    syncs = statistics.median(pair[0].syncs / count for count, pair in zip(records, pairs, strict=True))
-    return [
-        f"{statistics.median(ours):.0f}",
-        f"{statistics.median(raw):.0f}",
-        f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]",
-        f"{rate:.0f}",
-        f"{syncs:.3f}",
-    ]
+def table_row(directory: Path, shape: Shape, *, num_bytes: int, rounds: int) -> list[str]:
+    """Medians over rounds."""
+    segments = max(AT_ONCE, min(num_bytes // shape.num_bytes, 20_000))
+    seconds: list[tuple[float, float]] = []
+    for number in range(rounds + 1):
+        with tempfile.TemporaryDirectory(dir=directory) as one, tempfile.TemporaryDirectory(dir=directory) as other:
+            ways = [
+                lambda folder=Path(one): asyncio.run(append_seconds(folder, shape, segments)),
+                lambda folder=Path(other): write_seconds(folder, shape, segments),
+            ]
+            order = [0, 1] if number % 2 else [1, 0]
+            taken = {which: ways[which]() for which in order}
+        if number:  # the first warms up
+            seconds.append((taken[0], taken[1]))
+    say(f"{shape.name}: done")
+    store, raw = np.array(seconds).T
 
+    def ratios(drawn: np.ndarray) -> np.ndarray:
+        return np.array([np.median(np.repeat(raw / store, counts.astype(int))) for counts in drawn])
 
-def clocks() -> tuple[float, float]:
-    """Seconds by the wall, and of all processors in this process."""
-    return time.perf_counter(), time.process_time()
-
-
-def process_bytes() -> int:
-    """Memory that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-async def run_group(journal: Journal, group: int, segment: TokenOutput) -> None:
-    """From admission to ready: one trajectory of one segment, so that what counts is the group."""
-    admission = Admission(group=group, prompt=group, admitted_version=0, admitted_update=0)
-    await journal.admitted(admission, trajectories=1)
-    await journal.observed(group, np.zeros(16, np.int32), trajectory=0, at=0)
-    await journal.sampled(group, segment, trajectory=0, at=16)
-    await journal.closed(group, trajectory=0, at=80, stop_reason=StopReason.STOP, reward=1.0)
-    await journal.ready(group)
-
-
-async def run_batch(journal: Journal, first: int, segment: TokenOutput) -> None:
-    """LIVE_BATCH groups at once, trained; those of the batch before are settled."""
-    groups, step = range(first, first + LIVE_BATCH), first // LIVE_BATCH + 1
-    await asyncio.gather(*(run_group(journal, group, segment) for group in groups))
-    await journal.taken(groups, update=step - 1)
-    await journal.trained(groups, train_step=step)
-    await journal.checkpointed(step - 1)
-
-
-async def group_rows(folder: Path, *, groups: int) -> list[list[str]]:
-    """Cost of the last groups before 1e3, 1e4, ... groups."""
-    journal, _ = await Journal.open(folder, run="benchmark", config=JournalConfig(), start=JournalStart())
-    segment, rows, done, point = SHAPES[2].segment(first_position=15), list[list[str]](), 0, 1000
-    async with journal:
-        while point <= groups:
-            begun, begun_at, window = clocks(), done, min(point // 2, 20_000)
-            while done < point:
-                if begun_at < point - window <= done:
-                    begun, begun_at = clocks(), done
-                await run_batch(journal, done, segment)
-                done += LIVE_BATCH
-            wall, cpu = (1e6 * (now - then) / (done - begun_at) for now, then in zip(clocks(), begun, strict=True))
-            stats = await journal.stats()
-            memory = process_bytes()
-            say(f"{done} groups: {wall:.0f} us a group, {cpu:.0f} us of processors")
-            rows.append(
-                [
-                    f"{done}",
-                    f"{wall:.0f}",
-                    f"{cpu:.0f}",
-                    f"{memory / 1e6:.0f}",
-                    f"{stats.files}",
-                    f"{stats.disk_bytes / 1e6:.0f}",
-                    f"{stats.live_bytes / 1e6:.1f}",
-                ]
-            )
-            point *= 10
-    begun = time.perf_counter()
-    start = JournalStart(train_step=done // LIVE_BATCH)
-    journal, recovered = await Journal.open(folder, run="benchmark", config=JournalConfig(), start=start)
-    say(f"opened again in {time.perf_counter() - begun:.2f} s: {recovered.report.lines()[0]}")
-    await journal.close()
-    return rows
+    ratio = bootstrap(ratios, units=rounds)
+    written = segments // AT_ONCE * AT_ONCE
+    rates = [f"{written * shape.num_bytes / np.median(taken) / 1e6:.0f}" for taken in (store, raw)]
+    interval = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return [shape.name, *rates, interval, f"{written / np.median(store):.0f}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=96, help="of one round; an eighth of it with fsync always")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=100_000)
+    parser.add_argument("--mb", type=int, default=96, help="of one round")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     args = parser.parse_args()
-    rows = throughput_rows(args.directory, num_bytes=args.mb * 1_000_000, rounds=args.rounds)
-    header = ["segment", "fsync", "journal MB/s", "disk MB/s", "ratio [min, max]", "records/s", "fsyncs/record"]
-    show(markdown_table(header, rows))
-    with scratch(args.directory) as folder:
-        rows = asyncio.run(group_rows(folder, groups=args.groups))
-    header = ["groups so far", "us/group", "CPU us/group", "process MB", "files", "disk MB", "live MB"]
-    show("")
-    show(markdown_table(header, rows))
+    rows = [table_row(args.directory, s, num_bytes=args.mb * 1_000_000, rounds=args.rounds) for s in SHAPES]
+    show(markdown_table(["segment", "store MB/s", "file MB/s", "ratio", "segments/s"], rows))
 
 
 if __name__ == "__main__":

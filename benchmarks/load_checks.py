@@ -30,13 +30,12 @@ import numpy as np
 import psutil
 import torch
 from safetensors.torch import load_file
-from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.engine import EngineError
 from agent_loop.tools import PauseGate
-from async_rl.batch.collate import collate_supervised
+from async_rl.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.config import RunConfig, load_config
 from async_rl.engines import sglang_server, vllm, vllm_worker
 from async_rl.engines.select import actor_environment, start_replica
@@ -135,13 +134,13 @@ async def publishes_of(config: RunConfig, *, checkpoint: Path, folder: Path, rou
         await replica.close()
 
 
-def probe_batch(task: CalculatorTask, routing: RoutingSpec, *, config: MismatchConfig) -> TensorDict:
+def probe_batch(task: CalculatorTask, routing: RoutingSpec, *, config: MismatchConfig) -> TrainingBatch:
     """Sequences as those of a probe: prompts with the tokens that an engine samples for them."""
     examples: list[Any] = []
     for ids, mask in task.demonstrations(0, config.prompts):
         sampled = np.arange(int(mask.argmax()) + config.tokens) >= mask.argmax()
         examples.append((np.resize(ids, len(sampled)), sampled))
-    return as_rollouts(collate_supervised(examples), routing)
+    return as_rollouts(supervised_batch(examples), routing)
 
 
 def time_trainer(
@@ -150,7 +149,7 @@ def time_trainer(
     """Seconds of a train step and of the trainer's part of a probe, in every round."""
     rollout = config.rollout
     sequences = rollout.groups_per_batch * rollout.trajectories_per_group
-    batch = as_rollouts(collate_supervised(task.demonstrations(0, sequences)), routing)
+    batch = as_rollouts(supervised_batch(task.demonstrations(0, sequences)), routing)
     probe = probe_batch(task, routing, config=config.mismatch)
     rank = start_rank(config, checkpoint=checkpoint, optimizer=config.optimizer)
     steps = {"train": lambda: rank.train(batch), "hold": rank.hold, "score": lambda: rank.score(probe)}

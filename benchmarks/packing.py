@@ -24,12 +24,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.collate import collate_supervised
 from async_rl.batch.packing import plan_micro_batches
+from async_rl.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.model_info import read_model_info
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
@@ -64,12 +63,12 @@ def share_in_arrival_order(lengths: Sequence[int], *, max_tokens: int) -> float:
     return sum(lengths) / computed
 
 
-def compare(checkpoint: Path, batch: TensorDict, config: TrainerConfig, *, rounds: int) -> Sequence[str]:
+def compare(checkpoint: Path, batch: TrainingBatch, config: TrainerConfig, *, rounds: int) -> Sequence[str]:
     """A row of the table."""
     variants = {name: Variant(config=replace(config, packing=name == "packed")) for name in ("packed", "padded")}
     with trainers_side_by_side(variants, checkpoint=checkpoint, optimizer=ADAM) as trainers:
         taken = time_in_turns({name: partial(t.train, batch) for name, t in trainers.items()}, rounds=rounds)
-    lengths: list[int] = batch["lengths"].tolist()
+    lengths: list[int] = batch.lengths.tolist()
     tokens, share = sum(lengths), real_share(lengths, max_tokens=config.micro_batch_tokens)
     wall, cpu = (paired_ratio(getattr(taken["padded"], c), getattr(taken["packed"], c)) for c in ("wall", "cpu"))
     return (
@@ -98,7 +97,7 @@ def main() -> None:
         lengths = long_tailed_lengths(arguments.sequences)
         batches = {
             "long tail": random_batch(lengths, vocab=read_model_info(checkpoint).vocab_size, routing=routing),
-            "calculator": as_rollouts(collate_supervised(task.demonstrations(0, arguments.sequences)), routing),
+            "calculator": as_rollouts(supervised_batch(task.demonstrations(0, arguments.sequences)), routing),
         }
         rows = [(name, *compare(checkpoint, b, config, rounds=arguments.rounds)) for name, b in batches.items()]
     header = (

@@ -1,9 +1,8 @@
-"""Cost of a group as a run goes on: the queue's own work and the journal's, without processes and without a disk.
+"""Cost of a group as a run continues: the queue's own work and its events, without processes and without a disk.
 
-A fixed number of groups is under way; each is admitted, recorded, put, taken, trained and settled, and every batch is
-published. What is not small is in benchmarks/queue_throughput.py, and the disk in benchmarks/journal.py. Flat means
-that the last groups cost what the first did, and that what is held, and what a snapshot and a Summary take, stay as
-they are.
+A fixed number of groups is in flight; each is admitted, put, taken and trained, and every batch is published. Content
+is in benchmarks/queue_throughput.py, the disk in benchmarks/journal.py. Flat means that the last groups cost the same
+as the first ones, and that the sizes of a snapshot and of the state that a checkpoint stores stay the same.
 
     python benchmarks/queue_groups.py [--groups 1000000] [--policy wait|drop]
 """
@@ -15,7 +14,7 @@ import asyncio
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,102 +23,82 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from message_queue.contract import Admission, QueuedGroup
-from message_queue.journal.checks import checked
-from message_queue.journal.format import NO_GROUP, Entry
-from message_queue.journal.groups import Span, Step
-from message_queue.journal.records import (
-    Admitted,
-    Body,
-    Checkpointed,
-    Closed,
-    Dropped,
-    Observed,
-    Published,
-    Ready,
-    Taken,
-    Trained,
-)
-from message_queue.journal.state import JournalStart, JournalState
-from message_queue.log import WRITTEN, NoLog
+from message_queue.contract import Admission
+from message_queue.events import Event
+from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
+from message_queue.journal import EventJournal
 from message_queue.queue import TrajectoryQueue
 from message_queue.staleness import StalenessConfig
+from message_queue.state import GroupState, StateHeader
 from message_queue.tokens import StopReason
 
 BATCH = 64
 SAVE_EVERY = 4  # batches between two checkpoints
 PROMPT_TOKENS, TOKENS = 16, 64
-NOWHERE = Span(0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class SmallGroup:
-    """A group without content; see QueuedGroup."""
+def head_of(admission: Admission) -> GroupHead:
+    """A finished group of one trajectory."""
+    length = PROMPT_TOKENS + TOKENS
+    trajectory = TrajectoryHead(
+        length=length,
+        sequences=(SequenceHead(length, ((admission.admitted_version, TOKENS),)),),
+        num_segments=1,
+        num_aborts=0,
+        row_bytes=0,
+        missing_rows=0,
+        reward=1.0,
+        stop_reason=StopReason.STOP,
+    )
+    return GroupHead(
+        group=admission.group,
+        prompt=admission.prompt,
+        admitted_version=admission.admitted_version,
+        admitted_update=admission.admitted_update,
+        trajectories=(trajectory,),
+    )
 
-    group: int
-    prompt: int
-    admitted_version: int
-    admitted_update: int
-    num_segments: int = 1
-    num_tokens: int = TOKENS
-    closed: bool = True
 
-    def tokens_per_version(self) -> dict[int, int]:
-        return {self.admitted_version: TOKENS}
-
-
-class StateLog(NoLog):
-    """Follows what a journal would write, as its thread does between two writes."""
+class MemoryJournal(EventJournal):
+    """Encodes events and states as the journal does, and stores nothing."""
 
     def __init__(self) -> None:
-        self.state = JournalState(JournalStart())
+        self.base_bytes = self.base_groups = 0
+        self._written: asyncio.Future[None] | None = None
 
-    def admitted(self, admission: Admission) -> Awaitable[None]:
-        version, update = admission.admitted_version, admission.admitted_update
-        self._apply(Admitted(admission.prompt, version, update, 1, "append"), group=admission.group)
-        self._extend(admission.group, Observed(0, PROMPT_TOKENS), Step(0, length=PROMPT_TOKENS))
-        return WRITTEN
+    def record(self, events: Iterable[Event]) -> Awaitable[None]:
+        for event in events:
+            msgspec.msgpack.encode(event)
+        return self._done()
 
-    def ready(self, group: QueuedGroup) -> Awaitable[None]:
-        self.state.extend(group.group, 0, Step(PROMPT_TOKENS, length=TOKENS, segments=1, sampled=TOKENS), NOWHERE)
-        at = PROMPT_TOKENS + TOKENS
-        self._extend(group.group, Closed(at, StopReason.STOP, 1.0, {}), Step(at, closed=True))
-        return self._apply(Ready(), group=group.group)
+    def rebase(self, header: StateHeader, groups: Sequence[GroupState]) -> Awaitable[None]:
+        self.base_groups = len(groups)
+        self.base_bytes = sum(len(msgspec.msgpack.encode(part)) for part in (header, *groups))
+        return self._done()
 
-    def dropped(self, group: int, *, reason: str, tokens: int = 0, again: bool = False) -> Awaitable[None]:
-        return self._apply(Dropped(reason, tokens=tokens, again=again), group=group)
-
-    def taken(self, groups: Sequence[int], *, update: int) -> Awaitable[None]:
-        return self._apply(Taken(tuple(groups), update))
-
-    def trained(self, groups: Sequence[int], *, train_step: int, masked: Sequence[int]) -> Awaitable[None]:
-        return self._apply(Trained(tuple(groups), train_step, masked=tuple(masked)))
-
-    def published(self, version: int, *, update: int) -> Awaitable[None]:
-        return self._apply(Published(version, update))
-
-    def checkpointed(self, train_step: int) -> Awaitable[None]:
-        return self._apply(Checkpointed(train_step))
-
-    def _apply(self, body: Body, *, group: int = NO_GROUP) -> Awaitable[None]:
-        self.state.apply(checked(self.state, Entry(body, group=group)).body, group=group)
-        return WRITTEN
-
-    def _extend(self, group: int, body: Observed | Closed, step: Step) -> None:
-        checked(self.state, Entry(body, group=group))
-        self.state.extend(group, 0, step, NOWHERE)
+    def _done(self) -> Awaitable[None]:
+        if self._written is None:
+            self._written = asyncio.get_running_loop().create_future()
+            self._written.set_result(None)
+        return self._written
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """After so many groups. us: CPU of one group. Bytes of the process, of a snapshot and of a Summary; live groups."""
+    """After a number of groups."""
 
     groups: int
+    """How many."""
     us: float
+    """CPU of one group."""
     process_bytes: int
+    """Memory of the process."""
     snapshot_bytes: int
-    summary_bytes: int
+    """Size of a snapshot."""
+    state_bytes: int
+    """Size of the state that the last checkpoint stored."""
     live: int
+    """Groups of that state."""
 
 
 def process_bytes() -> int:
@@ -131,9 +110,9 @@ class Driver:
     """A run that only keeps count."""
 
     def __init__(self, *, policy: Any) -> None:
-        self._log = StateLog()
-        self._queue: TrajectoryQueue[SmallGroup] = TrajectoryQueue(
-            batch_groups=BATCH, staleness=StalenessConfig(max_staleness=2, policy=policy), log=self._log
+        self._journal = MemoryJournal()
+        self._queue = TrajectoryQueue(
+            batch_groups=BATCH, staleness=StalenessConfig(max_staleness=2, policy=policy), journal=self._journal
         )
         self._open: list[Admission] = []
         self._step = 0
@@ -150,13 +129,13 @@ class Driver:
         await self.fill()
         finished, self._open = self._open[:BATCH], self._open[BATCH:]
         for a in finished:
-            await self._queue.put(SmallGroup(a.group, a.prompt, a.admitted_version, a.admitted_update))
+            await self._queue.put(head_of(a))
         taken = await self._queue.take()
         self._step += 1
         await self._queue.trained([group.group for group in taken.groups], train_step=self._step)
         await self._queue.publish(self._step, update=self._step)
         await self._queue.loaded(self._step)
-        self._queue.drain_records()
+        await self._queue.drain_records()
         if self._step % SAVE_EVERY == 0:
             await self._queue.checkpointed(self._step)
 
@@ -168,7 +147,7 @@ class Driver:
                 begun, begun_at = time.process_time(), self.groups
             await self.batch()
         seconds = time.process_time() - begun
-        snapshot = self._queue.snapshot()
+        snapshot = await self._queue.snapshot()
         if snapshot.ledger.error:
             raise RuntimeError(f"ledger/error is {snapshot.ledger.error}: {snapshot.ledger}")
         return Point(
@@ -176,8 +155,8 @@ class Driver:
             us=1e6 * seconds / (self.groups - begun_at),
             process_bytes=process_bytes(),
             snapshot_bytes=len(msgspec.json.encode(snapshot)),
-            summary_bytes=len(msgspec.msgpack.encode(self._log.state.summary())),
-            live=len(self._log.state.live),
+            state_bytes=self._journal.base_bytes,
+            live=self._journal.base_groups,
         )
 
 
@@ -205,12 +184,12 @@ def main() -> None:
             f"{p.us / found[0].us:.2f}",
             f"{p.live}",
             f"{p.snapshot_bytes / 1e3:.1f}",
-            f"{p.summary_bytes / 1e3:.1f}",
+            f"{p.state_bytes / 1e3:.1f}",
             f"{p.process_bytes / 1e6:.0f}",
         ]
         for p in found
     ]
-    header = ["groups so far", "CPU us/group", "of the first", "live", "snapshot kB", "Summary kB", "process MB"]
+    header = ["groups so far", "CPU us/group", "of the first", "live", "snapshot kB", "state kB", "process MB"]
     show(markdown_table(header, rows))
 
 

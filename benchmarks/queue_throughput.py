@@ -1,8 +1,7 @@
-"""Groups from the process of a rollouter to that of a trainer: the queue against peers, and against what memory allows.
+"""Groups from the process of a rollout worker to that of a trainer: the queue against peers and against limits.
 
-    queue             QueueClient -> queue actor -> QueueClient, groups in and groups out
-    queue, journaled  the same; every segment is appended first, and on the disk's way before the queue answers
-    queue, N shards   the same, where N other actors hold the content, each with a journal (--shards N)
+    queue             head through the queue's actor, content through the object store
+    queue, journaled  the same; every segment is written to content files first, and the queue stores its events
     deque of pickles  a plain Ray actor with a deque; the arrays are pickled to bytes and back
     deque of arrays   the same actor; the arrays are given to Ray as they are
     TransferQueue     the package of PyPI, where it can be imported; two storage units
@@ -15,7 +14,7 @@ object store) and by the kernel (sent over the loopback interface), per byte of 
 are not counted.
 
     python benchmarks/queue_throughput.py [--rounds 7] [--tokens 1024 4096 32768] [--trajectories 4] [--mb 128]
-        [--min-bytes N] [--directory DIR] [--transfer-queue DIR] [--shards N]
+        [--directory DIR] [--transfer-queue DIR]
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.actors import QueueActor, ShardActor
-from async_rl.object_store import ObjectStore
+from async_rl.actors import QueueActor
 from benchmarks.queue_ways import (
     AT_ONCE,
     BATCH,
@@ -51,18 +49,17 @@ from benchmarks.queue_ways import (
     Host,
     MemcpyEnd,
     ObjectStoreEnd,
+    PlainQueue,
     QueueEnd,
+    References,
     Shape,
     TransferQueueEnd,
     kimi_k2,
     qwen3,
 )
 from benchmarks.support import markdown_table, say, show
-from message_queue.journal import JournalConfig
-from message_queue.restart import JournalPlace
-from message_queue.shards.handle import ShardedHandle
+from message_queue.recovery import JournalPlace
 from message_queue.staleness import StalenessConfig
-from message_queue.together import Together
 
 ROOT = Path(__file__).resolve().parent.parent
 QUEUE, JOURNALED = "queue", "queue, journaled"
@@ -121,54 +118,35 @@ def start(*, transfer_queue: Path | None) -> None:
     )
 
 
-def open_queue(stack: AsyncExitStack, shape: Shape, *, directory: Path | None, shards: int = 0) -> list[Any]:
-    """The queue's actors; with a journal where there is a directory."""
-    place = None
-    if directory is not None:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="queue-benchmark-", dir=directory)))
-        config = JournalConfig(max_file_bytes=64 << 20)
-        place = JournalPlace(
-            directory=folder, run="benchmark", config=config, trajectories=shape.trajectories, routing=shape.routing
-        )
-    common = {"batch_groups": BATCH, "staleness": NO_BOUND, "max_ready": AT_ONCE, "memory": ObjectStore()}
-    if place is None or not shards:
-        actors = [QueueActor.remote(**common, journal=place)]
+async def open_queue(stack: AsyncExitStack, *, directory: Path | None) -> list[QueueEnd]:
+    """Both ends of a queue, with a journal and content files if there is a directory."""
+    options = {"batch_groups": BATCH, "staleness": NO_BOUND, "max_ready": AT_ONCE}
+    folder = None
+    if directory is None:
+        queue: Any = ray.remote(PlainQueue).options(max_concurrency=64).remote(**options)
     else:
-        places = [place.of_shard(shard, shards=shards) for shard in range(shards)]
-        actors = [QueueActor.remote(**common, sharded=True, journal=place.of_books(shards=shards))]
-        actors += [ShardActor.remote(of, memory=ObjectStore()) for of in places]
-    for actor in actors:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="queue-benchmark-", dir=directory)))
+        folder = folder.resolve()
+        queue = QueueActor.remote(**options)
+        await queue.open.remote(JournalPlace(directory=folder, run="benchmark"))
+    references: Any = ray.remote(References).options(max_concurrency=64).remote()
+    for actor in (queue, references):
         stack.callback(ray.kill, actor)
-    return actors
+    content = None if folder is None else folder / "content"
+    return [QueueEnd(queue, references, name=name, directory=content) for name in ("rollout", "trainer")]
 
 
-async def make_ways(
-    stack: AsyncExitStack, shape: Shape, *, directory: Path, with_peer: bool, min_bytes: int, shards: int
-) -> list[Way]:
-    """All ways for one shape."""
+async def make_ways(stack: AsyncExitStack, *, directory: Path, with_peer: bool) -> list[Way]:
+    """All ways."""
 
     def deque_actor() -> Any:
         actor: Any = ray.remote(DequeActor).options(max_concurrency=64).remote()
         stack.callback(ray.kill, actor)
         return actor
 
-    plain, journaled = (open_queue(stack, shape, directory=d) for d in (None, directory))
-    await Together(journaled[0], name="opener").open.remote()
-    queues = [(QUEUE, plain, False), (JOURNALED, journaled, True)]
-    if shards:
-        sharded = open_queue(stack, shape, directory=directory, shards=shards)
-        books, *holders = (Together(actor, name="opener") for actor in sharded)
-        await ShardedHandle(books, holders).open.remote()
-        queues.append((f"queue, {shards} shards", sharded, True))
     ways = [
-        Way(
-            name,
-            *(
-                QueueEnd(actors[0], name=e, recorded=recorded, min_bytes=min_bytes, shards=actors[1:])
-                for e in ("rollouter", "trainer")
-            ),
-        )
-        for name, actors, recorded in queues
+        Way(name, *await open_queue(stack, directory=folder))
+        for name, folder in ((QUEUE, None), (JOURNALED, directory))
     ]
     for name, pickled in (("deque of pickles", True), ("deque of arrays", False)):
         actor = deque_actor()
@@ -188,18 +166,14 @@ async def burst(way: Way, *, rollouter: Any, trainer: Any, groups: int) -> float
     return time.perf_counter() - begun
 
 
-async def measure(
-    shape: Shape, *, rounds: int, groups: int, directory: Path, with_peer: bool, min_bytes: int, shards: int
-) -> dict[str, Seen]:
+async def measure(shape: Shape, *, rounds: int, groups: int, directory: Path, with_peer: bool) -> dict[str, Seen]:
     """Way -> what was measured; the order turns with the round, and a first round warms up."""
     async with AsyncExitStack() as stack:
         hosts: list[Any] = [ray.remote(Host).options(max_concurrency=64).remote() for _ in range(2)]
         for host in hosts:
             stack.callback(ray.kill, host)
         rollouter, trainer = hosts
-        ways = await make_ways(
-            stack, shape, directory=directory, with_peer=with_peer, min_bytes=min_bytes, shards=shards
-        )
+        ways = await make_ways(stack, directory=directory, with_peer=with_peer)
         for way in ways:
             await rollouter.open.remote(way.name, way.send, shape)
             if way.receive is not None:
@@ -252,8 +226,6 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=128, help="that a way sends in a round, about")
     parser.add_argument("--directory", type=Path, default=Path(), help="of the journal")
     parser.add_argument("--transfer-queue", type=Path, help="folder that holds the package transfer_queue")
-    parser.add_argument("--min-bytes", type=int, default=ObjectStore().min_bytes, help="of a message that is shared")
-    parser.add_argument("--shards", type=int, default=0, help="of one more queue; 0 for none")
     args = parser.parse_args()
     if args.transfer_queue:
         sys.path.append(str(args.transfer_queue))
@@ -272,8 +244,6 @@ def main() -> None:
                     groups=groups,
                     directory=args.directory,
                     with_peer=with_peer,
-                    min_bytes=args.min_bytes,
-                    shards=args.shards,
                 )
             )
             rows += (table := rows_of(shape, found, groups=groups))

@@ -1,4 +1,4 @@
-"""Ways for groups to get from the process of a rollouter to that of a trainer, each as two ends; and the limits."""
+"""Ways for groups to get from the process of a rollout worker to that of a trainer, each as two ends; and limits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from async_rl.object_store import ObjectStore
-from async_rl.rollout.recorded import QueueRolloutLog
-from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.contract import Admission, Batch
+from message_queue.content import ContentWriter
+from message_queue.contract import Admission, Batch, QueueUnavailable
+from message_queue.heads import head_of
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
-from message_queue.shards.handle import ShardedHandle
-from message_queue.together import Together
+from message_queue.queue import TrajectoryQueue
+from message_queue.rpc import BatchingClient, BatchingServer, Call, Reply
+from message_queue.sequence import content_of
+from message_queue.service import REFUSALS
+from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 
@@ -28,6 +31,7 @@ PROMPT_TOKENS = 256
 AT_ONCE = 16  # groups that are on their way at most
 BATCH = 4  # groups that the trainer takes together
 SAVE_EVERY = 4  # batches between two checkpoints
+KEPT = 64  # groups whose content stays on disk; older ones are trained
 DISTINCT = 3  # groups that are made; they are sent over and over
 PARTITION, FIELDS = "benchmark", ("token_ids", "logprobs", "routed_experts")
 
@@ -119,58 +123,87 @@ class End(Protocol):
 # ---- the queue
 
 
-class QueueEnd:
-    """QueueClient over the queue's actor. The trainer asks for the next batch while it acknowledges one.
+class PlainQueue:
+    """Process of a queue without a journal."""
 
-    recorded: segments are appended to the journal as they end, as a rollouter does. min_bytes: of what is shared.
-    shards: actors that hold the content; none where `actor` does.
+    def __init__(self, *, batch_groups: int, staleness: StalenessConfig, max_ready: int) -> None:
+        queue = TrajectoryQueue(batch_groups=batch_groups, staleness=staleness, max_ready=max_ready)
+        self._server = BatchingServer(queue, refusals=REFUSALS)
+
+    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
+        return await self._server.exchange(client, calls, cancelled)
+
+    async def collect(self, client: str) -> list[Reply]:
+        return await self._server.collect(client)
+
+
+class References:
+    """Process that knows where the content of each group is, as the driver does."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Any] = {}
+
+    async def put(self, group: int, content: list[Any]) -> None:
+        """content: one reference, in a list so that Ray passes it on unchanged."""
+        self._of[group] = content
+
+    async def pop(self, groups: Sequence[int]) -> list[Any]:
+        return [reference for group in groups for reference in self._of.pop(group)]
+
+
+class QueueEnd:
+    """Heads through the queue, content through the object store. The trainer takes a batch while it acknowledges one.
+
+    Args:
+        queue: actor of a QueueHost or a PlainQueue.
+        references: actor of References.
+        directory: of content files, to which segments are appended before their group is put; None writes nothing.
     """
 
-    def __init__(self, actor: Any, *, name: str, recorded: bool, min_bytes: int, shards: Sequence[Any] = ()) -> None:
-        self._actor, self._name, self._recorded, self._min_bytes = actor, name, recorded, min_bytes
-        self._shards = shards
+    def __init__(self, queue: Any, references: Any, *, name: str, directory: Path | None) -> None:
+        self._queue, self._references, self._name, self._directory = queue, references, name, directory
         self._prompt = self._step = 0
-        self._next: asyncio.Task[Batch[PromptGroup]] | None = None
+        self._writer: ContentWriter | None = None
+        self._written: deque[int] = deque()
+        self._next: asyncio.Task[Batch] | None = None
 
     async def open(self, shape: Shape) -> None:
-        memory = ObjectStore(min_bytes=self._min_bytes)
-        actors = (self._actor, *self._shards)
-        books, *holders = (Together(actor, name=self._name, before_send=memory.store) for actor in actors)
-        self._client = QueueClient(
-            ShardedHandle(books, holders) if holders else books,
-            name=self._name,
-            routing=shape.routing,
-            config=QueueClientConfig(),
-            memory=memory,
+        self._calls: BatchingClient[TrajectoryQueue] = BatchingClient(
+            self._queue, name=self._name, server="the queue", timeout_s=60.0, lost=QueueUnavailable
         )
-        self._log = QueueRolloutLog(self._client)
+        if self._directory is not None and self._name == "rollout":
+            self._writer = await ContentWriter.open(self._directory, name=self._name, run="benchmark", fsync=False)
 
     async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
         self._prompt += 1
-        admission = await self._client.admit(self._prompt)
-        if self._recorded:
+        admission = await self._calls.call(TrajectoryQueue.admit, self._prompt)
+        if self._writer is not None:
             for number, trajectory in enumerate(contents):
                 for record in records_of(admission, number, trajectory):
-                    self._log.append(record)
-            await self._log.flush()
-        await self._client.put(
-            PromptGroup(
-                group=admission.group,
-                prompt=admission.prompt,
-                admitted_version=admission.admitted_version,
-                admitted_update=admission.admitted_update,
-                trajectories=list(contents),
-            )
+                    await self._writer.append([record])
+        group = PromptGroup(
+            group=admission.group,
+            prompt=admission.prompt,
+            admitted_version=admission.admitted_version,
+            admitted_update=admission.admitted_update,
+            trajectories=list(contents),
         )
+        await self._references.put.remote(group.group, [ray.put(content_of(group))])
+        await self._calls.call(TrajectoryQueue.put, head_of(group))
+        self._written.append(group.group)
+        if self._writer is not None and len(self._written) >= KEPT + BATCH:
+            await self._writer.forget([self._written.popleft() for _ in range(BATCH)])
 
     async def receive(self) -> int:
-        batch = await (self._next or self._client.take())
-        self._next = asyncio.create_task(self._client.take())
+        batch = await (self._next or self._calls.call(TrajectoryQueue.take))
+        self._next = asyncio.create_task(self._calls.call(TrajectoryQueue.take))
+        groups = [head.group for head in batch.groups]
+        contents = await asyncio.gather(*await self._references.pop.remote(groups))
         self._step += 1
-        await self._client.trained([group.group for group in batch.groups], train_step=self._step)
-        if self._recorded and self._step % SAVE_EVERY == 0:
-            await self._client.checkpointed(self._step)
-        return len(batch.groups)
+        await self._calls.call(TrajectoryQueue.trained, groups, train_step=self._step)
+        if self._step % SAVE_EVERY == 0:
+            await self._calls.call(TrajectoryQueue.checkpointed, self._step)
+        return len(contents)
 
 
 def records_of(admission: Admission, number: int, trajectory: Trajectory) -> list[RolloutRecord]:

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.collate import collate_supervised
+from async_rl.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.model_info import read_model_info
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import RouterReplayMode, TrainerConfig
@@ -32,7 +32,7 @@ from async_rl.train.worker import TrainerRank
 from benchmarks.equal_weights import save_random
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.support import Variant, markdown_table, save_calculator, show, trainers_side_by_side
-from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns
+from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns, with_rows, with_sequences
 
 ADAM = OptimizerConfig(lr=1e-9)  # the live router goes on choosing the rows
 GOAL = 0.02
@@ -48,23 +48,22 @@ BASE = {"R3": "none", "R2": "none, recording pass"}
 SIZES = {"calculator": (128, None, 4096), "70m": (8, 128, 512)}
 
 
-def load_batch(name: str, folder: Path) -> tuple[Path, TensorDict]:
+def load_batch(name: str, folder: Path) -> tuple[Path, TrainingBatch]:
     """Checkpoint and batch, its rows random."""
     sequences, length, _ = SIZES[name]
     if length is None:
         checkpoint, task, routing = save_calculator(folder)
-        return checkpoint, as_rollouts(collate_supervised(task.demonstrations(0, sequences)), routing)
+        return checkpoint, as_rollouts(supervised_batch(task.demonstrations(0, sequences)), routing)
     checkpoint = save_random(name, folder)
     info = read_model_info(checkpoint)
     assert info.routing is not None
     return checkpoint, random_batch([length] * sequences, vocab=info.vocab_size, routing=info.routing)
 
 
-def with_live_rows(trainer: TrainerRank, batch: TensorDict) -> TensorDict:
-    """The batch with the rows that the live router chooses; -1 for the last token of each sequence."""
+def with_live_rows(trainer: TrainerRank, batch: TrainingBatch) -> TrainingBatch:
+    """The batch with the rows that the live router chooses, for all but the last token of each sequence."""
     _, chosen = evaluate(trainer, batch, replay="R2")
-    chosen[torch.arange(len(batch)), batch["lengths"] - 1] = -1
-    return batch.copy().update({"routed_experts": chosen})
+    return with_sequences(batch, lambda sequence, number: with_rows(sequence, chosen[number].astype(np.uint8)))
 
 
 def variants(*, threads: int, tokens: int) -> dict[str, Variant]:
@@ -78,7 +77,7 @@ def variants(*, threads: int, tokens: int) -> dict[str, Variant]:
     }
 
 
-def compare(name: str, trainers: dict[str, TrainerRank], batch: TensorDict, *, rounds: int) -> list[Sequence[str]]:
+def compare(name: str, trainers: dict[str, TrainerRank], batch: TrainingBatch, *, rounds: int) -> list[Sequence[str]]:
     """Rows of the table, one for each mode that replays."""
     batch = with_live_rows(trainers["R3"], batch)
     overlap = trainers["R3"].train(batch)["routing/overlap"]
@@ -89,7 +88,7 @@ def compare(name: str, trainers: dict[str, TrainerRank], batch: TensorDict, *, r
         rows.append(
             (
                 name,
-                f"{int(batch['lengths'].sum())}",
+                f"{int(batch.lengths.sum())}",
                 f"{mode} against {base}",
                 *(f"{statistics.median(taken[n].wall):.2f} s" for n in (base, mode)),
                 *(f"{r.value - 1:+.1%} [{r.low - 1:+.1%}, {r.high - 1:+.1%}]" for r in (wall, cpu)),

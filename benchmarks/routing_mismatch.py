@@ -28,16 +28,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.tools import OpenGate
 from async_rl.batch.advantage import compute_advantages
-from async_rl.batch.collate import collate
 from async_rl.batch.micro_batch import Coordinates
-from async_rl.batch.packing import plan_micro_batches
+from async_rl.batch.training_batch import TrainingBatch, training_batch
 from async_rl.config import RunConfig, load_config
 from async_rl.data.task import Task, build_task
 from async_rl.engines.vllm import VllmReplica, engine_environment
@@ -58,11 +56,14 @@ from benchmarks.support import (
     show,
     start_rank,
 )
+from message_queue.heads import head_of
+from message_queue.sequence import content_of
 from message_queue.trajectory import PromptGroup
 
 WARM_STEPS = 120
 LOG_2 = float(np.log(2.0))
 CHANGES = ("none", "context", "own")
+Rows = NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,106 +81,109 @@ class Stop:
     change: NDArray[np.int64]
 
 
-def evaluate(rank: Any, batch: TensorDict, *, replay: Literal["none", "R2", "R3"]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs float32 [S, T] (0 where not sampled) and experts int16 [S, T, L, K] under the rank's current weights.
+def evaluate(
+    rank: Any, batch: TrainingBatch, *, replay: Literal["none", "R2", "R3"]
+) -> tuple[list[torch.Tensor], list[Rows]]:
+    """Logprobs float32 [n] of the tokens in the loss and experts int16 [t, L, K], of each sequence.
 
     The mode is chosen here and not by the rank's own configuration, so that one set of weights serves all modes.
     experts: those replayed (R3), those that the live router chose (R2), -1 (none).
     """
-    from async_rl.train.planning import replayed_rows
     from async_rl.train.step import MicroBatchBuilder, Objective
 
-    info, config, model = rank._info, rank._config, rank.model
+    info, model = rank._info, rank.model
+    plan = rank._planner.whole(batch)
+    (update,) = plan.updates
     builder = MicroBatchBuilder(
-        batch,
+        plan.batch,
+        update,
         at=Coordinates(),
         device=torch.device("cpu"),
         packing=True,
-        token_weights=None,
         replay=replay,
+        routing=info.routing,
         layers=model.replay.layers,
         rotary=model.rotary,
     )
     objective: Objective = rank._passes.objective("logprobs")
-    logprobs = torch.zeros(batch["token_ids"].numel())
-    experts = torch.full((batch["token_ids"].numel(), *info.routing.row_shape), -1, dtype=torch.int16)
-    plan = plan_micro_batches(batch["lengths"].tolist(), max_tokens=config.micro_batch_tokens, num_ranks=1)
+    logprobs = torch.zeros(update.num_loss_tokens)
+    experts = [np.full((length, *info.routing.row_shape), -1, np.int16) for length in batch.lengths.tolist()]
     with torch.no_grad():
-        for indices in plan[0]:
-            rows = None
-            if replay == "R3":
-                rows = replayed_rows(
-                    batch,
-                    indices,
-                    at=Coordinates(),
-                    packing=True,
-                    routing=info.routing,
-                    layers=model.replay.layers,
-                )
-            micro_batch = builder.build(indices, rows)
+        for numbers in update.micro_batches[0]:
+            micro_batch = builder.build(numbers)
             logits = micro_batch.forward(model.wrapped[0], at=Coordinates())
-            logprobs[micro_batch.flat] = objective(logits, micro_batch)[1]["logprobs"]
-            routing, rows = micro_batch.context.routing, micro_batch.context.rows.router_index
-            if routing is not None:
-                for place, layer in enumerate(info.routing.layers):
-                    experts[rows, place] = routing.tables[layer].to(torch.int16)
-    return logprobs.view(batch["token_ids"].shape), experts.view(*batch["token_ids"].shape, *info.routing.row_shape)
+            logprobs[micro_batch.numbers] = objective(logits, micro_batch)[1]["logprobs"]
+            routing, rows = micro_batch.context.routing, micro_batch.context.rows
+            for place, layer in enumerate(info.routing.layers if routing is not None else ()):
+                for i, number in enumerate(numbers):
+                    of = (rows.segments == i) & (rows.index >= 0)
+                    experts[number][rows.positions[of].numpy(), place] = routing.tables[layer][of].numpy()
+    return list(logprobs.split(batch.num_loss_tokens.tolist())), experts
 
 
-def changed_rows(engine: torch.Tensor, live: torch.Tensor, lengths: torch.Tensor) -> BoolArray:
-    """bool [S, T, L]: the live router chose another set of experts; False where the engine has no row.
+def changed_rows(engine: Rows, live: Rows) -> BoolArray:
+    """bool [t, L]: the live router chose another set of experts; False where the engine has no row.
 
     Args:
-        engine, live: integer [S, T, L, K]. lengths: int64 [S].
+        engine, live: int16 [t, L, K].
     """
-    held = torch.arange(engine.shape[1]) < lengths.unsqueeze(1)
-    routed = (engine >= 0).all(-1) & held.unsqueeze(-1)
-    return ((engine.sort(-1).values != live.sort(-1).values).any(-1) & routed).numpy()
+    return (np.sort(engine) != np.sort(live)).any(-1) & (engine >= 0).all(-1)
 
 
-def classify(changed: BoolArray, mask: BoolArray) -> NDArray[np.int64]:
-    """int64 [n], index into CHANGES for each token under `mask` [S, T], in row-major order.
+def classify(changed: BoolArray, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [n], index into CHANGES for each of the tokens at `positions` [n] of a sequence.
 
-    changed: bool [S, T], row p changed in some layer. Token p is predicted by row p - 1, which attends to rows before.
+    changed: bool [t], row p changed in some layer. Token p is predicted by row p - 1, which attends to rows before.
     """
-    own = np.zeros_like(changed)
-    own[:, 1:] = changed[:, :-1]
-    ever = np.logical_or.accumulate(own, axis=1)
-    return np.where(own, CHANGES.index("own"), np.where(ever, CHANGES.index("context"), 0))[mask]
+    own = np.concatenate([np.zeros(1, np.bool_), changed[:-1]])
+    ever = np.logical_or.accumulate(own)
+    return np.where(own, CHANGES.index("own"), np.where(ever, CHANGES.index("context"), 0))[positions]
 
 
-def compare(rank: Any, batch: TensorDict, *, updates: int) -> Stop:
+def against_engine(batch: TrainingBatch, logprobs: Sequence[torch.Tensor]) -> Mismatch:
+    """d of every token in the loss, by sequence."""
+    behaviour = np.concatenate([batch.loss_tokens(number).logprobs for number in range(len(batch))])
+    d = torch.cat(list(logprobs)).numpy().astype(np.float64) - behaviour
+    return Mismatch(d, np.repeat(np.arange(len(batch)), batch.num_loss_tokens), len(batch))
+
+
+def compare(rank: Any, batch: TrainingBatch, *, updates: int) -> Stop:
     """Evaluate with and without replay.
 
     Raises:
         RuntimeError: the replayed evaluation is not what the rank itself computes.
     """
-    mask: BoolArray = batch["loss_mask"].numpy()
     replayed, engine = evaluate(rank, batch, replay="R3")
     live, chosen = evaluate(rank, batch, replay="R2")
-    if not torch.equal(replayed, rank.logprobs(batch)):
+    if not torch.equal(torch.cat(replayed), torch.cat(rank.logprobs(batch))):
         raise RuntimeError("the replayed logprobs differ from TrainerRank.logprobs; evaluate() no longer mirrors it")
-    sequences = np.nonzero(mask)[0]
-    behaviour = batch["behaviour_logprobs"].numpy()
-
-    def against_engine(logprobs: torch.Tensor) -> Mismatch:
-        d = logprobs.numpy().astype(np.float64) - behaviour
-        return Mismatch(d[mask], sequences, len(mask))
-
-    changed = changed_rows(engine, chosen, batch["lengths"])
-    routed = (engine >= 0).all(-1).numpy()
-    choices = Mismatch(np.zeros(int(routed.sum())), np.nonzero(routed)[0], len(mask))
+    changed = [changed_rows(*rows) for rows in zip(engine, chosen, strict=True)]
+    change = [classify(c.any(-1), batch.loss_tokens(number).positions) for number, c in enumerate(changed)]
+    choices, where = choices_of(engine, changed)
     return Stop(
         updates=updates,
-        replayed=against_engine(replayed),
-        live=against_engine(live),
-        changed_choices=choices.mean(changed[routed].astype(np.float64)),
-        change=classify(np.any(changed, axis=-1), mask),
+        replayed=against_engine(batch, replayed),
+        live=against_engine(batch, live),
+        changed_choices=choices.mean(where),
+        change=np.concatenate(change),
     )
 
 
+def choices_of(engine: Sequence[Rows], changed: Sequence[BoolArray]) -> tuple[Mismatch, FloatArray]:
+    """Every choice of the engine by its sequence, and 1 where it is changed."""
+    routed = [(rows >= 0).all(-1) for rows in engine]
+    where = np.concatenate([c[r] for c, r in zip(changed, routed, strict=True)]).astype(np.float64)
+    sequences = np.repeat(np.arange(len(engine)), [int(r.sum()) for r in routed])
+    return Mismatch(np.zeros(len(where)), sequences, len(engine)), where
+
+
 def train_and_compare(
-    rank: Any, evaluation: TensorDict, training: Sequence[list[PromptGroup]], *, config: RunConfig, stops: Sequence[int]
+    rank: Any,
+    evaluation: TrainingBatch,
+    training: Sequence[list[PromptGroup]],
+    *,
+    config: RunConfig,
+    stops: Sequence[int],
 ) -> list[Stop]:
     """One optimizer update per group list of `training`; both evaluations at every stop."""
     found: list[Stop] = []
@@ -193,10 +197,17 @@ def train_and_compare(
     return found
 
 
-def tensors(groups: Sequence[PromptGroup], *, config: RunConfig, current_update: int) -> TensorDict:
+def tensors(groups: Sequence[PromptGroup], *, config: RunConfig, current_update: int) -> TrainingBatch:
     """The batch that a run would make of `groups`, which version 0 sampled."""
-    advantages = compute_advantages(groups, config.advantage)
-    return collate(groups, advantages=advantages, current_update=current_update, version_updates={0: 0})
+    heads = [head_of(group) for group in groups]
+    advantages = compute_advantages(heads, config.advantage)
+    return training_batch(
+        heads,
+        [content_of(group) for group in groups],
+        advantages=advantages,
+        current_update=current_update,
+        version_updates={0: 0},
+    )
 
 
 async def roll_out(
@@ -328,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch = tensors(evaluation, config=config, current_update=0)
         stops = train_and_compare(rank, batch, training, config=config, stops=sorted(set(args.updates)))
         rank.close()
-    tokens = int(batch["loss_mask"].sum())
+    tokens = int(batch.num_loss_tokens.sum())
     show(f"{args.dtype}, {args.trajectories} trajectories, {tokens} sampled tokens\n")
     show(summary(stops) + "\n")
     show(by_change(stops))

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tensordict import TensorDict
 
 from agent_loop.loop import Prompt
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.config import RunConfig
 from async_rl.data.task import Task
 from async_rl.model_info import read_model_info
@@ -156,7 +156,7 @@ class LocalTrainer:
     def __init__(self, rank: Any) -> None:
         self._rank = rank
 
-    async def train_supervised(self, batch: TensorDict) -> dict[str, float]:
+    async def train_supervised(self, batch: TrainingBatch) -> dict[str, float]:
         return await asyncio.to_thread(self._rank.train_supervised, batch)
 
     async def save_pretrained(self, folder: Path, *, like: Path) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from async_rl.batch.collate import add_support
+from async_rl.batch.training_batch import TrainingBatch, supervised_batch
 from benchmarks.support import FloatArray, Interval, bootstrap
+from message_queue.rows import RowRun
+from message_queue.sequence import TrainingSequence
 from message_queue.support import SamplingSupport
-from message_queue.tokens import RoutingSpec
+from message_queue.tokens import ExpertArray, RoutingSpec
 
 
 @dataclass(slots=True)
@@ -52,51 +53,44 @@ def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
     return bootstrap(median, units=len(ratios))
 
 
-def random_rows(lengths: torch.Tensor, *, longest: int, routing: RoutingSpec) -> torch.Tensor:
-    """int16 [S, longest, L, K]: random experts; -1 after the end."""
-    held = torch.arange(longest) < lengths.unsqueeze(1)
-    rows = torch.rand(len(lengths), longest, len(routing.layers), routing.num_experts).topk(routing.top_k).indices
-    return torch.where(held[..., None, None], rows, -1).to(torch.int16)
+def with_sequences(batch: TrainingBatch, change: Callable[[TrainingSequence, int], TrainingSequence]) -> TrainingBatch:
+    """The batch with the sequences that `change` makes of a sequence and its number."""
+    contents = [[[*trajectory] for trajectory in content] for content in batch.contents]
+    for number, (group, trajectory, at) in enumerate(batch.index.tolist()):
+        contents[group][trajectory][at] = change(batch.sequence(number), number)
+    return replace(batch, contents=[tuple(map(tuple, content)) for content in contents])
 
 
-def as_rollouts(batch: TensorDict, routing: RoutingSpec) -> TensorDict:
+def with_rows(sequence: TrainingSequence, rows: ExpertArray) -> TrainingSequence:
+    """The sequence with a row for each token but the last; rows: [t, L, K]."""
+    return replace(sequence, rows=rows[:-1], row_runs=(RowRun(len(rows) - 1, sequence.runs[0].version),))
+
+
+def as_rollouts(batch: TrainingBatch, routing: RoutingSpec) -> TrainingBatch:
     """A supervised batch dressed as rollouts: random advantages and routing rows, behaviour logprobs of zero."""
-    batch = batch.copy()
-    count, longest = batch["token_ids"].shape
-    batch["routed_experts"] = random_rows(batch["lengths"], longest=longest, routing=routing)
-    batch["behaviour_logprobs"] = torch.zeros(count, longest)
-    batch["advantages"] = torch.randn(count)
-    batch["informative"] = torch.ones(count, dtype=torch.bool)
-    batch["pure_lag0"] = batch["loss_mask"].clone()
-    batch["group"] = torch.arange(count) // 8
-    return batch
+
+    def routed(sequence: TrainingSequence, _number: int) -> TrainingSequence:
+        scores = torch.rand(len(sequence), len(routing.layers), routing.num_experts)
+        return with_rows(sequence, scores.topk(routing.top_k).indices.numpy().astype(routing.dtype))
+
+    return replace(with_sequences(batch, routed), advantages=torch.randn(len(batch)).numpy())
 
 
-def with_support(batch: TensorDict, *, vocab: int, kept: int) -> TensorDict:
+def with_support(batch: TrainingBatch, *, vocab: int, kept: int) -> TrainingBatch:
     """The batch as if a sampler had kept `kept` tokens at each position in the loss, evenly spread over the ids."""
-    batch = batch.copy()
-    offsets = torch.arange(kept) * (vocab // kept)
-    ids = ((batch["token_ids"].unsqueeze(-1) + offsets) % vocab).sort(-1).values
-    parts = zip(ids, batch["loss_mask"], batch["lengths"].tolist(), strict=True)
-    support = [
-        SamplingSupport.pack(mask[:n].numpy().astype(np.int64) * kept, row[:n][mask[:n]].flatten().numpy())
-        for row, mask, n in parts
-    ]
-    add_support(batch, support)
-    return batch
+    offsets = np.arange(kept) * (vocab // kept)
+
+    def cut(sequence: TrainingSequence, number: int) -> TrainingSequence:
+        positions = batch.loss_tokens(number).positions
+        ids = np.sort((sequence.token_ids[positions, None] + offsets) % vocab)
+        counts = np.zeros(len(sequence), np.int64)
+        counts[positions] = kept
+        return replace(sequence, support=SamplingSupport.pack(counts, ids.flatten()))
+
+    return with_sequences(batch, cut)
 
 
-def random_batch(lengths: Sequence[int], *, vocab: int, routing: RoutingSpec) -> TensorDict:
+def random_batch(lengths: Sequence[int], *, vocab: int, routing: RoutingSpec) -> TrainingBatch:
     """Sequences of random tokens as rollouts, every token but the first in the loss."""
-    size, longest = torch.tensor(lengths), max(lengths)
-    position = torch.arange(longest)
-    held = position < size.unsqueeze(1)
-    supervised = TensorDict(
-        {
-            "token_ids": torch.randint(vocab, (len(lengths), longest)) * held,
-            "loss_mask": held & (position > 0),
-            "lengths": size,
-        },
-        batch_size=[len(lengths)],
-    )
-    return as_rollouts(supervised, routing)
+    examples = [(torch.randint(vocab, (n,)).numpy().astype(np.int32), np.arange(n) > 0) for n in lengths]
+    return as_rollouts(supervised_batch(examples), routing)

@@ -21,16 +21,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.collate import collate_supervised
 from async_rl.batch.micro_batch import Coordinates
-from async_rl.batch.packing import plan_micro_batches
+from async_rl.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.model_info import read_model_info
+from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
+from async_rl.train.planning import Planner
 from async_rl.train.step import MicroBatch, MicroBatchBuilder
 from async_rl.train.worker import TrainerRank
 from benchmarks.support import Variant, save_calculator, show, trainers_side_by_side
@@ -42,25 +42,28 @@ ADAM = OptimizerConfig(lr=1e-6)
 GOAL, SUPPORT_GOAL = 0.95, 1.05
 
 
-def demonstrations(task: CalculatorTask, routing: RoutingSpec, *, sequences: int) -> TensorDict:
+def demonstrations(task: CalculatorTask, routing: RoutingSpec, *, sequences: int) -> TrainingBatch:
     """Demonstrations dressed as rollouts."""
-    return as_rollouts(collate_supervised(task.demonstrations(0, sequences)), routing)
+    return as_rollouts(supervised_batch(task.demonstrations(0, sequences)), routing)
 
 
-def build_micro_batches(trainer: TrainerRank, batch: TensorDict, config: TrainerConfig) -> list[MicroBatch]:
+def build_micro_batches(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig) -> list[MicroBatch]:
     """The micro-batches TrainerRank would cut, without routing."""
+    plan = Planner(config=config, loss=LossConfig()).whole(batch)
+    (update,) = plan.updates
+    assert update is not None
     builder = MicroBatchBuilder(
-        batch,
+        plan.batch,
+        update,
         at=Coordinates(),
         device=torch.device("cpu"),
         packing=True,
-        token_weights=None,
         replay="none",
+        routing=None,
         layers=(),
         rotary=trainer.model.rotary,
     )
-    plan = plan_micro_batches(batch["lengths"].tolist(), max_tokens=config.micro_batch_tokens, num_ranks=1)
-    return [builder.build(indices) for indices in plan[0]]
+    return [builder.build(numbers) for numbers in update.micro_batches[0]]
 
 
 def bare_step(trainer: TrainerRank, optimizer: Optimizer, micro_batches: list[MicroBatch]) -> None:
@@ -94,14 +97,16 @@ def main() -> None:
             compare(trainers["trainer"], batch, cut, config, rounds=arguments.rounds)
 
 
-def compare(trainer: TrainerRank, batch: TensorDict, cut: TensorDict, config: TrainerConfig, *, rounds: int) -> None:
+def compare(
+    trainer: TrainerRank, batch: TrainingBatch, cut: TrainingBatch, config: TrainerConfig, *, rounds: int
+) -> None:
     """Print tokens/s and ratios of times, medians over rounds with 95 % bootstrap intervals.
 
     cut: the batch with support.
     """
     micro_batches = build_micro_batches(trainer, batch, config)
     optimizer = Optimizer(trainer.model.wrapped, config=ADAM, trainer=config)
-    tokens = int(batch["lengths"].sum())
+    tokens = int(batch.lengths.sum())
     steps = {
         "bare": lambda: bare_step(trainer, optimizer, micro_batches),
         "trainer": lambda: trainer.train(batch),

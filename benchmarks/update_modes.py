@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from tensordict import TensorDict
+from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.tools import PauseGate
 from async_rl.batch.advantage import compute_advantages
-from async_rl.batch.collate import collate
+from async_rl.batch.training_batch import TrainingBatch, training_batch
 from async_rl.config import RunConfig, load_config
 from async_rl.data.task import Task, build_task
 from async_rl.engines.replica import KeptKV
@@ -48,6 +48,7 @@ from async_rl.rollout.rollouter import Rollouter
 from async_rl.weights.publisher import OnUpdate, Publisher
 from async_rl.weights.transport import WeightUpdate
 from benchmarks.support import (
+    FloatArray,
     Interval,
     Mismatch,
     figure,
@@ -59,6 +60,8 @@ from benchmarks.support import (
     show,
     start_rank,
 )
+from message_queue.heads import head_of
+from message_queue.sequence import content_of
 from message_queue.trajectory import PromptGroup, ResumeRouting
 
 WARM_STEPS = 120
@@ -149,27 +152,33 @@ def is_mixed(group: PromptGroup) -> bool:
     return len(group.tokens_per_version()) > 1
 
 
-def tensors(groups: Sequence[PromptGroup], config: RunConfig) -> TensorDict:
+def tensors(groups: Sequence[PromptGroup], config: RunConfig) -> TrainingBatch:
     """The batch of `groups`; every sequence is evaluated, whatever its reward."""
-    advantages = compute_advantages(groups, config.advantage)
+    heads = [head_of(group) for group in groups]
+    advantages = compute_advantages(heads, config.advantage)
     informative = np.ones_like(advantages.informative)
-    return collate(
-        groups,
+    return training_batch(
+        heads,
+        [content_of(group) for group in groups],
         advantages=replace(advantages, informative=informative),
         current_update=1,
         version_updates={0: 0, 1: 1},
     )
 
 
-def mismatch(rank: Any, batch: TensorDict, *, version: int) -> Mismatch:
+def mismatch(rank: Any, batch: TrainingBatch, *, version: int) -> Mismatch:
     """d over the tokens that `version` sampled, at the weights that the rank holds."""
-    mask = (batch["lag"] == 1 - version).numpy() & batch["loss_mask"].numpy()
-    d = (rank.logprobs(batch).numpy().astype(np.float64) - batch["behaviour_logprobs"].numpy())[mask]
-    trajectory = batch["trajectory"].numpy()[np.nonzero(mask)[0]]
-    return Mismatch(d, trajectory, int(batch["trajectory"].max()) + 1)
+    d: list[FloatArray] = []
+    of: list[NDArray[np.int64]] = []
+    for number, found in enumerate(rank.logprobs(batch)):
+        loss = batch.loss_tokens(number)
+        sampled = loss.lag == 1 - version
+        d.append((found.numpy().astype(np.float64) - loss.logprobs)[sampled])
+        of.append(np.full(int(sampled.sum()), batch.trajectory[number]))
+    return Mismatch(np.concatenate(d), np.concatenate(of), batch.num_trajectories)
 
 
-def table(cells: Sequence[Cell], found: dict[int, list[Mismatch]], batches: Sequence[TensorDict]) -> str:
+def table(cells: Sequence[Cell], found: dict[int, list[Mismatch]], batches: Sequence[TrainingBatch]) -> str:
     """A row per cell."""
     header = (
         *("on_update", "kv", "resume_routing", "resumed", "sequences"),
@@ -201,13 +210,24 @@ def described(found: Mismatch) -> tuple[str, str]:
     return figure(k3), f"{np.abs(found.d).max():.2e}"
 
 
+def training_of_a(groups: Sequence[PromptGroup], config: RunConfig, *, update: int) -> TrainingBatch:
+    """The batch of groups that A sampled."""
+    heads = [head_of(group) for group in groups]
+    return training_batch(
+        heads,
+        [content_of(group) for group in groups],
+        advantages=compute_advantages(heads, config.advantage),
+        current_update=update,
+        version_updates={0: 0},
+    )
+
+
 def train_b(rank: Any, groups: Sequence[PromptGroup], config: RunConfig, *, updates: int) -> None:
     """Take `updates` optimizer updates on groups that A sampled."""
     size = len(groups) // updates
     for update in range(updates):
         part = groups[update * size : (update + 1) * size]
-        advantages = compute_advantages(part, config.advantage)
-        metrics = rank.train(collate(part, advantages=advantages, current_update=update, version_updates={0: 0}))
+        metrics = rank.train(training_of_a(part, config, update=update))
         say(f"update {update + 1}: {metrics['tokens']:.0f} tokens, gradient norm {metrics['grad_norm']:.3f}")
 
 

@@ -1,263 +1,268 @@
-"""The content of groups on its way through the queue: what is appended, what is put, and what a batch is read from.
+"""Content that rollouts append, written to disk by the process in which it is made.
 
-A group whose content was appended as it grew is put as its head alone: nothing crosses a process twice.
+    append(records) ──> one thread: arrays to <name>-000001.data, then one transaction in <name>.sqlite
+
+Each writer has files of its own; `content_reader` reads those of all writers. A record is there once its transaction
+is: bytes at the end of a data file that no row of the index names are left over by a kill, and the next write of a
+living writer replaces them. A kill of the process costs no record whose `append` has returned; with `fsync` a loss of
+power costs none either. Data files only grow, and a file is removed once all its groups are forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias, assert_never
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
-
-from message_queue.contract import QueueError
-from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
-from message_queue.tokens import RoutingSpec, TokenOutput
-from message_queue.trajectory import PromptGroup, Trajectory
-from message_queue.wire import (
-    EncodedGroup,
-    decode_group,
-    decode_segment,
-    pack_group,
-    pack_segment,
-    unpack_group,
-    unpack_segment,
+from message_queue.content_format import (
+    APPLICATION_ID,
+    FORMAT,
+    RECORDS_TABLE,
+    WRITER_TABLE,
+    IndexRow,
+    checksum,
+    connect,
+    data_path,
+    encode,
 )
-from message_queue.wire.format import GROUP, unseal
-from message_queue.wire.messages import group_of
-from message_queue.wire.packed import Buffers, Packed, Shared, SharedMemory, share
+from message_queue.disk_errors import JournalBroken, JournalBusy, JournalClosed, JournalError, disk_error
+from message_queue.progress import RolloutRecord
+
+FILE_BYTES = 64 << 20  # of a data file, after which a new one is started
+MAX_PARTS = 1024  # buffers in one call to the operating system (IOV_MAX of Linux)
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
-    """A group that is what was appended. head: of its message. records: in order; none where the queue has them."""
+class ContentWriter:
+    """Writes records in order. Made by `open`, and used from one event loop."""
 
-    head: bytes
-    records: tuple[RolloutRecord, ...] = ()
+    def __init__(self, files: _Files, thread: ThreadPoolExecutor) -> None:
+        self._files = files
+        self._thread = thread
+        self._turn = asyncio.Lock()
+        self._waiting: list[RolloutRecord] = []
+        self._next_write: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, directory: Path, *, name: str, run: str, fsync: bool) -> ContentWriter:
+        """Make the files of a new writer.
+
+        Args:
+            directory: of the content of all writers, and of nothing else; made if it does not exist.
+            name: of the files, unique among all writers that the directory has seen.
+            run: identity of the run; group ids are unique in a run only.
+            fsync: whether a loss of power costs nothing that was written either.
+
+        Raises:
+            JournalBusy: the directory has a writer of that name.
+            JournalError: the disk refuses.
+        """
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"content-{name}")
+        make = partial(_Files, directory, name=name, run=run, fsync=fsync)
+        try:
+            return cls(await asyncio.get_running_loop().run_in_executor(thread, make), thread)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    async def append(self, records: Sequence[RolloutRecord]) -> None:
+        """Return once the records are written. They are written even if the caller is cancelled.
+
+        Records that arrive while the disk works travel together in the next write. Arrays must not change any more.
+
+        Raises:
+            JournalFull: none of the records is written; the call can be made again.
+            JournalError: the disk failed, or the writer was closed.
+        """
+        self._waiting += records
+        if self._next_write is None:
+            self._next_write = asyncio.create_task(self._write_waiting())
+            self._next_write.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._next_write)
+
+    async def forget(self, groups: Iterable[int]) -> None:
+        """Remove the records of groups, and data files without any other.
+
+        Raises:
+            JournalError: the disk failed, or the writer was closed.
+        """
+        await self._after_waiting(partial(self._files.forget, frozenset(groups)))
+
+    async def close(self) -> None:
+        """Write what waits and close the files, which stay. Idempotent."""
+        await self._after_waiting(self._files.close)
+
+    async def _write_waiting(self) -> None:
+        async with self._turn:
+            records, self._waiting, self._next_write = self._waiting, [], None
+            await self._in_thread(partial(self._files.append, records))
+
+    async def _after_waiting(self, work: Callable[[], None]) -> None:
+        """Do work once the records that wait are written."""
+        if self._next_write is not None:
+            await asyncio.wait([self._next_write])
+        async with self._turn:
+            await self._in_thread(work)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-UNKNOWN = -1  # the length of a trajectory of which somebody else appended a part
-GroupMessage: TypeAlias = bytes | Packed | Shared | Recorded
+class _Files:
+    """Data files and index of one writer. All calls are made in one thread."""
 
+    def __init__(self, directory: Path, *, name: str, run: str, fsync: bool) -> None:
+        self._directory, self._name, self._fsync = directory, name, fsync
+        self._path = directory / f"{name}.sqlite"
+        self._data: int | None = None  # descriptor of the newest data file
+        self._file = self._size = self._number = 0
+        self._groups: dict[int, set[int]] = {}  # data file -> groups that have a record in it
+        self._failure: JournalError | None = None
+        self._make_index()
+        try:
+            self._index = connect(self._path)
+            self._index.execute("PRAGMA journal_mode=PERSIST")
+            self._index.execute(f"PRAGMA synchronous={'FULL' if fsync else 'OFF'}")
+            with self._index:  # one transaction: whoever reads it finds all or nothing
+                self._index.execute("BEGIN IMMEDIATE")
+                self._index.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                self._index.execute(f"PRAGMA user_version={FORMAT}")
+                self._index.execute(WRITER_TABLE)
+                self._index.execute(RECORDS_TABLE)
+                self._index.execute("INSERT INTO writer VALUES (?)", (run,))
+        except sqlite3.Error as error:
+            raise disk_error(error, what="create", path=str(self._path)) from error
 
-# ---- the client's side
+    def append(self, records: Sequence[RolloutRecord]) -> None:
+        """Write the arrays, then name them in the index."""
+        self._require_open()
+        rows, parts = self._encoded(records)
+        size = sum(map(len, parts))
+        self._write(parts, size)
+        try:
+            with self._index:
+                self._index.executemany(f"INSERT INTO records VALUES ({','.join('?' * len(IndexRow._fields))})", rows)
+        except sqlite3.Error as error:
+            raise self._failed(error, what=f"write {len(rows)} rows to", path=self._path) from error
+        self._size += size
+        self._groups[self._file].update(record.group for record in records)
 
+    def forget(self, groups: frozenset[int]) -> None:
+        """Forget in the index first: a row never names a file that is gone."""
+        self._require_open()
+        try:
+            with self._index:
+                self._index.executemany("DELETE FROM records WHERE group_id = ?", [(group,) for group in groups])
+        except sqlite3.Error as error:
+            raise self._failed(error, what="delete rows of", path=self._path) from error
+        for held in self._groups.values():
+            held -= groups
+        self._remove_empty()
 
-class AppendedLengths:
-    """How far groups were appended from their start on; says which of them are whole."""
+    def close(self) -> None:
+        """Idempotent."""
+        if not isinstance(self._failure, JournalClosed):
+            self._failure = JournalClosed(f"the content of writer {self._name} in {self._directory} was closed")
+            self._index.close()
+            if self._data is not None:
+                os.close(self._data)
 
-    def __init__(self) -> None:
-        self._lengths: dict[int, dict[int, int]] = {}
-        self._closed: set[tuple[int, int]] = set()
-
-    def add(self, records: Sequence[RolloutRecord]) -> None:
-        """The queue has these."""
+    def _encoded(self, records: Sequence[RolloutRecord]) -> tuple[list[IndexRow], list[memoryview]]:
+        if self._data is None or self._size >= FILE_BYTES:
+            self._start_file()
+        rows: list[IndexRow] = []
+        parts: list[memoryview] = []
+        start = self._size
         for record in records:
-            lengths, tokens = self._lengths.setdefault(record.group, {}), _num_tokens(record)
-            if tokens is None or lengths.get(record.trajectory, 0) != record.at:
-                lengths[record.trajectory] = UNKNOWN
-                continue
-            lengths[record.trajectory] = record.at + tokens
-            if isinstance(record.what, TrajectoryClosed):
-                self._closed.add((record.group, record.trajectory))
+            self._number = max(self._number + 1, time.time_ns())
+            kind, fields, arrays = encode(record.what)
+            identity = (record.group, record.trajectory, self._number, record.at)
+            length = sum(map(len, arrays))
+            digest = checksum(identity, kind, fields, arrays)
+            rows.append(IndexRow(*identity, kind, fields, self._file, start, length, digest))
+            parts += [part for part in arrays if part]
+            start += length
+        return rows, parts
 
-    def whole(self, group: PromptGroup) -> bool:
-        """Whether the queue has all of the group."""
-        lengths = self._lengths.get(group.group, {})
-        return all(
-            lengths.get(number) == len(trajectory) and (group.group, number) in self._closed
-            for number, trajectory in enumerate(group.trajectories)
-        )
+    def _write(self, parts: Sequence[memoryview], size: int) -> None:
+        assert self._data is not None, "the records were encoded for a file"
+        waiting, at = list(parts), self._size
+        try:
+            while waiting:
+                written = os.pwritev(self._data, waiting[:MAX_PARTS], at)
+                at += written
+                while waiting and written >= len(waiting[0]):
+                    written -= len(waiting.pop(0))
+                if written:
+                    waiting[0] = waiting[0][written:]
+            if self._fsync:
+                os.fdatasync(self._data)
+        except OSError as error:
+            path = data_path(self._directory, self._name, self._file)
+            raise self._failed(error, what=f"write {size} bytes to", path=path) from error
 
-    def forget(self, group: int) -> None:
-        """It was put, or dropped."""
-        for number in self._lengths.pop(group, {}):
-            self._closed.discard((group, number))
+    def _start_file(self) -> None:
+        path = data_path(self._directory, self._name, self._file + 1)
+        try:
+            data = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            if self._fsync:
+                _sync_folder(self._directory)
+            if self._data is not None:
+                os.close(self._data)
+        except OSError as error:
+            raise self._failed(error, what="create", path=path) from error
+        self._data, self._file, self._size = data, self._file + 1, 0
+        self._groups[self._file] = set()
+        self._remove_empty()
 
+    def _remove_empty(self) -> None:
+        """Remove data files without a group, but for the newest."""
+        for file in [file for file, groups in self._groups.items() if not groups and file != self._file]:
+            path = data_path(self._directory, self._name, file)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise self._failed(error, what="remove", path=path) from error
+            del self._groups[file]
 
-def outgoing_record(record: RolloutRecord, memory: SharedMemory) -> RolloutRecord:
-    """The record as it is to travel."""
-    what = record.what
-    if not isinstance(what, Sampled) or not isinstance(what.segment, TokenOutput):
-        return record
-    return replace(record, what=Sampled(share(pack_segment(what.segment), memory)))
+    def _make_index(self) -> None:
+        """An empty index of a new writer; the directory comes with it."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(error, what="create", path=str(self._directory)) from error
+        try:
+            os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        except FileExistsError as error:
+            raise JournalBusy(
+                f"{self._path} is the content of another writer; give every writer a name of its own"
+            ) from error
+        except OSError as error:
+            raise disk_error(error, what="create", path=str(self._path)) from error
 
+    def _require_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
-def outgoing_group(group: PromptGroup, memory: SharedMemory, *, appended: bool, rank_coded: bool) -> GroupMessage:
-    """The group as it is to travel."""
-    packed = pack_group(group, rank_coded=rank_coded)
-    return Recorded(packed.head) if appended else share(packed, memory)
-
-
-def references(message: GroupMessage) -> list[object]:
-    """Of all that a group is read from, in order."""
-    match message:
-        case Shared():
-            return [message.reference]
-        case Recorded():
-            return [segment.reference for segment in map(_segment_of, message.records) if isinstance(segment, Shared)]
-        case bytes() | Packed():
-            return []
-        case _:
-            assert_never(message)
-
-
-def read_group(message: GroupMessage, shared: Iterator[Buffers], *, routing: RoutingSpec | None) -> PromptGroup:
-    """The group of a message.
-
-    Args:
-        shared: what its references are of.
-
-    Raises:
-        WireError, ContractError: as `wire.decode_group`.
-    """
-    match message:
-        case bytes():
-            return decode_group(message, routing=routing)
-        case Packed():
-            return unpack_group(message.head, message.buffers, routing=routing)
-        case Shared():
-            return unpack_group(message.head, next(shared), routing=routing)
-        case Recorded():
-            return _replayed(message, shared, routing)
-        case _:
-            assert_never(message)
-
-
-def _replayed(message: Recorded, shared: Iterator[Buffers], routing: RoutingSpec | None) -> PromptGroup:
-    head, _ = unseal(message.head, kind=GROUP)
-    trajectories = [Trajectory(routing=routing, resume_routing=t.resume_routing) for t in head.trajectories]
-    for record in message.records:
-        trajectory, what = trajectories[record.trajectory], record.what
-        match what:
-            case Sampled():
-                trajectory.extend(_read_segment(what.segment, shared, routing))
-            case TrajectoryClosed():
-                trajectory.close(stop_reason=what.stop_reason, reward=what.reward, info=dict(what.info))
-            case CallBegun():
-                pass
-            case _:
-                trajectory.observe(what)
-    return group_of(head, trajectories)
+    def _failed(self, error: OSError | sqlite3.Error, *, what: str, path: Path) -> JournalError:
+        """The error to raise. Nothing more is written if the disk's content is unknown."""
+        failure = disk_error(error, what=what, path=str(path))
+        if isinstance(failure, JournalBroken):
+            self._failure = failure
+        return failure
 
 
-def _read_segment(
-    segment: TokenOutput | Packed | Shared | bytes, shared: Iterator[Buffers], routing: RoutingSpec | None
-) -> TokenOutput:
-    match segment:
-        case TokenOutput():
-            return segment
-        case Packed():
-            return unpack_segment(segment.head, segment.buffers, routing=routing)
-        case Shared():
-            return unpack_segment(segment.head, next(shared), routing=routing)
-        case bytes():
-            return decode_segment(segment, routing=routing)
-
-
-def _segment_of(record: RolloutRecord) -> TokenOutput | Packed | Shared | bytes | None:
-    return record.what.segment if isinstance(record.what, Sampled) else None
-
-
-def _num_tokens(record: RolloutRecord) -> int | None:
-    """Tokens that it appends; None where that is not told without reading it."""
-    match record.what:
-        case Sampled():
-            return len(record.what.segment) if isinstance(record.what.segment, TokenOutput) else None
-        case np.ndarray():
-            return len(record.what)
-        case _:
-            return 0
-
-
-# ---- the queue's side
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Content:
-    """message: what a batch sends of the group. shared: what its references are of, which holds it here."""
-
-    message: GroupMessage
-    shared: tuple[Buffers, ...]
-
-
-class Contents:
-    """What was appended to the groups that are open. A group that is not known here is not open either.
-
-    Holds the buffers of what is shared: they stay, whatever becomes of the process that put them there.
-    """
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self._appended: dict[int, list[tuple[RolloutRecord, Buffers | None]]] = {}
-
-    def groups(self) -> list[int]:
-        """Those of which something is kept, or to be kept."""
-        return list(self._appended)
-
-    def begin(self, group: int) -> None:
-        """A group was admitted: what is appended to it is kept until it ends."""
-        self._appended.setdefault(group, [])
-
-    async def fetch(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-        """The records with what is shared at hand.
-
-        Raises:
-            SharedMemoryLost: it is gone.
-        """
-        shared = [s for s in map(_segment_of, records) if isinstance(s, Shared)]
-        buffers = iter(await self._memory.get([s.reference for s in shared]) if shared else ())
-        return [
-            replace(record, what=Sampled(Packed(segment.head, next(buffers))))
-            if isinstance(segment, Shared)
-            else record
-            for record, segment in zip(records, map(_segment_of, records), strict=True)
-        ]
-
-    def keep(self, sent: Sequence[RolloutRecord], fetched: Sequence[RolloutRecord]) -> None:
-        """These were recorded. sent: as they came. fetched: what `fetch` made of them."""
-        for record, local in zip(sent, fetched, strict=True):
-            if record.group in self._appended:
-                segment = _segment_of(local)
-                held = segment.buffers if record is not local and isinstance(segment, Packed) else None
-                self._appended[record.group].append((record, held))
-
-    async def group(self, message: GroupMessage) -> EncodedGroup:
-        """A group that is put.
-
-        Raises:
-            WireError: the bytes are damaged. SharedMemoryLost: its arrays are gone.
-            QueueError: it is to be what was appended, and that is something else.
-        """
-        match message:
-            case bytes():
-                return EncodedGroup(message, Content(message, ()))
-            case Packed():
-                return EncodedGroup(message.head, Content(message, ()))
-            case Shared():
-                return EncodedGroup(message.head, Content(message, tuple(await self._memory.get([message.reference]))))
-            case Recorded():
-                return self._recorded(message.head)
-            case _:
-                assert_never(message)
-
-    def forget(self, group: int) -> None:
-        """It ended, or is ready."""
-        self._appended.pop(group, None)
-
-    def _recorded(self, data: bytes) -> EncodedGroup:
-        head, _ = unseal(data, kind=GROUP)
-        group = head.ids[0]
-        appended = self._appended.get(group, [])
-        segments = sum(isinstance(record.what, Sampled) for record, _ in appended)
-        ends = sum(isinstance(record.what, TrajectoryClosed) for record, _ in appended)
-        expected = (sum(1 for _ in head.segments()), len(head.trajectories))
-        if group in self._appended and (segments, ends) != expected:
-            raise QueueError(
-                f"group {group} was put as (segments, trajectories) {expected}; what was appended to it has "
-                f"{(segments, ends)}: put it whole"
-            )
-        records = tuple(record for record, _ in appended)
-        shared = tuple(buffers for _, buffers in appended if buffers is not None)
-        return EncodedGroup(data, Content(Recorded(data, records), shared))
+def _sync_folder(folder: Path) -> None:
+    """Return once the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,37 +1,11 @@
-"""What crosses the boundary of the queue: admissions, batches, snapshots and refusals."""
+"""Values and errors of the queue's calls: admissions, batches, snapshots and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
+from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerCounts
-
-
-class QueuedGroup(Protocol):
-    """What the queue reads of a group: a PromptGroup, or its encoded form."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def prompt(self) -> int: ...
-    @property
-    def admitted_version(self) -> int: ...
-    @property
-    def admitted_update(self) -> int: ...
-    @property
-    def num_segments(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
-    def tokens_per_version(self) -> Mapping[int, int]:
-        """`param_version` -> tokens that it sampled, of rollouts that did not fail."""
-        ...
-
-
-P = TypeVar("P")
 
 
 class QueueError(RuntimeError):
@@ -39,7 +13,7 @@ class QueueError(RuntimeError):
 
 
 class QueueClosed(QueueError):
-    """The queue is closed; the message says what is left in it."""
+    """The queue is closed; the message counts the groups that are left in it."""
 
 
 class UnknownGroup(QueueError):
@@ -50,73 +24,85 @@ class DuplicateGroup(QueueError):
     """The group was put before, or has ended."""
 
 
+class QueueUnavailable(RuntimeError):
+    """The process of the queue is dead or silent; names what was waited for and how long."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Leave to roll out one prompt. The id is unique in a run and never reused.
-
-    admitted_version, admitted_update: newest weights that every replica serves, and the optimizer updates they hold.
-    """
+    """Permission to roll out one prompt."""
 
     group: int
+    """Id, unique in a run and never reused."""
     prompt: int
+    """Index of the prompt in its source."""
     admitted_version: int
+    """Newest `param_version` that every replica serves."""
     admitted_update: int
+    """Optimizer updates held by those weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutResult:
-    """expired: None where the group became ready, else why it was given up at the door."""
+    """Answer of `put`."""
 
     expired: str | None = None
+    """Why the group was given up; None if it became ready."""
 
     @property
     def accepted(self) -> bool:
+        """Whether the group became ready."""
         return self.expired is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch(Generic[P]):
-    """Groups of one batch.
+class Batch:
+    """Groups of one batch."""
 
-    update: optimizer updates held by the weights whose gradient the batch takes first.
-    version_updates: `param_version` -> optimizer updates it holds, for every version that sampled a token of the batch.
-    min_update: tokens of weights with fewer optimizer updates take no gradient (policy mask).
-    """
-
-    groups: list[P]
+    groups: list[GroupHead]
+    """Heads in the order of the batch."""
     update: int
+    """Optimizer updates held by the weights whose gradient the batch takes first."""
     version_updates: dict[int, int]
+    """`param_version` -> optimizer updates, for every version that sampled a token of the batch."""
     min_update: int = 0
+    """Tokens of weights with fewer optimizer updates take no gradient (policy mask)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """State of a queue at one instant; JSON through msgspec. A queue restored from it continues ids and ledger.
-
-    next_group: the id of the next admission. next_update: updates of the batches whose training was acknowledged.
-    version, update: newest weights that every replica serves.
-    ready, open, taken: groups in each state. replay: batches of the ready ones that are trained again.
-    unfinished: the admissions of all of them, by id. waiting: prompts whose groups expired and that are admitted again,
-    in that order. recycles: prompt -> times that it was to be admitted again, of those and of `unfinished`.
-    """
+    """State of a queue at one instant, as a checkpoint stores it; JSON through msgspec."""
 
     next_group: int = 0
+    """Id of the next admission."""
     next_update: int = 0
+    """Optimizer updates of the batches whose training was acknowledged."""
     version: int = 0
+    """Newest `param_version` that every replica serves."""
     update: int = 0
+    """Optimizer updates held by those weights."""
     ready: int = 0
+    """Finished groups that wait for the trainer."""
     open: int = 0
+    """Groups being rolled out."""
     taken: int = 0
+    """Groups handed to the trainer and not acknowledged."""
     replay: int = 0
+    """Batches of ready groups that are trained again after a restart."""
     unfinished: tuple[Admission, ...] = ()
+    """Admissions of all open, ready and taken groups, by id."""
     waiting: tuple[int, ...] = ()
+    """Prompts of expired groups that are admitted again, in that order."""
     recycles: dict[int, int] = field(default_factory=dict[int, int])
+    """Prompt -> times that it was to be admitted again, for prompts that have not ended."""
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    """Counts of groups and tokens."""
     closed: bool = False
+    """Whether the queue is closed."""
 
     @property
     def outstanding(self) -> int:
-        """Groups admitted and not taken; what the staleness budget bounds."""
+        """Groups admitted and not taken; the staleness budget bounds them."""
         return self.ready + self.open
 
     @property

@@ -7,21 +7,22 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
-from message_queue.wire.packed import Packed, Shared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """segment: as it is, or as one of its messages."""
+    """The policy sampled tokens."""
 
-    segment: TokenOutput | Packed | Shared | bytes
+    segment: TokenOutput
+    """One uninterrupted decode, with the rows that the engine returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """Something outside is about to be called that is to happen once."""
+    """Something outside is about to be called that must happen once."""
 
     call: str
+    """Text that the agent loop gives the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,11 @@ class TrajectoryClosed:
     """The trajectory ended with its reward."""
 
     stop_reason: StopReason
+    """Of its last segment; ERROR for a rollout that failed."""
     reward: float
+    """Of the whole trajectory."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers that the agent loop or the task noted."""
 
 
 RolloutStep: TypeAlias = Int32Array | Sampled | CallBegun | TrajectoryClosed
@@ -38,12 +42,13 @@ RolloutStep: TypeAlias = Int32Array | Sampled | CallBegun | TrajectoryClosed
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutRecord:
-    """`what` was appended to trajectory number `trajectory` of `group`, which held `at` tokens before.
-
-    what: int32 [n] tokens that no policy sampled, a segment, a call outside, or the end.
-    """
+    """`what` was appended to a trajectory."""
 
     group: int
+    """Id of the group."""
     trajectory: int
+    """Number of the trajectory in its group."""
     at: int
+    """Tokens that the trajectory held before."""
     what: RolloutStep
+    """int32 [n] tokens that no policy sampled, a segment, a call outside, or the end."""

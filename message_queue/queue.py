@@ -1,19 +1,18 @@
-"""The queue between rollout and training: bounded, closable, one event loop, conditions instead of polling.
+"""The queue between rollout and training: bounded, closable, one event loop, one condition instead of polling.
 
     admit -> (rollout) -> put -> [ready] -> take -> (training) -> trained
       open                        ready             taken
 
-Admission is counted in-flight first, so a group that starts is certain of its place in the staleness bound. State
-changes in one piece with its record on its way: a method that is cancelled before that has changed nothing. After that
-it waits for the record only. An admission or a batch whose caller is cancelled then is what the next call gets.
+Admission counts groups in flight, so a group that starts is certain of its place in the staleness bound. Each call
+decides, applies its events to the state and hands them to the journal without an await in between; then it waits until
+they are written. A call that is cancelled before that has changed nothing. If it is cancelled later, its change stays:
+an admission is open, a batch is taken, and a restart continues the one and hands out the other again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Generic, TypeVar, cast
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from message_queue.contract import (
     Admission,
@@ -21,47 +20,29 @@ from message_queue.contract import (
     DuplicateGroup,
     PutResult,
     QueueClosed,
-    QueuedGroup,
-    QueueError,
     QueueSnapshot,
     UnknownGroup,
 )
-from message_queue.delivery import check_delivery
+from message_queue.events import Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
+from message_queue.heads import GroupHead
+from message_queue.journal import EventJournal
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.log import WRITTEN, NoLog, QueueLog
-from message_queue.policies import build_policy
-from message_queue.progress import RolloutRecord
-from message_queue.staleness import StalenessConfig
-from message_queue.start import QueueStart, queue_start
-from message_queue.state import QueueState
-
-__all__ = [
-    "Admission",
-    "Batch",
-    "DuplicateGroup",
-    "PutResult",
-    "QueueClosed",
-    "QueueError",
-    "QueueSnapshot",
-    "QueuedGroup",
-    "TrajectoryQueue",
-    "UnknownGroup",
-]
-
-G = TypeVar("G", bound=QueuedGroup)
+from message_queue.policies import build_policy, end_of_expired
+from message_queue.staleness import StalenessBudget, StalenessConfig, StalenessError, newest_update, oldest_update
+from message_queue.state import GroupState, QueueState
+from message_queue.tokens import ContractError
 
 
-class TrajectoryQueue(Generic[G]):
+class TrajectoryQueue:
     """Groups from admission to the trainer's acknowledgement.
 
     Args:
         batch_groups: groups that `take` hands out together.
-        staleness: the bound and what happens at it.
-        max_ready: ready groups held before `put` waits; None where the staleness bound alone limits them.
+        staleness: the bound and the policy at it.
+        max_ready: ready groups before `put` waits; None if the staleness bound alone limits them.
         updates_per_batch: optimizer updates that the trainer makes from one batch.
-        restored: continue after this state. Unfinished groups of a snapshot end as dropped; admit their prompts again.
-            Give it a larger `next_group` where ids are known to have been handed out after it.
-        log: records every change.
+        state: of a restarted run (`message_queue.recovery`); None for a new one.
+        journal: stores every event; None if a restart goes back to the last checkpoint.
 
     Raises:
         ValueError: no batch could ever be taken; names the field and the value.
@@ -74,77 +55,60 @@ class TrajectoryQueue(Generic[G]):
         staleness: StalenessConfig,
         max_ready: int | None = None,
         updates_per_batch: int = 1,
-        restored: QueueSnapshot | QueueStart[G] | None = None,
-        log: QueueLog | None = None,
+        state: QueueState | None = None,
+        journal: EventJournal | None = None,
     ) -> None:
         if max_ready is not None and max_ready < batch_groups:
             raise ValueError(f"max_ready is {max_ready}; one batch is {batch_groups} groups: raise it to that or None")
-        start = cast(QueueStart[G], queue_start(restored))
-        self._log = log or NoLog()
+        self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
+        self._state = state or QueueState(updates_per_batch=updates_per_batch)
+        self._max_ready = max_ready
+        self._journal = journal
         self._changed = asyncio.Condition()
         self._closed = False
-        policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
-        self._state = state = QueueState(start, policy=policy, max_ready=max_ready, log=self._log)
-        self._held, self._schedule, self._ledger = state.held, state.schedule, state.ledger
-        self._admissions, self._versions = state.admissions, state.versions
-        self._unreceived: deque[Batch[G]] = deque()
+        self._ended: list[LedgerRecord] = []  # after the first `_num_received`
+        self._num_received = 0
 
     # ---- the rollout side
 
     async def admit(self, prompt: int) -> Admission:
         """Wait until one more group fits the staleness bound, then start it.
 
-        It is of `prompt`, unless a prompt whose group expired is to be admitted again (policy recycle): then of that
-        one, and `prompt` is asked for again by the next call.
+        The group is of `prompt`, unless the prompt of an expired group is to be admitted again (policy recycle): then
+        of that one, and the caller asks for `prompt` again with the next call.
 
         Raises:
             QueueClosed: nothing is admitted any more.
         """
         async with self._changed:
-            await self._until(
-                lambda: (
-                    self._admissions.unheard(prompt) is not None
-                    or self._schedule.can_admit(self._versions.served_update)
-                ),
-                what="admit",
-            )
-            admission, written = self._admissions.unheard(prompt), cast(Awaitable[None], WRITTEN)
-            if admission is None:
-                admission, written = self._state.start(prompt)
-            self._admissions.heard(admission)
-        try:
-            await written
-        except asyncio.CancelledError:
-            self.take_back(admission)
-            raise
-        return admission
+            await self._until(self._can_admit, call="admit")
+            event = self._state.next_admission(prompt)
+            written = self._commit(event)
+        await written
+        return Admission(
+            group=event.group, prompt=event.prompt, admitted_version=event.version, admitted_update=event.update
+        )
 
-    def take_back(self, admission: Admission) -> None:
-        """Nobody heard of an admission: the next `admit` of its prompt returns it."""
-        if admission.group in self._held.open:
-            self._admissions.take_back(admission)
-
-    async def append(self, records: Sequence[RolloutRecord]) -> None:
-        """Record how far rollouts are, in order. What belongs to a group that is not open any more is left out."""
-        for written in [self._log.appended(record) for record in records if record.group in self._held.open]:
-            await written
-
-    async def put(self, group: G) -> PutResult:
+    async def put(self, head: GroupHead) -> PutResult:
         """Hand in a finished group. Waits while `max_ready` groups are ready and a batch of them can be taken.
 
-        A group that the trainer waits for is let in whatever the number, so a full queue never blocks training.
+        A group that the trainer waits for is let in at any number, so a full queue never blocks training.
 
         Raises:
             UnknownGroup, DuplicateGroup: the group is not open.
-            ContractError: it is not complete, or does not match its admission or the published versions.
+            ContractError: the group does not match its admission or the published versions.
             QueueClosed: the group stays open in the ledger.
         """
         async with self._changed:
-            self._check_delivery(group)
-            newest = self._state.newest_update(group)
-            await self._until(lambda: self._schedule.lets_in(group.admitted_update, newest_update=newest), what="put")
-            self._check_delivery(group)  # it may have been given up while this call waited
-            expired, written = self._state.deliver(group)
+            self._check_delivery(head)
+            newest = newest_update(head.tokens_per_version(), self._state.versions)
+            await self._until(lambda: self._lets_in(head.admitted_update, newest), call="put")
+            self._check_delivery(head)  # the group may have been dropped while this call waited
+            expired = self._expiry(head.admitted_update, newest)
+            if expired is None:
+                written = self._commit(Ready(head=head))
+            else:
+                written = self._commit(self._expired_event(self._state.open[head.group], expired, head=head))
             self._changed.notify_all()
         await written
         return PutResult(expired=expired)
@@ -153,27 +117,41 @@ class TrajectoryQueue(Generic[G]):
         """Give up an open group; `segments` and `tokens` were generated in vain.
 
         Args:
-            expired: it was cancelled for its age, so that policy recycle admits its prompt again.
+            expired: the group was cancelled for its age, so that policy recycle admits its prompt again.
 
         Returns:
-            False where the group is not open any more: it was put, or given up, in the meantime.
+            False if the group is not open any more: it was put, or dropped, in the meantime.
 
         Raises:
-            UnknownGroup: it was never admitted.
-            LedgerError: the reason is empty.
+            UnknownGroup: the group was never admitted.
+            QueueError: the reason is empty.
         """
         async with self._changed:
-            if group not in self._held.open:
+            entry = self._state.open.get(group)
+            if entry is None:
                 self._require_known(group)
                 return False
-            written = self._state.give_up(group, reason=reason, segments=segments, tokens=tokens, expired=expired)
+            requeue = False
+            if expired:
+                reason, requeue = self._end_of_expired(entry, reason)
+            event = Dropped(group=group, reason=reason, segments=segments, tokens=tokens, requeue=requeue)
+            written = self._commit(event)
             self._changed.notify_all()
         await written
         return True
 
-    def expired(self) -> list[int]:
-        """Open groups that can no longer be trained; their rollouts are best cancelled and dropped."""
-        return self._schedule.hopeless()
+    async def expired(self) -> list[int]:
+        """Open groups that can no longer be trained; cancel and drop their rollouts."""
+        return self._expired_open()
+
+    def _expired_open(self) -> list[int]:
+        state = self._state
+        updates = {
+            update
+            for update, groups in state.outstanding.items()
+            if groups > state.ready_updates[update] and self._expiry(update, None) is not None
+        }
+        return [group for group, entry in state.open.items() if entry.admitted_update in updates] if updates else []
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         """Wait for open groups that can no longer be trained and are not in `known`.
@@ -182,57 +160,49 @@ class TrajectoryQueue(Generic[G]):
             QueueClosed: no group expires any more.
         """
         async with self._changed:
-            await self._until(lambda: not set(known).issuperset(self._schedule.hopeless()), what="wait_expired")
-            return [group for group in self._schedule.hopeless() if group not in known]
+            await self._until(lambda: not set(known).issuperset(self._expired_open()), call="wait_expired")
+            return [group for group in self._expired_open() if group not in known]
 
     # ---- the training side
 
-    async def take(self) -> Batch[G]:
-        """Wait for the next batch. Its groups count as trained at the update it is taken at.
+    async def take(self) -> Batch:
+        """Wait for the next batch. Its groups count as trained at the update at which it is taken.
 
         Policy wait hands out the oldest ready groups, as soon as that lets every other group in on time. The other
-        policies hand out what is ready: drop in the order it was put, recycle and mask the oldest first.
+        policies hand out ready groups at once: drop in the order of `put`, recycle and mask the oldest first.
 
         Raises:
-            QueueClosed: closed, and what is ready makes no batch; the message says what is left.
+            QueueClosed: closed, and the ready groups make no batch; the message counts the groups that are left.
             StalenessError: a token with gradient is older than the bound. Nothing is taken.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self._unreceived or self._schedule.batch_ready())
-            if self._unreceived:
-                return self._unreceived.popleft()
-            if not self._schedule.batch_ready():
+            await self._changed.wait_for(lambda: self._closed or self._batch_ready())
+            if not self._batch_ready():
+                state = self._state
                 raise QueueClosed(
-                    f"the queue is closed and {len(self._held.ready)} ready groups make no batch of "
-                    f"{self._schedule.budget.batch_groups}; {len(self._held.open)} groups stay open, "
-                    f"{len(self._held.taken)} were taken and not acknowledged"
+                    f"the queue is closed and {len(state.ready)} ready groups make no batch of "
+                    f"{self._policy.budget.batch_groups}; {len(state.open)} groups stay open, "
+                    f"{len(state.taken)} were taken and not acknowledged"
                 )
-            batch, written = self._state.take()
+            batch, written = self._take()
             self._changed.notify_all()
-        try:
-            for record in written:
-                await record
-        except asyncio.CancelledError:
-            self._unreceived.append(batch)
-            raise
+        await written
         return batch
 
     async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None:
         """Acknowledge groups of a taken batch; `train_step` is the optimizer step they took part in.
 
         Args:
-            tokens: of each group, those that took gradient as the trainer's side counts them; none: not counted there.
+            tokens: those of each group that took gradient as the trainer counts them; empty if it does not count.
 
         Raises:
             QueueError: a group was not taken, or was acknowledged before. Nothing is changed.
         """
         async with self._changed:
-            not_taken = sorted(
-                group for group, times in Counter(groups).items() if times > 1 or group not in self._held.taken
-            )
-            if not_taken:
-                raise QueueError(f"groups {not_taken} are not taken, or acknowledged twice; nothing is changed")
-            written = self._state.trained(groups, train_step=train_step, tokens=tokens)
+            if not tokens:
+                entries = [self._state.find(group, "taken") for group in groups]
+                tokens = [entry.tokens - entry.masked for entry in entries]
+            written = self._commit(Trained(groups=tuple(groups), train_step=train_step, tokens=tuple(tokens)))
         await written
 
     async def publish(self, version: int, *, update: int) -> None:
@@ -242,32 +212,36 @@ class TrajectoryQueue(Generic[G]):
             QueueError: the version or its update goes back, or the update is of a batch that was never taken.
         """
         async with self._changed:
-            if update > self._schedule.next_update:
-                raise QueueError(
-                    f"published version {version} with {update} updates; batches up to update "
-                    f"{self._schedule.next_update} were taken"
-                )
-            self._versions.publish(version, update=update)
-            written = self._log.published(version, update=update)
+            written = self._commit(Published(version=version, update=update))
         await written
 
     async def loaded(self, version: int) -> None:
         """Every replica serves `version`: groups admitted from now on start on it.
 
         Raises:
-            QueueError: it was never published, or is older than what the replicas served before.
+            QueueError: the version was never published, or is older than the served one.
         """
         async with self._changed:
-            self._versions.load(version)
+            written = self._commit(Loaded(version=version))
             self._changed.notify_all()
+        await written
 
     async def sync(self) -> None:
-        """Return once all that was recorded so far is on the disk. Call it before a checkpoint is made."""
-        await self._log.synced()
+        """Return once all events so far are stored. Call it before a checkpoint is made."""
+        if self._journal is not None:
+            await self._journal.sync()
 
     async def checkpointed(self, train_step: int) -> None:
-        """A checkpoint holds `train_step` and no restart goes back before it."""
-        await self._log.checkpointed(train_step)
+        """A checkpoint holds `train_step`, and no restart goes back before it.
+
+        Raises:
+            QueueError: an earlier call named a later step, or no group was trained at that step.
+        """
+        async with self._changed:
+            self._state.apply(Checkpointed(train_step=train_step))
+            written = None if self._journal is None else self._journal.rebase(*self._state.dump())
+        if written is not None:
+            await written
 
     # ---- both
 
@@ -277,38 +251,189 @@ class TrajectoryQueue(Generic[G]):
             self._closed = True
             self._changed.notify_all()
 
-    def snapshot(self) -> QueueSnapshot:
+    async def snapshot(self) -> QueueSnapshot:
         """The state now."""
         return self._state.snapshot(closed=self._closed)
 
     @property
     def live(self) -> list[int]:
         """Groups that are open, ready or taken."""
-        return self._held.live
+        return self._state.live
 
-    def drain_records(self) -> list[LedgerRecord]:
+    async def drain_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that ended since the last call."""
-        return self._ledger.drain_records()
+        records = await self.records_after(self._num_received)
+        self._num_received += len(records)
+        self._ended = []
+        return records
 
-    def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
-        """Ledger records not drained yet, one for each group that is still open, and the total."""
-        return self._ledger.closing_records(self._held.live, open_tokens=self._held.num_tokens)
+    async def records_after(self, received: int) -> list[LedgerRecord]:
+        """Ledger records of the groups that ended, without the first `received`, which the caller has.
 
-    # ---- inside; called with the condition held
+        A reply that was lost with a cancelled caller is in the next one.
+        """
+        self._ended += self._state.drain_records()
+        del self._ended[: max(0, received - self._num_received)]
+        self._num_received = max(received, self._num_received)
+        return list(self._ended)
 
-    async def _until(self, met: Callable[[], bool], *, what: str) -> None:
+    async def closing_records(self, received: int | None = None) -> list[LedgerRecord | LedgerTotal]:
+        """Ledger records not drained yet, one for each group that has not ended, and the total.
+
+        Args:
+            received: as of `records_after`; None for all that were drained.
+        """
+        records = await self.records_after(self._num_received if received is None else received)
+        return [*records, *self._state.open_records(), self._state.counts.total()]
+
+    # ---- changes; called with the condition held
+
+    def _commit(self, *events: Event) -> Awaitable[None]:
+        """Change the state and hand the events to the journal; the result is awaited for the write."""
+        for event in events:
+            self._state.apply(event)
+        return self._record(*events)
+
+    def _record(self, *events: Event) -> Awaitable[None]:
+        if self._journal is not None:
+            return self._journal.record(events)
+        written = asyncio.get_running_loop().create_future()
+        written.set_result(None)
+        return written
+
+    def _take(self) -> tuple[Batch, Awaitable[None]]:
+        """The next batch. Ready groups that expire by it are dropped."""
+        state, policy = self._state, self._policy
+        update, oldest = state.next_update, policy.min_update(next_update=state.next_update)
+        groups = self._next_batch()
+        updates = check_staleness(groups, state.versions, budget=policy.budget, next_update=update, min_update=oldest)
+        masked = tuple(masked_tokens(group, state.versions, min_update=oldest) for group in groups)
+        taken = Taken(groups=tuple(group.group for group in groups), update=update, masked=masked)
+        state.apply(taken)
+        dropped = self._expired_ready()
+        for event in dropped:
+            state.apply(event)
+        batch = Batch(groups=groups, update=update, version_updates=updates, min_update=oldest)
+        return batch, self._record(taken, *dropped)
+
+    def _next_batch(self) -> list[GroupHead]:
+        state = self._state
+        if state.replay:
+            entries = [state.ready[group] for group in state.replay[0]]
+        else:
+            entries = self._policy.by_turn(state.ready.values())[: self._policy.budget.batch_groups]
+        return [entry.head for entry in entries if entry.head is not None]
+
+    def _expired_ready(self) -> list[Dropped]:
+        """Ends of ready groups that can no longer be trained, except those that are trained again."""
+        replayed = {group for batch in self._state.replay for group in batch}
+        events: list[Dropped] = []
+        for group, entry in self._state.ready.items():
+            reason = self._expiry(entry.admitted_update, self._state.newest_update(group))
+            if reason is not None and group not in replayed:
+                events.append(self._expired_event(entry, reason))
+        return events
+
+    def _expired_event(self, entry: GroupState, reason: str, *, head: GroupHead | None = None) -> Dropped:
+        reason, requeue = self._end_of_expired(entry, reason)
+        segments, tokens = (0, 0) if head is None else (head.num_segments, head.num_tokens)
+        return Dropped(group=entry.group, reason=reason, segments=segments, tokens=tokens, requeue=requeue)
+
+    def _end_of_expired(self, entry: GroupState, reason: str) -> tuple[str, bool]:
+        return end_of_expired(self._policy, reason, times=self._state.recycles.get(entry.admission.prompt, 0))
+
+    # ---- conditions; called with the condition held
+
+    async def _until(self, met: Callable[[], bool], *, call: str) -> None:
         await self._changed.wait_for(lambda: self._closed or met())
         if self._closed:
-            raise QueueClosed(f"{what}: the queue is closed")
+            raise QueueClosed(f"{call}: the queue is closed")
+
+    def _can_admit(self) -> bool:
+        """Nothing is admitted before all batches of a restart were trained again."""
+        state = self._state
+        return not state.replay and self._policy.admits(
+            state.outstanding, admitted_update=state.served_update, next_update=state.next_update
+        )
+
+    def _batch_ready(self) -> bool:
+        state = self._state
+        return bool(state.replay) or self._policy.batch_ready(
+            state.ready_updates, state.outstanding, next_update=state.next_update
+        )
+
+    def _lets_in(self, admitted_update: int, newest: int | None) -> bool:
+        """Whether `put` continues: there is room, the trainer waits for this group, or the group is to be dropped."""
+        full = self._max_ready is not None and len(self._state.ready) >= self._max_ready
+        return not full or not self._batch_ready() or self._expiry(admitted_update, newest) is not None
+
+    def _expiry(self, admitted_update: int, newest: int | None) -> str | None:
+        return self._policy.expiry(admitted_update, newest_update=newest, next_update=self._state.next_update)
 
     def _require_known(self, group: int) -> None:
-        if not 0 <= group < self._admissions.next_group:
-            raise UnknownGroup(f"group {group} was never admitted; ids up to {self._admissions.next_group - 1} were")
+        if not 0 <= group < self._state.next_group:
+            raise UnknownGroup(f"group {group} was never admitted; ids up to {self._state.next_group - 1} were")
 
-    def _check_delivery(self, group: G) -> None:
-        """Refuse a group that is not open, not complete, or not what was admitted."""
-        admission = self._held.open.get(group.group)
-        if admission is None:
-            self._require_known(group.group)
-            raise DuplicateGroup(f"group {group.group} is not open: it was put before, or given up")
-        check_delivery(group, admission, self._versions.updates)
+    def _check_delivery(self, head: GroupHead) -> None:
+        """Refuse a group that is not open, or not the one that was admitted."""
+        entry = self._state.open.get(head.group)
+        if entry is None:
+            self._require_known(head.group)
+            raise DuplicateGroup(f"group {head.group} is not open: it was put before, or dropped")
+        check_delivery(head, entry.admission, self._state.versions)
+
+
+def check_delivery(head: GroupHead, admission: Admission, version_updates: Mapping[int, int]) -> None:
+    """Refuse a group that does not match its admission.
+
+    Raises:
+        ContractError: names the values that do not match.
+    """
+    given = (head.prompt, head.admitted_version, head.admitted_update)
+    if given != (admission.prompt, admission.admitted_version, admission.admitted_update):
+        raise ContractError(
+            f"group {head.group} has (prompt, admitted_version, admitted_update) {given}; it was {admission}"
+        )
+    oldest = oldest_update(head.tokens_per_version(), version_updates)
+    if oldest is not None and oldest < head.admitted_update:
+        raise ContractError(
+            f"group {head.group} was admitted at update {head.admitted_update}, "
+            f"but weights of update {oldest} sampled some of its tokens"
+        )
+
+
+def check_staleness(
+    groups: Sequence[GroupHead],
+    version_updates: Mapping[int, int],
+    *,
+    budget: StalenessBudget,
+    next_update: int,
+    min_update: int = 0,
+) -> dict[int, int]:
+    """Check each token with gradient by the version that sampled it; return the update of every version in the batch.
+
+    Args:
+        min_update: tokens of weights with fewer optimizer updates take no gradient.
+
+    Raises:
+        StalenessError: a token with gradient is older than the bound.
+    """
+    versions: dict[int, int] = {}
+    for group in groups:
+        counts = group.tokens_per_version()
+        versions.update((v, version_updates[v]) for v in counts)
+        young = {version: tokens for version, tokens in counts.items() if version_updates[version] >= min_update}
+        oldest = oldest_update(young, version_updates)
+        if oldest is not None and budget.is_expired(oldest, next_update=next_update):
+            staleness = budget.staleness(oldest, next_update=next_update)
+            raise StalenessError(
+                f"group {group.group} has tokens of staleness {staleness} at update {next_update}; "
+                f"staleness.max_staleness is {budget.max_staleness}"
+            )
+    return versions
+
+
+def masked_tokens(group: GroupHead, version_updates: Mapping[int, int], *, min_update: int) -> int:
+    """Tokens of a group without gradient: of weights with fewer than `min_update` updates, or of a failed rollout."""
+    counts = group.tokens_per_version()
+    return group.num_tokens - sum(n for version, n in counts.items() if version_updates[version] >= min_update)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from message_queue.rows import NOT_ROUTED, NOT_SAMPLED, HeldRows, Int16Array, RowRun
 from message_queue.support import SamplingSupport
-from message_queue.tokens import ExpertArray, Float32Array, Int32Array
+from message_queue.tokens import ExpertArray, Float32Array, Int32Array, StopReason
+
+if TYPE_CHECKING:
+    from message_queue.trajectory import PromptGroup
 
 BoolArray = NDArray[np.bool_]
 
@@ -52,6 +55,8 @@ class TrainingSequence:
     support: SamplingSupport | None = None
     """Of t positions, the tokens that the sampler kept; the whole vocabulary outside the loss. None if no token in the
     loss was cut."""
+    recomputed: bool = False
+    """Whether a resumed request computes K/V again over these rows (`resume_routing=force`)."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -98,6 +103,22 @@ class TrainingSequence:
         return out
 
 
+GroupContent = tuple[tuple[TrainingSequence, ...], ...]
+"""Of each trajectory of a group its training sequences; none of a rollout that failed."""
+
+
+def content_of(group: PromptGroup) -> GroupContent:
+    """The content of a finished group; `message_queue.heads.head_of` is the rest."""
+    return tuple(
+        ()
+        if trajectory.stop_reason is StopReason.ERROR
+        else tuple(
+            replace(sequence, recomputed=trajectory.resume_routing == "force") for sequence in trajectory.sequences()
+        )
+        for trajectory in group.trajectories
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Strand:
     """The rows that the segments from number `first_segment` on were decoded over; `start` is their first position.
@@ -137,7 +158,7 @@ def training_sequences(
         made.append(
             TrainingSequence(
                 token_ids=token_ids[:length],
-                runs=_runs(positions, param_versions[positions]),
+                runs=sampled_runs(positions, param_versions[positions]),
                 logprobs=behaviour_logprobs[positions],
                 rows=rows,
                 row_runs=row_runs,
@@ -147,7 +168,7 @@ def training_sequences(
     return made
 
 
-def _runs(positions: NDArray[np.int64], versions: Int32Array) -> tuple[SampledRun, ...]:
+def sampled_runs(positions: NDArray[np.int64], versions: Int32Array) -> tuple[SampledRun, ...]:
     """Positions 3, 4, 6 of versions 4, 4, 5 are the runs (3, 2, 4) and (6, 1, 5)."""
     if not len(positions):
         return ()

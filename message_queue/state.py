@@ -1,124 +1,454 @@
-"""What a queue holds, and each change of it in one piece with its record; no waiting here.
+"""The state of the queue: one reducer, `QueueState.apply`, used for live calls and to read the journal.
 
-A change is made in all that keeps track of groups: who holds them, the ledger, the admissions, the log.
+    open -> ready -> taken -> trained -> (checkpoint) -> gone
+      +-------+--------+---> dropped: gone
+
+A trained group stays until a checkpoint holds its train step: a restart before that trains it again.
+
+Example: admit 4 groups with batches of 2, put groups 1, 0 and 2, take. Then group 3 is open, 2 is ready, 0 and 1 are
+taken, next_update is 1, and the ledger counts 4 admitted and 4 open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Generic, TypeVar
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import Literal, assert_never
 
-from message_queue.admissions import Admissions
-from message_queue.contract import Admission, Batch, QueuedGroup, QueueSnapshot
-from message_queue.delivery import check_staleness, masked_tokens
-from message_queue.holdings import Holdings
-from message_queue.ledger import Ledger
-from message_queue.log import QueueLog
-from message_queue.policies import StalenessPolicy, end_of_expired
-from message_queue.schedule import Schedule
-from message_queue.staleness import newest_update
-from message_queue.start import QueueStart, restore
-from message_queue.versions import PublishedVersions
+import msgspec
 
-G = TypeVar("G", bound=QueuedGroup)
+from message_queue.contract import Admission, QueueError, QueueSnapshot, UnknownGroup
+from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
+from message_queue.heads import GroupHead
+from message_queue.ledger import LedgerCounts, LedgerRecord
+
+Life = Literal["open", "ready", "taken", "trained"]
 
 
-class QueueState(Generic[G]):
-    """The caller keeps transitions legal. What a method returns beside its result is to be awaited: the record."""
+class GroupState(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that has not ended, or whose training no checkpoint holds yet."""
 
-    def __init__(self, start: QueueStart[G], *, policy: StalenessPolicy, max_ready: int | None, log: QueueLog) -> None:
-        self.held: Holdings[G] = Holdings()
-        self.schedule = Schedule(
-            policy, self.held, max_ready=max_ready, next_update=start.next_update, replay=start.replay
+    admission: Admission
+    """Of the group."""
+    life: Life = "open"
+    """Where the group stands."""
+    turn: int = 0
+    """Orders groups by when they became ready, and later by when they were taken."""
+    head: GroupHead | None = None
+    """None while the group is open."""
+    tokens: int = 0
+    """Sampled tokens of `head`."""
+    newest_version: int | None = None
+    """Newest version that sampled a token of `head`, failed rollouts excluded; None if there is no such token."""
+    masked: int = 0
+    """Tokens without gradient in the batch that took the group."""
+    taken_update: int | None = None
+    """Optimizer updates at which the group was taken."""
+    train_step: int | None = None
+    """Optimizer step that the group took part in."""
+    trained_tokens: int = 0
+    """Tokens that took gradient."""
+    replay_update: int | None = None
+    """Updates at which the group was trained after the last checkpoint, so that a restart trains it there again."""
+
+    @property
+    def group(self) -> int:
+        """Id."""
+        return self.admission.group
+
+    @property
+    def admitted_update(self) -> int:
+        """Optimizer updates held by the weights of the admission."""
+        return self.admission.admitted_update
+
+
+class StateHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """A state without its groups."""
+
+    next_group: int = 0
+    """Id of the next admission."""
+    next_turn: int = 0
+    """`turn` of the next group that becomes ready or is taken."""
+    next_update: int = 0
+    """Optimizer updates at which the next batch is taken."""
+    prompt_cursor: int = 0
+    """First prompt that was never admitted."""
+    train_step: int = 0
+    """Newest optimizer step that trained a group."""
+    settled_step: int = 0
+    """Optimizer steps in the newest checkpoint."""
+    served: int = 0
+    """Newest `param_version` that every replica serves."""
+    versions: dict[int, int] = msgspec.field(default_factory=lambda: {0: 0})
+    """Published `param_version` -> optimizer updates, for all that a group may have tokens of."""
+    requeued: tuple[int, ...] = ()
+    """Prompts of expired groups that the next admissions are of, in order."""
+    returned: tuple[int, ...] = ()
+    """Prompts that the last restart gave back to the driver and that were not admitted again yet, in order."""
+    recycles: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """Prompt -> times that it was to be admitted again, for prompts that have not ended."""
+    replay: tuple[tuple[int, ...], ...] = ()
+    """Batches of ready groups that are taken first, unchanged."""
+    ledger: LedgerCounts = msgspec.field(default_factory=LedgerCounts)
+    """Counts of groups that are gone."""
+    live: tuple[int, ...] = ()
+    """Ids of the groups that belong to this header."""
+
+
+class QueueState:
+    """Groups, versions, prompts to admit again, and the ledger. `apply` is the only way to change them.
+
+    Args:
+        header, groups: as `dump` gives them.
+        updates_per_batch: optimizer updates that the trainer makes from one batch.
+    """
+
+    def __init__(
+        self, header: StateHeader | None = None, groups: Iterable[GroupState] = (), *, updates_per_batch: int = 1
+    ) -> None:
+        header = header or StateHeader()
+        self.open: dict[int, GroupState] = {}
+        self.ready: dict[int, GroupState] = {}
+        self.taken: dict[int, GroupState] = {}
+        self.trained: dict[int, GroupState] = {}
+        self.outstanding: Counter[int] = Counter()  # admitted update -> open and ready groups
+        self.ready_updates: Counter[int] = Counter()  # admitted update -> ready groups
+        self.next_group, self.next_update, self.prompt_cursor = (
+            header.next_group,
+            header.next_update,
+            header.prompt_cursor,
         )
-        self.admissions = Admissions(next_group=start.next_group, recycles=start.recycles)
-        self.versions = PublishedVersions(start.versions, served=start.served)
-        self.ledger = Ledger(before=start.ledger)
-        self._log = log
-        self._policy = policy
-        restore(start, held=self.held, ledger=self.ledger)
+        self.train_step, self.settled_step = header.train_step, header.settled_step
+        self.served, self.versions = header.served, dict(header.versions)
+        self.requeued, self.returned = deque(header.requeued), dict.fromkeys(header.returned)
+        self.recycles, self.replay = dict(header.recycles), deque(header.replay)
+        self._next_turn = header.next_turn
+        self._updates_per_batch = updates_per_batch
+        self._counts = Counter({name: getattr(header.ledger, name) for name in _COUNTED})
+        self._reasons = Counter(header.ledger.reasons)
+        self._records: list[LedgerRecord] = []
+        for group in sorted(groups, key=lambda g: (g.turn, g.group)):
+            self._insert(group)
+            self._counts.update(_contribution(group))
 
-    def newest_update(self, group: G) -> int | None:
-        """Of the newest weights that sampled a token of a group; None where nothing was sampled."""
-        return newest_update(group.tokens_per_version(), self.versions.updates)
+    # ---- questions
 
-    def start(self, prompt: int) -> tuple[Admission, Awaitable[None]]:
-        """Admit a group: of a prompt that waits to be admitted again, else of `prompt`."""
-        admission = self.admissions.begin(prompt, version=self.versions.served, update=self.versions.served_update)
-        self.held.start(admission)
-        self.ledger.admitted(admission.group, version=admission.admitted_version)
-        return admission, self._log.admitted(admission)
+    @property
+    def served_update(self) -> int:
+        """Optimizer updates held by the version that every replica serves."""
+        return self.versions[self.served]
 
-    def deliver(self, group: G) -> tuple[str | None, Awaitable[None]]:
-        """open -> ready; or given up, and why."""
-        newest = self.newest_update(group)
-        self.ledger.delivered(group.group, segments=group.num_segments, tokens=group.num_tokens)
-        expired = self.schedule.expiry(group.admitted_update, newest_update=newest)
-        if expired is not None:
-            return expired, self.give_up(group.group, reason=expired, tokens=group.num_tokens, expired=True)
-        self.held.deliver(group, newest_update=newest)
-        return None, self._log.ready(group)
+    @property
+    def live(self) -> list[int]:
+        """Groups that are open, ready or taken."""
+        return [*self.open, *self.ready, *self.taken]
 
-    def take(self) -> tuple[Batch[G], list[Awaitable[None]]]:
-        """The next batch: ready -> taken. Ready groups that expire by it are given up.
-
-        Raises:
-            StalenessError: a token with gradient is older than the bound. Nothing is changed.
-        """
-        groups, update = self.schedule.next_batch(), self.schedule.next_update
-        updates, oldest = self.versions.updates, self.schedule.min_update
-        version_updates = check_staleness(
-            groups, updates, budget=self.schedule.budget, next_update=update, min_update=oldest
+    @property
+    def counts(self) -> LedgerCounts:
+        """The ledger: groups that entered and ended by events, open ones by the groups that are held."""
+        held = (*self.ready.values(), *self.taken.values())
+        return LedgerCounts(
+            **self._counts,
+            open=len(self.open) + len(self.ready) + len(self.taken),
+            open_tokens=sum(group.tokens for group in held),
+            reasons=dict(self._reasons),
         )
-        for group in groups:
-            self.ledger.masked(group.group, tokens=masked_tokens(group, updates, min_update=oldest))
-        self.held.take(groups, update=update)
-        self.schedule.advance()
-        written = [self._log.taken([g.group for g in groups], update=update)]
-        for expired, reason in self.schedule.expired().items():
-            written.append(self.give_up(expired, reason=reason, expired=True))
-        batch = Batch(groups=groups, update=update, version_updates=version_updates, min_update=oldest)
-        return batch, written
 
-    def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int]) -> Awaitable[None]:
-        """taken -> trained; see `TrajectoryQueue.trained`."""
-        masked = [self.ledger.masked_of(group) for group in groups]
-        for group, counted in zip(groups, tokens or [None] * len(groups), strict=True):
-            self.admissions.done(self.held.prompt(group))
-            self.held.end(group)
-            self.ledger.trained(group, train_step=train_step, tokens=counted)
-        return self._log.trained(groups, train_step=train_step, masked=masked)
+    def newest_update(self, group: int) -> int | None:
+        """Updates of the newest weights that sampled a token of a ready group; None if there is no such token."""
+        version = self.ready[group].newest_version
+        return None if version is None else self.versions[version]
 
-    def give_up(
-        self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False
-    ) -> Awaitable[None]:
-        """End a group that is not taken; policy recycle admits its prompt again where it `expired`."""
-        prompt, again = self.held.prompt(group), False
-        if expired:
-            reason, again = end_of_expired(self._policy, reason, times=self.admissions.times(prompt))
-        self.ledger.dropped(group, reason=reason, segments=segments, tokens=tokens)
-        self.held.end(group)
-        if again:
-            self.admissions.again(prompt)
-        else:
-            self.admissions.done(prompt)
-        return self._log.dropped(group, reason=reason, tokens=tokens, again=again)
+    def next_admission(self, prompt: int) -> Admitted:
+        """The next admission: of the first requeued prompt, else of `prompt`."""
+        return Admitted(
+            group=self.next_group,
+            prompt=self.requeued[0] if self.requeued else prompt,
+            version=self.served,
+            update=self.served_update,
+        )
 
-    def snapshot(self, *, closed: bool) -> QueueSnapshot:
-        """The state now."""
-        held, schedule = self.held, self.schedule
+    def snapshot(self, *, closed: bool = False) -> QueueSnapshot:
+        """The state as a checkpoint stores it."""
+        updates = [group.taken_update for group in self.taken.values() if group.taken_update is not None]
+        held = {**self.open, **self.ready, **self.taken}
         return QueueSnapshot(
-            next_group=self.admissions.next_group,
-            next_update=min(held.taken.values(), default=schedule.next_update),
-            version=self.versions.served,
-            update=self.versions.served_update,
-            ready=len(held.ready),
-            open=len(held.open),
-            taken=len(held.taken),
-            replay=schedule.replay,
-            unfinished=held.unfinished(),
-            waiting=self.admissions.waiting,
-            recycles=self.admissions.recycles,
-            ledger=self.ledger.counts(open_groups=len(held.live), open_tokens=held.num_tokens),
+            next_group=self.next_group,
+            next_update=min(updates, default=self.next_update),
+            version=self.served,
+            update=self.served_update,
+            ready=len(self.ready),
+            open=len(self.open),
+            taken=len(self.taken),
+            replay=len(self.replay),
+            unfinished=tuple(held[group].admission for group in sorted(held)),
+            waiting=tuple(self.requeued),
+            recycles=dict(self.recycles),
+            ledger=self.counts,
             closed=closed,
         )
+
+    def dump(self) -> tuple[StateHeader, list[GroupState]]:
+        """The state as values that do not change, from which an equal state can be made."""
+        groups = [*self.open.values(), *self.ready.values(), *self.taken.values(), *self.trained.values()]
+        gone = self._counts.copy()
+        for group in groups:
+            gone.subtract(_contribution(group))
+        header = StateHeader(
+            next_group=self.next_group,
+            next_turn=self._next_turn,
+            next_update=self.next_update,
+            prompt_cursor=self.prompt_cursor,
+            train_step=self.train_step,
+            settled_step=self.settled_step,
+            served=self.served,
+            versions=dict(self.versions),
+            requeued=tuple(self.requeued),
+            returned=tuple(self.returned),
+            recycles=dict(self.recycles),
+            replay=tuple(self.replay),
+            ledger=LedgerCounts(**gone, reasons=dict(self._reasons)),
+            live=tuple(group.group for group in groups),
+        )
+        return header, groups
+
+    def drain_records(self) -> list[LedgerRecord]:
+        """Ledger records of the groups that ended since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    def open_records(self) -> list[LedgerRecord]:
+        """Ledger records of the groups that have not ended, by id."""
+        held = {**self.open, **self.ready, **self.taken}
+        return [_record(held[group], outcome="open") for group in sorted(held)]
+
+    # ---- changes
+
+    def apply(self, event: Event) -> None:
+        """Follow an event.
+
+        Raises:
+            QueueError: the event does not follow on the state. Nothing is changed.
+        """
+        match event:
+            case Admitted():
+                self._admit(event)
+            case Ready():
+                self._deliver(event.head)
+            case Dropped():
+                self._drop(event)
+            case Taken():
+                self._take(event)
+            case Trained():
+                self._train(event)
+            case Published():
+                self._publish(event)
+            case Loaded():
+                self._load(event.version)
+            case Checkpointed():
+                self._settle(event.train_step)
+            case _:
+                assert_never(event)
+
+    def _admit(self, event: Admitted) -> None:
+        _require(
+            event.group >= self.next_group,
+            f"group {event.group} was admitted before; the next id is {self.next_group}",
+        )
+        admission = Admission(
+            group=event.group, prompt=event.prompt, admitted_version=event.version, admitted_update=event.update
+        )
+        if self.requeued and self.requeued[0] == event.prompt:
+            self.requeued.popleft()
+        self.returned.pop(event.prompt, None)
+        self.next_group = event.group + 1
+        self.prompt_cursor = max(self.prompt_cursor, event.prompt + 1)
+        self._insert(GroupState(admission=admission))
+        self._counts["admitted"] += 1
+
+    def _deliver(self, head: GroupHead) -> None:
+        entry = self.find(head.group, "open")
+        versions = [version for version, tokens in head.tokens_per_version().items() if tokens]
+        self._move(
+            entry,
+            life="ready",
+            turn=self._turn(),
+            head=head,
+            tokens=head.num_tokens,
+            newest_version=max(versions, default=None),
+        )
+        self._counts["tokens"] += head.num_tokens
+
+    def _take(self, event: Taken) -> None:
+        entries = self._find_all(event.groups, "ready", also=event.masked)
+        _require(
+            event.update == self.next_update,
+            f"a batch is taken at update {event.update}; the next batch is of update {self.next_update}",
+        )
+        if self.replay:
+            _require(
+                self.replay[0] == event.groups,
+                f"groups {list(event.groups)} are taken before the batch {list(self.replay[0])} was trained again",
+            )
+            self.replay.popleft()
+        for entry, masked in zip(entries, event.masked, strict=True):
+            self._move(entry, life="taken", turn=self._turn(), taken_update=event.update, masked=masked)
+        self.next_update += self._updates_per_batch
+
+    def _train(self, event: Trained) -> None:
+        entries = self._find_all(event.groups, "taken", also=event.tokens)
+        _require(
+            event.train_step > self.settled_step,
+            f"train_step is {event.train_step}; a checkpoint holds those up to {self.settled_step}",
+        )
+        for entry, tokens in zip(entries, event.tokens, strict=True):
+            self._move(
+                entry,
+                life="trained",
+                train_step=event.train_step,
+                trained_tokens=tokens,
+                replay_update=entry.taken_update,
+            )
+            self.recycles.pop(entry.admission.prompt, None)
+            self._counts.update(trained=1, trained_tokens=tokens, masked_tokens=entry.masked)
+            self._records.append(_record(entry, outcome="trained", train_step=event.train_step))
+        self.train_step = max(self.train_step, event.train_step)
+
+    def _drop(self, event: Dropped) -> None:
+        _require(bool(event.reason), f"group {event.group} was dropped without a reason; say why")
+        entry = self.find(event.group, "open", "ready", "taken")
+        prompt, segments, tokens = entry.admission.prompt, event.segments, event.tokens
+        if entry.head is not None:
+            segments, tokens = entry.head.num_segments, entry.tokens
+        else:
+            self._counts["tokens"] += tokens
+        self._remove(entry)
+        self._counts.update(dropped=1, dropped_tokens=tokens)
+        self._reasons[event.reason.partition(":")[0]] += 1
+        self._records.append(_record(entry, outcome="dropped", reason=event.reason, segments=segments, tokens=tokens))
+        if event.requeue:
+            self.recycles[prompt] = self.recycles.get(prompt, 0) + 1
+            self.requeued.append(prompt)
+        else:
+            self.recycles.pop(prompt, None)
+
+    def _publish(self, event: Published) -> None:
+        newest = max(self.versions)
+        _require(
+            event.version > newest and event.update >= self.versions[newest],
+            f"published version {event.version} with {event.update} updates after version {newest} with "
+            f"{self.versions[newest]}; versions go up, updates do not go back",
+        )
+        _require(
+            event.update <= self.next_update,
+            f"published version {event.version} with {event.update} updates; batches up to update {self.next_update} "
+            "were taken",
+        )
+        self.versions[event.version] = event.update
+
+    def _load(self, version: int) -> None:
+        _require(
+            version in self.versions and version >= self.served,
+            f"loaded version {version} after version {self.served}; the newest published is {max(self.versions)}",
+        )
+        self.served = version
+
+    def _settle(self, train_step: int) -> None:
+        _require(
+            self.settled_step <= train_step <= self.train_step,
+            f"checkpoint of train step {train_step}; an earlier checkpoint holds steps up to {self.settled_step}, and "
+            f"the last step that trained a group is {self.train_step}",
+        )
+        for entry in [g for g in self.trained.values() if g.train_step is not None and g.train_step <= train_step]:
+            self._remove(entry)
+        self.settled_step = train_step
+        held = (*self.open.values(), *self.ready.values(), *self.taken.values(), *self.trained.values())
+        oldest = min((self.served, *(group.admission.admitted_version for group in held)))
+        self.versions = {version: update for version, update in self.versions.items() if version >= oldest}
+
+    # ---- inside
+
+    def find(self, group: int, *lives: Life) -> GroupState:
+        """A group that is in one of `lives`.
+
+        Raises:
+            UnknownGroup: it was never admitted. QueueError: it is in another state, or has ended.
+        """
+        for life in lives:
+            if group in self._groups(life):
+                return self._groups(life)[group]
+        if not 0 <= group < self.next_group:
+            raise UnknownGroup(f"group {group} was never admitted; ids up to {self.next_group - 1} were")
+        raise QueueError(f"group {group} is not {' or '.join(lives)}; nothing is changed")
+
+    def _find_all(self, groups: Sequence[int], life: Life, *, also: Sequence[int]) -> list[GroupState]:
+        entries = [self.find(group, life) for group in groups]
+        _require(len(set(groups)) == len(groups), f"groups {list(groups)} name one twice; nothing is changed")
+        _require(len(also) == len(groups), f"{len(also)} token counts for {len(groups)} groups; give one for each")
+        return entries
+
+    def _turn(self) -> int:
+        self._next_turn += 1
+        return self._next_turn - 1
+
+    def _groups(self, life: Life) -> dict[int, GroupState]:
+        return {"open": self.open, "ready": self.ready, "taken": self.taken, "trained": self.trained}[life]
+
+    def _move(self, entry: GroupState, **changes: object) -> None:
+        self._remove(entry)
+        self._insert(msgspec.structs.replace(entry, **changes))
+
+    def _insert(self, entry: GroupState) -> None:
+        self._groups(entry.life)[entry.group] = entry
+        self._tally(entry, 1)
+
+    def _remove(self, entry: GroupState) -> None:
+        del self._groups(entry.life)[entry.group]
+        self._tally(entry, -1)
+
+    def _tally(self, entry: GroupState, change: int) -> None:
+        counters = {"open": [self.outstanding], "ready": [self.outstanding, self.ready_updates]}.get(entry.life, [])
+        for counter in counters:
+            counter[entry.admitted_update] += change
+            if not counter[entry.admitted_update]:
+                del counter[entry.admitted_update]
+
+
+_COUNTED = (
+    "admitted", "trained", "dropped", "tokens", "trained_tokens", "masked_tokens", "dropped_tokens",
+)  # fmt: skip
+
+
+def _contribution(group: GroupState) -> dict[str, int]:
+    """Counts of the ledger that a group is part of."""
+    counts = {"admitted": 1, "tokens": group.tokens}
+    if group.life == "trained":
+        counts |= {"trained": 1, "trained_tokens": group.trained_tokens, "masked_tokens": group.masked}
+    return counts
+
+
+def _record(
+    entry: GroupState,
+    *,
+    outcome: str,
+    reason: str | None = None,
+    train_step: int | None = None,
+    segments: int | None = None,
+    tokens: int | None = None,
+) -> LedgerRecord:
+    delivered = 0 if entry.head is None else entry.head.num_segments
+    return LedgerRecord(
+        group=entry.group,
+        admitted_version=entry.admission.admitted_version,
+        outcome=outcome,
+        reason=reason,
+        train_step=train_step,
+        segments=delivered if segments is None else segments,
+        tokens=entry.tokens if tokens is None else tokens,
+        masked_tokens=entry.masked if outcome == "trained" else 0,
+    )
+
+
+def _require(met: bool, message: str) -> None:
+    if not met:
+        raise QueueError(message)

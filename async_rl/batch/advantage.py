@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from message_queue.trajectory import PromptGroup
+from message_queue.heads import GroupHead
 
 GroupAdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -60,13 +60,9 @@ class Advantages:
             )
 
 
-def compute_advantages(groups: Sequence[PromptGroup], config: AdvantageConfig) -> Advantages:
-    """Advantage of every trajectory of every group.
-
-    Raises:
-        ValueError: a trajectory has no reward yet.
-    """
-    rewards = [_rewards(group) for group in groups]
+def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> Advantages:
+    """Advantage of every trajectory of every group."""
+    rewards = [np.array([t.reward for t in group.trajectories], np.float64) for group in groups]
     tokens = np.array([t.num_sampled for group in groups for t in group.trajectories], np.int64)
     match config.name:
         case "reinforce_plus_plus":
@@ -119,10 +115,3 @@ def _join(groups: Sequence[tuple[NDArray[np.float32], bool]]) -> Advantages:
 
 def _has_spread(rewards: NDArray[np.float64]) -> bool:
     return len(rewards) > 1 and float(np.ptp(rewards)) >= _SPREAD
-
-
-def _rewards(group: PromptGroup) -> NDArray[np.float64]:
-    for index, trajectory in enumerate(group.trajectories):
-        if trajectory.reward is None:
-            raise ValueError(f"group {group.group}: trajectory {index} has no reward; close it before training")
-    return np.array([t.reward for t in group.trajectories], np.float64)

@@ -1,9 +1,9 @@
 """Sequences of a batch laid end to end, as the rows that one rank's forward pass sees.
 
 Row r of the forward pass reads a token and predicts the next one of its sequence: the logits at position p - 1 give the
-logprob of token p. With context parallelism each rank holds two chunks of every sequence, one from the front and one
-from the back, so that causal attention costs all ranks the same, and is sent those tokens alone; with sequence
-parallelism the routers of a rank see one tensor-parallel part of its rows.
+logprob of token p. With context parallelism each rank reads two chunks of every sequence, one from the front and one
+from the back, so that causal attention costs all ranks the same; with sequence parallelism the routers of a rank see
+one tensor-parallel part of its rows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ class AttentionBucket:
 class PackedRows:
     """Rows of one micro-batch on one rank; t rows here, over all context ranks t * context.
 
-    index: int64 [t], where the token of row r lies in the flattened [S * T] batch, of which a context rank has the
-        tokens it holds (`HeldTokens`) alone; -1 for padding.
+    index: int64 [t], where the token of row r lies among the tokens of the micro-batch end to end; -1 for padding.
     next_index: int64 [t], the token it predicts; -1 where there is none (last token, padding).
     positions: int64 [t], position in its sequence. segments: int64 [t], which sequence of the micro-batch.
-    router_index: int64 [t / tensor], the part of `index` that this rank's routers see.
     buckets, slot_row, row_slot: attention without context parallelism works on padded slots: slot_row [slots] is the
         row of each slot (any row for a padding slot), row_slot [t] the slot of each row.
     gathered_positions, gathered_segments: int64 [t * context], of the rows of all context ranks, rank after rank.
@@ -53,7 +51,6 @@ class PackedRows:
     next_index: Tensor
     positions: Tensor
     segments: Tensor
-    router_index: Tensor
     buckets: tuple[AttentionBucket, ...]
     slot_row: Tensor
     row_slot: Tensor
@@ -73,24 +70,17 @@ class PackedRows:
         return PackedRows(buckets=self.buckets, longest=self.longest, **moved)
 
 
-def pack_rows(
-    lengths: Sequence[int],
-    indices: Sequence[int],
-    *,
-    row_length: int,
-    at: Coordinates,
-    packing: bool = True,
-) -> PackedRows:
-    """Lay sequences `indices` end to end.
+def pack_rows(lengths: Sequence[int], *, at: Coordinates, packing: bool = True) -> PackedRows:
+    """Lay sequences end to end.
 
     Each is padded to what context parallelism divides (all to the longest, without packing), and the whole to what
-    tensor parallelism divides. An empty list gives padding only, so that a rank without sequences can take part.
+    tensor parallelism divides. Without sequences there is padding only, so that every rank can take part.
 
     Args:
-        lengths: tokens of every sequence of the batch, whole. row_length: T of the batch, as far as this rank has it.
+        lengths: tokens of each sequence of the micro-batch.
     """
-    laid = _lay_end_to_end(lengths, indices, at=at, packing=packing)
-    positions, segments, starts, padded = laid.positions, laid.segments, laid.starts, laid.padded
+    real, padded, segments, positions = _lay_end_to_end(lengths, at=at, packing=packing)
+    starts, first_token = padded.cumsum(0) - padded, real.cumsum(0) - real
     gathered_positions, gathered_segments = positions, segments
     if at.context > 1:
         ranks = [_context_rows(starts, padded, context=at.context, rank=r) for r in range(at.context)]
@@ -100,15 +90,12 @@ def pack_rows(
         buckets, slot_row, row_slot = (), here.new_zeros(0), here.new_zeros(0)
     else:
         buckets, slot_row, row_slot = _attention_slots(padded.tolist(), starts.tolist())
-    held, first, left = held_tokens(laid.real, padded, at=at), laid.source[segments] * row_length, laid.real[segments]
-    index = torch.where(positions < left, first + held.columns(segments, positions), -1)
-    next_index = torch.where(positions + 1 < left, first + held.columns(segments, positions + 1), -1)
+    tokens, left = first_token[segments] + positions, real[segments]
     return PackedRows(
-        index=index,
-        next_index=next_index,
+        index=torch.where(positions < left, tokens, -1),
+        next_index=torch.where(positions + 1 < left, tokens + 1, -1),
         positions=positions,
         segments=segments,
-        router_index=index.chunk(at.tensor)[at.tensor_rank],
         buckets=buckets,
         slot_row=slot_row,
         row_slot=row_slot,
@@ -119,111 +106,29 @@ def pack_rows(
     )
 
 
-def router_index(
-    lengths: Sequence[int], indices: Sequence[int], *, row_length: int, at: Coordinates, packing: bool = True
-) -> Tensor:
-    """int64 [t / tensor]: where the tokens that the routers at `at` see lie in the flattened, whole [S * T] batch.
-
-    -1 for padding. Arguments as of `pack_rows`.
-    """
-    laid = _lay_end_to_end(lengths, indices, at=at, packing=packing)
-    positions, segments = laid.positions, laid.segments
-    if at.context > 1:
-        here = _context_rows(laid.starts, laid.padded, context=at.context, rank=at.context_rank)
-        positions, segments = positions[here], segments[here]
-    index = torch.where(positions < laid.real[segments], laid.source[segments] * row_length + positions, -1)
-    return index.chunk(at.tensor)[at.tensor_rank]
-
-
 def take_rows(values: Tensor, index: Tensor, *, fill: float) -> Tensor:
-    """[t, ...] entries of `values` [S, T, ...] at flattened `index` [t]; `fill` where the index is -1."""
-    flat, absent = values.flatten(0, 1), index < 0
-    if not len(flat):  # a rank without tokens
-        return flat.new_full((len(index), *flat.shape[1:]), fill)
-    taken = flat[index.clamp(min=0)]
-    return taken.masked_fill(absent.view(-1, *(1,) * (taken.dim() - 1)), fill)
+    """[t] entries of `values` [tokens] at `index` [t]; `fill` where the index is -1."""
+    if not len(values):  # a rank without tokens
+        return values.new_full((len(index),), fill)
+    return values[index.clamp(min=0)].masked_fill(index < 0, fill)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HeldTokens:
-    """Which tokens of n sequences a context rank holds: those it reads, and those they predict.
-
-    begins, ends: int64 [n, 2], of each sequence two ranges of positions, the second behind the first; each is a chunk
-    that the rank reads and the token after it. Held tokens lie in the order of their positions.
-    """
-
-    begins: Tensor
-    ends: Tensor
-
-    @property
-    def counts(self) -> Tensor:
-        """int64 [n]."""
-        return (self.ends - self.begins).sum(1)
-
-    def columns(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """int64 [t]: where tokens that are held lie among those of their sequence, from their positions [t]."""
-        first = positions < self.ends[sequences, 0]
-        between = self.begins[:, 1] - self.ends[:, 0]
-        return positions - self.begins[sequences, 0] - torch.where(first, 0, between[sequences])
-
-    def positions(self, *, width: int) -> Tensor:
-        """int64 [n, width]: the position of each token held; -1 after the last."""
-        columns = torch.arange(width).expand(len(self.begins), width)
-        in_first = (self.ends - self.begins)[:, :1]
-        found = torch.where(columns < in_first, self.begins[:, :1] + columns, self.begins[:, 1:] + columns - in_first)
-        return torch.where(columns < self.counts.unsqueeze(1), found, -1)
-
-
-def held_tokens(real: Tensor, padded: Tensor, *, at: Coordinates) -> HeldTokens:
-    """What the context rank at `at` holds of sequences of `real` [n] tokens that are laid out as `padded` [n] rows."""
-    if at.context == 1:
-        return HeldTokens(begins=torch.stack((torch.zeros_like(real), real), 1), ends=torch.stack((real, real), 1))
-    chunk = padded // (2 * at.context)
-    begins = torch.stack((at.context_rank * chunk, (2 * at.context - 1 - at.context_rank) * chunk), dim=1)
-    ends = torch.minimum(begins + chunk.unsqueeze(1) + 1, real.unsqueeze(1))
-    begins = torch.minimum(begins, ends)
-    begins[:, 1] = torch.maximum(begins[:, 1], ends[:, 0])  # neighbours: the token after the first begins the second
-    ends[:, 1] = torch.maximum(ends[:, 1], begins[:, 1])
-    return HeldTokens(begins=begins, ends=ends)
-
-
-def padded_lengths(lengths: Sequence[int], indices: Sequence[int], *, at: Coordinates, packing: bool) -> Tensor:
-    """int64 [n]: rows of each sequence of a micro-batch over all context ranks; arguments as of `pack_rows`."""
-    multiple = 2 * at.context if at.context > 1 else 1
-    real = torch.tensor([lengths[i] for i in indices], dtype=torch.int64)
-    padded = (real + multiple - 1) // multiple * multiple
-    return torch.full_like(padded, int(padded.max())) if len(real) and not packing else padded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Laid:
+def _lay_end_to_end(lengths: Sequence[int], *, at: Coordinates, packing: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sequences end to end before context parallelism takes its part; the last may be padding.
 
-    real, padded, starts: int64 [sequences], tokens with and without padding, and the first row of each.
-    source: int64 [sequences], which sequence of the batch each is. segments, positions: int64 [t], as in PackedRows.
+    int64 [sequences] tokens without and with padding; int64 [t] sequence and position of each row.
     """
-
-    real: Tensor
-    padded: Tensor
-    starts: Tensor
-    source: Tensor
-    segments: Tensor
-    positions: Tensor
-
-
-def _lay_end_to_end(lengths: Sequence[int], indices: Sequence[int], *, at: Coordinates, packing: bool) -> _Laid:
-    real = torch.tensor([lengths[i] for i in indices], dtype=torch.int64)
-    padded = padded_lengths(lengths, indices, at=at, packing=packing)
+    multiple = 2 * at.context if at.context > 1 else 1
+    real = torch.tensor(lengths, dtype=torch.int64)
+    padded = (real + multiple - 1) // multiple * multiple
+    if len(real) and not packing:
+        padded = torch.full_like(padded, int(padded.max()))
     rows, whole = int(padded.sum()), at.tensor * at.context * (2 if at.context > 1 else 1)
     tail = -rows % whole if rows else whole
     if tail:  # padding is a sequence of its own: every row has a slot, and it sees nothing real
         real, padded = torch.cat([real, real.new_zeros(1)]), torch.cat([padded, padded.new_full((1,), tail)])
-    source = torch.tensor([*indices, *([0] if tail else [])], dtype=torch.int64)
-
     segments = torch.repeat_interleave(torch.arange(len(padded)), padded)
-    starts = torch.cumsum(padded, 0) - padded
-    positions = torch.arange(len(segments)) - starts[segments]
-    return _Laid(real=real, padded=padded, starts=starts, source=source, segments=segments, positions=positions)
+    return real, padded, segments, torch.arange(len(segments)) - (padded.cumsum(0) - padded)[segments]
 
 
 def _context_rows(starts: Tensor, padded: Tensor, *, context: int, rank: int) -> Tensor:

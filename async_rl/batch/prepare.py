@@ -1,43 +1,43 @@
-"""A batch of the queue -> what the trainer is given, and what is told of it."""
+"""Queue batch -> training batch and metrics. Works on heads of groups alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
-import torch
-from tensordict import TensorDict
 
-from async_rl.batch.advantage import AdvantageConfig, Advantages, compute_advantages
-from async_rl.batch.collate import collate
-from async_rl.observe.lengths import gradient_lengths
+from async_rl.batch.advantage import AdvantageConfig, compute_advantages
+from async_rl.batch.training_batch import Int64Array, TrainingBatch, training_batch
 from async_rl.observe.metrics import batch_metrics, masking_metrics, staleness_histogram
 from async_rl.rollout.schedule import scheduled_groups
 from message_queue.contract import Batch
-from message_queue.tokens import StopReason
-from message_queue.trajectory import PromptGroup
+from message_queue.heads import GroupHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedBatch:
-    """tensors: see `collate`. gradient_tokens: of each group, as the tensors have them. lengths: of each trajectory.
+    """What one batch of the queue gives to the trainer and to the records."""
 
-    staleness_tokens: tokens with gradient by staleness. metrics: that the trajectories determine.
-    schedule: see `async_rl.rollout.schedule`.
-    """
-
-    tensors: TensorDict
+    batch: TrainingBatch
+    """For the trainer."""
     gradient_tokens: Sequence[int]
+    """Tokens with gradient of each group."""
     lengths: Sequence[int]
+    """Tokens with gradient of each trajectory that did not fail."""
     staleness_tokens: Mapping[int, int]
+    """Tokens with gradient by staleness."""
     metrics: Mapping[str, float]
+    """Those that the heads determine."""
     schedule: Sequence[Mapping[str, Any]]
+    """See `async_rl.rollout.schedule`."""
 
 
 def prepare(
-    batch: Batch[PromptGroup],
+    batch: Batch,
+    contents: Sequence[Any],
     *,
     advantage: AdvantageConfig,
     version_updates: Mapping[int, int],
@@ -45,21 +45,24 @@ def prepare(
     updates_per_batch: int = 1,
     seed: int = 0,
 ) -> PreparedBatch:
-    """Leave out rollouts that failed, mask what is too old, split into mini-batches, and collate the rest.
+    """Leave out rollouts that failed, mask tokens that are too old, and split the rest into mini-batches.
 
-    Advantages are those of all rollouts that did not fail, masked or not: a baseline has no age.
+    Advantages are computed over all rollouts that did not fail, masked or not.
 
     Args:
+        contents: GroupContent of each group, or a reference to it.
         version_updates: param_version -> optimizer updates those weights hold.
-        kept_kv: see `collate`. updates_per_batch, seed: see `mini_batches_of`.
+        kept_kv: see TrainingBatch. updates_per_batch, seed: see `mini_batches_of`.
     """
-    groups = [_without_failed(group) for group in batch.groups]
+    heads = batch.groups
+    sound = [_without_failed(head) for head in heads]
     mini_batches = mini_batches_of(
-        [group.group for group in groups], count=updates_per_batch, seed=seed, update=batch.update
+        [head.group for head in heads], count=updates_per_batch, seed=seed, update=batch.update
     )
-    advantages = compute_advantages(groups, advantage)
-    tensors = collate(
-        groups,
+    advantages = compute_advantages(sound, advantage)
+    made = training_batch(
+        heads,
+        contents,
         advantages=advantages,
         current_update=batch.update,
         version_updates=version_updates,
@@ -67,31 +70,24 @@ def prepare(
         kept_kv=kept_kv,
         mini_batches=mini_batches,
     )
-    young = frozenset(version for version, update in version_updates.items() if update >= batch.min_update)
-    lengths = gradient_lengths(groups, versions=young)
+    lengths = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
+    staleness: dict[str, Any] = {
+        "update": batch.update,
+        "version_updates": version_updates,
+        "min_update": batch.min_update,
+        "mini_batches": mini_batches,
+    }
     return PreparedBatch(
-        tensors=tensors,
-        gradient_tokens=_tokens_of_groups(tensors, [g.group for g in groups]),
+        batch=made,
+        gradient_tokens=_sums(made.num_loss_tokens, made.index[:, 0], len(heads)),
         lengths=lengths,
-        staleness_tokens=staleness_histogram(
-            groups,
-            update=batch.update,
-            version_updates=version_updates,
-            min_update=batch.min_update,
-            mini_batches=mini_batches,
-        ),
+        staleness_tokens=staleness_histogram(sound, **staleness),
         metrics={
-            **batch_metrics(
-                groups,
-                update=batch.update,
-                version_updates=version_updates,
-                min_update=batch.min_update,
-                mini_batches=mini_batches,
-            ),
-            **_masking(groups, advantages, lengths),
+            **batch_metrics(sound, **staleness),
+            **masking_metrics([t.num_sampled for g in sound for t in g.trajectories], lengths, advantages.values),
             "length/trained_mean": sum(lengths) / len(lengths),
         },
-        schedule=scheduled_groups(batch.groups, version_updates=version_updates),
+        schedule=scheduled_groups(heads, version_updates=version_updates),
     )
 
 
@@ -108,20 +104,13 @@ def mini_batches_of(groups: Sequence[int], *, count: int, seed: int, update: int
     return {int(group): number for number, part in enumerate(parts) for group in part}
 
 
-def _without_failed(group: PromptGroup) -> PromptGroup:
-    """The group without trajectories that ended with an error."""
-    sound = [t for t in group.trajectories if t.stop_reason is not StopReason.ERROR]
-    return group if len(sound) == len(group.trajectories) else replace(group, trajectories=sound)
+def _without_failed(head: GroupHead) -> GroupHead:
+    """The head without trajectories that ended with an error."""
+    return msgspec.structs.replace(head, trajectories=tuple(t for t in head.trajectories if not t.failed))
 
 
-def _tokens_of_groups(tensors: TensorDict, groups: Sequence[int]) -> list[int]:
-    """Tokens with gradient of each group; a sequence is of one group."""
-    place = {group: i for i, group in enumerate(groups)}
-    of = torch.tensor([place[group] for group in tensors["group"].tolist()])
-    counted = torch.zeros(len(groups), dtype=torch.int64).index_add(0, of, tensors["loss_mask"].sum(1))
-    return [int(count) for count in counted.tolist()]
-
-
-def _masking(groups: Sequence[PromptGroup], advantages: Advantages, lengths: Sequence[int]) -> dict[str, float]:
-    sampled = [t.num_sampled for g in groups for t in g.trajectories]
-    return masking_metrics(sampled, lengths, advantages.values)
+def _sums(tokens: Int64Array, of: Int64Array, count: int) -> list[int]:
+    """Sum of `tokens` [S] for each of `count` owners; of: int64 [S], the owner of each."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, of, tokens)
+    return sums.tolist()

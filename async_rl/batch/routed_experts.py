@@ -1,97 +1,112 @@
-"""Routing rows of a batch: checks, and the rows each rank replays in the order its tokens come in."""
+"""Routing rows that a rank replays, in the order in which its routers see the tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import NOT_ROUTED
+from message_queue.sequence import BoolArray, TrainingSequence
+from message_queue.tokens import ExpertArray, RoutingSpec
 
 
 class RoutingError(ValueError):
     """Routing rows that cannot be replayed; names the layer, the row and the value."""
 
 
-def check_routed_experts(routed_experts: Tensor, lengths: Tensor, *, routing: RoutingSpec) -> None:
-    """Refuse rows of a batch that would train something else than what was rolled out.
+def replayed_rows(
+    sequences: Mapping[int, TrainingSequence],
+    of: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    *,
+    routing: RoutingSpec,
+    layers: Sequence[int],
+) -> tuple[ExpertArray, BoolArray]:
+    """Rows uint8 or uint16 [r, layers, K] of `layers` alone, and bool [r], which of them the live router replaces.
+
+    Two sequences of 3 and 2 tokens with all but their last row, of the tokens (0, 0), (0, 1), (0, 2), (1, 0), padding:
+    the third row and the padding are the live router's.
 
     Args:
-        routed_experts: integer [S, T, L, K]; -1 in all K places routes the token with the live router.
-        lengths: int64 [S]; rows after the end are not looked at.
+        sequences: by their numbers in the batch, which errors name.
+        of: int64 [r], ascending, the sequence of each token, counted from 0.
+        positions: int64 [r], in it; from its length on: padding.
+        layers: global numbers (0-based) of the MoE layers of the rank.
 
     Raises:
-        RoutingError: wrong layer or top-k count, rows missing, an id out of range, a duplicate, or a row partly -1.
+        RoutingError: a layer or a sequence without rows, another layer or top-k count, an id out of range, or a
+            duplicate.
     """
-    layers = routing.layers
-    if routed_experts.dim() != 4 or tuple(routed_experts.shape[2:]) != (len(layers), routing.top_k):
-        raise RoutingError(
-            f"routed_experts has shape {list(routed_experts.shape)}; the model's MoE layers {list(layers)} "
-            f"with top-{routing.top_k} need [S, T, {len(layers)}, {routing.top_k}]"
-        )
-    if len(routed_experts) != len(lengths) or routed_experts.shape[1] < int(lengths.max()):
-        raise RoutingError(
-            f"routed_experts has {routed_experts.shape[1]} rows for {len(routed_experts)} sequences; "
-            f"{len(lengths)} sequences of up to {int(lengths.max())} tokens need a row each"
-        )
-    held = torch.arange(routed_experts.shape[1]) < lengths.unsqueeze(1)
-    first, others = routed_experts[..., 0] == NOT_ROUTED, routed_experts[..., 1:].unbind(-1)
-    in_part = torch.zeros_like(first)
-    for other in others:
-        in_part |= (other == NOT_ROUTED) != first
-    checks = {
-        f"an expert id outside 0..{routing.num_experts - 1}": _outside(routed_experts, routing.num_experts),
-        "some experts but not all": in_part,
-        "a duplicate expert": _has_duplicate(routed_experts) & ~first,
-    }
-    for fault, where in checks.items():
-        where = where & held.unsqueeze(-1)
-        if bool(where.any()):
-            sequence, position, layer = (int(i) for i in where.nonzero()[0])
-            raise RoutingError(
-                f"routed_experts has {fault}: {routed_experts[sequence, position, layer].tolist()} at sequence "
-                f"{sequence}, position {position}, layer {layers[layer]}"
-            )
-
-
-def rows_at(routed_experts: Tensor, index: Tensor, *, given: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """[rows, layers, K]: the rows of `layers` alone, in the order in which the routers of a rank see their tokens.
-
-    Args:
-        routed_experts: integer [S, T, L, K]. given: global numbers (0-based) of the L layers.
-        index: int64 [rows], the tokens this rank's routers see, in their order, as s * T + t; -1 for padding, which
-            gets a row of -1.
-        layers: global numbers (0-based) of the MoE layers this rank holds.
-
-    Raises:
-        RoutingError: a layer that the batch has no rows for.
-    """
-    unknown = sorted(set(layers) - set(given))
+    unknown = sorted(set(layers) - set(routing.layers))
     if unknown:
         raise RoutingError(
-            f"this rank routes layers {unknown}, but rows exist for layers {list(given)} only; "
+            f"this rank routes layers {unknown}, but rows exist for layers {list(routing.layers)} only; "
             "rollout and trainer disagree about which layers have experts"
         )
-    places = torch.tensor([given.index(layer) for layer in layers], dtype=torch.int64)
-    rows = routed_experts.flatten(0, 1)[index.clamp(min=0).unsqueeze(1), places]
-    rows[index < 0] = NOT_ROUTED
+    places = [routing.layers.index(layer) for layer in layers]
+    out = np.zeros((len(of), len(layers), routing.top_k), routing.dtype)
+    live = np.ones(len(of), np.bool_)
+    bounds = np.searchsorted(of, np.arange(len(sequences) + 1))
+    for place, (number, sequence) in enumerate(sequences.items()):
+        rows = _rows_of(number, sequence, routing)
+        begin, end = bounds[place], bounds[place + 1]
+        given = _given(sequence)
+        here = positions[begin:end]
+        at = begin + np.flatnonzero((here < len(given)) & given[np.minimum(here, len(given) - 1)])
+        out[at] = rows[:, _slice(places)][positions[at]]
+        live[at] = False
+    if fault := _fault(out, live, num_experts=routing.num_experts):
+        what, row, layer = fault
+        raise RoutingError(
+            f"routed_experts has {what}: {out[row, layer].tolist()} at sequence {[*sequences][of[row]]}, "
+            f"position {positions[row]}, layer {layers[layer]}"
+        )
+    return out, live
+
+
+def _rows_of(number: int, sequence: TrainingSequence, routing: RoutingSpec) -> ExpertArray:
+    rows = sequence.rows
+    if rows is None:
+        raise RoutingError(
+            f"trainer.router_replay is R3, but sequence {number} has no routed_experts; let the engine capture "
+            "routing, or use trainer.router_replay=R2 or none"
+        )
+    if rows.shape[1:] != routing.row_shape or rows.dtype != routing.dtype or len(rows) > len(sequence):
+        raise RoutingError(
+            f"routed_experts of sequence {number} of {len(sequence)} tokens is {rows.dtype}{list(rows.shape)}; the "
+            f"model's MoE layers {list(routing.layers)} with top-{routing.top_k} need "
+            f"{routing.dtype}[rows, {len(routing.layers)}, {routing.top_k}], at most a row for each token"
+        )
     return rows
 
 
-def _outside(rows: Tensor, num_experts: int) -> Tensor:
-    """bool [...]: whether an entry of the last dimension is neither an expert nor -1."""
-    low, high = rows.aminmax() if rows.numel() else (0, 0)
-    if low >= NOT_ROUTED and high < num_experts:
-        return torch.zeros(rows.shape[:-1], dtype=torch.bool)
-    return ((rows >= num_experts) | (rows < NOT_ROUTED)).any(-1)
+def _given(sequence: TrainingSequence) -> BoolArray:
+    """bool [t + 1]: whether an engine gave the row of each position; False after the last token."""
+    given = np.zeros(len(sequence) + 1, np.bool_)
+    counts = [run.rows for run in sequence.row_runs]
+    given[: sum(counts)] = np.repeat([run.version >= 0 for run in sequence.row_runs], counts)
+    return given
 
 
-def _has_duplicate(rows: Tensor) -> Tensor:
-    """bool [...]: whether two entries of the last dimension are equal. Pairs take far less than sorting short rows."""
-    found = torch.zeros(rows.shape[:-1], dtype=torch.bool)
-    for i in range(1, rows.shape[-1]):
+def _slice(places: Sequence[int]) -> slice | list[int]:
+    """Neighbouring layers are read without a copy of the others."""
+    if places and list(places) == list(range(places[0], places[0] + len(places))):
+        return slice(places[0], places[0] + len(places))
+    return list(places)
+
+
+def _fault(rows: ExpertArray, live: BoolArray, *, num_experts: int) -> tuple[str, int, int] | None:
+    """What is wrong with rows [r, layers, K], and the first (row, layer) with it."""
+    columns = np.ascontiguousarray(rows.transpose(2, 0, 1))
+    duplicate = np.zeros(rows.shape[:2], np.bool_)
+    for i in range(1, len(columns)):
         for j in range(i):
-            found |= rows[..., i] == rows[..., j]
-    return found
+            duplicate |= columns[i] == columns[j]
+    outside = columns.max(0, initial=0) >= num_experts
+    for fault, where in ((f"an expert id outside 0..{num_experts - 1}", outside), ("a duplicate expert", duplicate)):
+        where[live] = False
+        if where.any():
+            row, layer = divmod(int(where.argmax()), rows.shape[1])
+            return fault, row, layer
+    return None

@@ -17,8 +17,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from message_queue.trajectory import NOT_SAMPLED, PromptGroup
-
 WINDOW = 2048  # trajectories
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -68,12 +66,6 @@ def survival(lengths: Iterable[tuple[int, bool]]) -> tuple[NDArray[np.int64], ND
     ended = np.bincount(at, weights=table[:, 1], minlength=len(distinct))
     at_risk = there[::-1].cumsum()[::-1]
     return distinct, np.cumprod(1 - ended / np.maximum(at_risk, 1), dtype=np.float64)
-
-
-def gradient_lengths(groups: Sequence[PromptGroup], *, versions: frozenset[int]) -> list[int]:
-    """Tokens of each trajectory that weights of `versions` sampled."""
-    young = np.array(sorted(versions - {NOT_SAMPLED}), np.int32)
-    return [int(np.isin(t.param_versions(), young).sum()) for group in groups for t in group.trajectories]
 
 
 class HasColumns(Protocol):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from async_rl.observe.lengths import QUANTILES, WINDOW
 from message_queue.contract import QueueSnapshot
+from message_queue.heads import GroupHead, TrajectoryHead
 from message_queue.tokens import StopReason
-from message_queue.trajectory import PromptGroup, Trajectory
 
 Reduction = Literal["mean", "max", "sum", "last"]
 
@@ -190,7 +190,7 @@ def metric_of(key: str) -> Metric | None:
 
 
 def batch_metrics(
-    groups: Sequence[PromptGroup],
+    groups: Sequence[GroupHead],
     *,
     update: int,
     version_updates: Mapping[int, int],
@@ -210,32 +210,29 @@ def batch_metrics(
     histogram = staleness_histogram(
         groups, update=update, version_updates=version_updates, min_update=min_update, mini_batches=mini_batches
     )
-    staleness = np.repeat(np.array(list(histogram), np.float64), list(histogram.values()))
-    row_bytes = sum(s.routed_experts.experts.nbytes for t in trajectories for s in t.segments if s.routed_experts)
-    forwarded = sum(len(t) - 1 for t in trajectories)
+    lags, tokens = np.array(list(histogram)), np.array(list(histogram.values()))
+    p99 = np.searchsorted(tokens.cumsum(), math.ceil(0.99 * (tokens.sum() - 1)), side="right")
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         **_signal_metrics(groups),
         **_outcome_metrics(trajectories),
-        "staleness/mean": float(staleness.mean()),
-        "staleness/p99": float(np.quantile(staleness, 0.99, method="higher")),
-        "staleness/max": float(staleness.max()),
-        "partial/resumed_fraction": float(
-            np.mean([any(s.stop_reason is StopReason.ABORT for s in t.segments) for t in trajectories])
-        ),
-        "partial/max_segments": float(max(len(t.segments) for t in trajectories)),
-        "routing/bytes_per_token": row_bytes / sum(len(t) for t in trajectories),
-        "routing/missing_fraction": _missing_rows(groups) / forwarded,
+        "staleness/mean": float(lags @ tokens / tokens.sum()),
+        "staleness/p99": float(lags[p99]),
+        "staleness/max": float(lags[-1]),
+        "partial/resumed_fraction": float(np.mean([t.num_aborts > 0 for t in trajectories])),
+        "partial/max_segments": float(max(t.num_segments for t in trajectories)),
+        "routing/bytes_per_token": sum(t.row_bytes for t in trajectories) / sum(t.length for t in trajectories),
+        "routing/missing_fraction": sum(t.missing_rows for t in trajectories) / sum(t.length - 1 for t in trajectories),
     }
 
 
-def _signal_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
+def _signal_metrics(groups: Sequence[GroupHead]) -> dict[str, float]:
     """Shares of groups whose rewards do not differ, over groups of two trajectories or more; NaN without any.
 
     Rewards (1, 1), (0, 0), (0, 1), (0, 0) of four groups: 0.75 without signal, 0.25 all right, 0.5 all wrong.
     """
-    rewards = [[t.reward or 0.0 for t in group.trajectories] for group in groups if len(group.trajectories) > 1]
+    rewards = [[t.reward for t in group.trajectories] for group in groups if len(group.trajectories) > 1]
     equal = [values[0] for values in rewards if min(values) == max(values)]
     right = sum(value > 0 for value in equal)
     num_groups = len(rewards) or math.nan
@@ -246,7 +243,7 @@ def _signal_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     }
 
 
-def _outcome_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _outcome_metrics(trajectories: Sequence[TrajectoryHead]) -> dict[str, float]:
     """How trajectories ended, and the mean of each key of their `info` over those that have it."""
     found: dict[str, list[float]] = {}
     for trajectory in trajectories:
@@ -281,15 +278,6 @@ def masking_metrics(
     }
 
 
-def _missing_rows(groups: Sequence[PromptGroup]) -> int:
-    """Forwarded positions without a row: those the engine declared unavailable and those never covered."""
-    missing = 0
-    for trajectory in (t for g in groups for t in g.trajectories):
-        if trajectory.routing is not None:
-            missing += len(trajectory) - 1 - trajectory.num_rows + trajectory.num_unavailable_rows
-    return missing
-
-
 def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
     """What the queue holds, and its ledger."""
     counts = snapshot.ledger
@@ -311,7 +299,7 @@ def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
 
 
 def staleness_histogram(
-    groups: Sequence[PromptGroup],
+    groups: Sequence[GroupHead],
     *,
     update: int,
     version_updates: Mapping[int, int],
@@ -323,11 +311,10 @@ def staleness_histogram(
     The arguments are those of `batch_metrics`.
     """
     counts: dict[int, int] = {}
-    for group, trajectory in ((g, t) for g in groups for t in g.trajectories):
+    for group in groups:
         trained_at = update + (0 if mini_batches is None else mini_batches[group.group])
-        versions, tokens = np.unique(trajectory.param_versions()[trajectory.loss_mask()], return_counts=True)
-        for version, n in zip(versions.tolist(), tokens.tolist(), strict=True):
+        for version, tokens in group.tokens_per_version().items():
             if version_updates[version] >= min_update:
                 lag = trained_at - version_updates[version]
-                counts[lag] = counts.get(lag, 0) + n
+                counts[lag] = counts.get(lag, 0) + tokens
     return dict(sorted(counts.items()))

@@ -138,7 +138,8 @@ class Conductor:
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
                 if not trajectory.closed:
-                    spans = _rest(self._groups[group.prompt].spans[number], spans_of(trajectory, updates))
+                    sampled = spans_of(((s.weights.version, len(s)) for s in trajectory.segments), updates)
+                    spans = _rest(self._groups[group.prompt].spans[number], sampled)
                     self._begin_session(group.group, number, spans, admitted_update=group.admitted_update)
 
     async def may_admit(self, prompt: int) -> None:

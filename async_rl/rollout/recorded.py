@@ -42,15 +42,15 @@ class NoRolloutLog:
         return
 
 
-class RecordsRollouts(Protocol):
+class StoresRecords(Protocol):
     async def append(self, records: Sequence[RolloutRecord]) -> None: ...
 
 
-class QueueRolloutLog:
-    """Hands records to the queue in order; those that come while a call is under way travel together in the next."""
+class StoredRolloutLog:
+    """Stores records in order; those that come while a call is under way travel together in the next."""
 
-    def __init__(self, queue: RecordsRollouts) -> None:
-        self._queue = queue
+    def __init__(self, store: StoresRecords) -> None:
+        self._store = store
         self._waiting: list[RolloutRecord] = []
         self._num_appended = self._num_written = 0
         self._progress = Bell()
@@ -78,7 +78,7 @@ class QueueRolloutLog:
         try:
             while self._waiting:
                 records, self._waiting = self._waiting, []
-                await self._queue.append(records)
+                await self._store.append(records)
                 self._num_written += len(records)
                 self._progress.ring()
         except Exception as error:  # noqa: BLE001 - it is raised by every flush from now on

@@ -10,7 +10,7 @@ the last optimizer step of the batch, `optimizer_steps` says how many there are 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ import numpy as np
 from agent_loop.loop import Prompt
 from async_rl.data.prompts import PromptOrder
 from async_rl.jsonl import read_lines
-from message_queue.tokens import StopReason
-from message_queue.trajectory import NOT_SAMPLED, PromptGroup, Trajectory
+from message_queue.heads import GroupHead, merged_spans
 
 FILE_NAME = "schedule.jsonl"
 
@@ -154,31 +153,25 @@ def read_schedule(path: Path) -> RunSchedule:
         raise ScheduleError(f"{file}: {error}") from error
 
 
-def scheduled_groups(groups: Sequence[PromptGroup], *, version_updates: Mapping[int, int]) -> list[dict[str, Any]]:
+def scheduled_groups(groups: Sequence[GroupHead], *, version_updates: Mapping[int, int]) -> list[dict[str, Any]]:
     """`groups` of a line of `schedule.jsonl`.
 
     version_updates: `param_version` -> optimizer updates it holds.
     """
-
-    def entry(group: PromptGroup) -> dict[str, Any]:
-        sound = [t for t in group.trajectories if t.stop_reason is not StopReason.ERROR]
-        return {
+    return [
+        {
             "group": group.group,
             "prompt": group.prompt,
             "admitted_update": group.admitted_update,
-            "spans": [spans_of(trajectory, version_updates) for trajectory in sound],
+            "spans": [spans_of(t.spans, version_updates) for t in group.trajectories if not t.failed],
         }
+        for group in groups
+    ]
 
-    return [entry(group) for group in groups]
 
-
-def spans_of(trajectory: Trajectory, version_updates: Mapping[int, int]) -> list[Span]:
-    """Tokens that were sampled under each number of updates, in order."""
-    versions = trajectory.param_versions()
-    updates = np.array([version_updates[v] for v in versions[versions != NOT_SAMPLED].tolist()], np.int64)
-    starts = np.flatnonzero(np.diff(updates, prepend=-1))
-    counts = np.diff(starts, append=len(updates))
-    return list(zip(updates[starts].tolist(), counts.tolist(), strict=True))
+def spans_of(sampled: Iterable[tuple[int, int]], version_updates: Mapping[int, int]) -> tuple[Span, ...]:
+    """Tokens that were sampled under each number of updates, from (`param_version`, tokens) in order."""
+    return merged_spans((version_updates[version], tokens) for version, tokens in sampled if tokens)
 
 
 def _group(train_step: int, entry: Mapping[str, Any]) -> ScheduledGroup:

@@ -9,9 +9,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
@@ -50,10 +49,8 @@ def _run_many(seeds: range, *, jobs: int) -> int:
     from async_rl.simulate.many import Tally
 
     tally, begun = Tally(), time.monotonic()
-    with _progress(len(seeds)) as advance:
-        for outcome in run_seeds(seeds, jobs=jobs):
-            tally.add(outcome)
-            advance()
+    for outcome in run_seeds(seeds, jobs=jobs):
+        tally.add(outcome)
     seconds = time.monotonic() - begun
     for line in tally.lines():
         _print(line)
@@ -88,21 +85,6 @@ def _report(failed: Outcome) -> None:
     _print(f"  replay: {fewest.command}")
     for line in list(fewest.trace())[-LAST_EVENTS:]:
         _print(f"    {line}")
-
-
-@contextmanager
-def _progress(total: int) -> Generator[Callable[[], None]]:
-    """A progress bar on a terminal, nothing elsewhere; yields what is called after each seed."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("seeds", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("seeds", total=total)
-        yield lambda: progress.advance(task)
 
 
 def _print(line: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +14,12 @@ from async_rl.engines.replica import Flight, KeptKV, ReplicaStats, RequestGate
 from async_rl.engines.spans import cut_into_segments
 from async_rl.simulate import model
 from async_rl.simulate.bad_answers import BAD_ANSWERS
-from async_rl.simulate.scenario import UNAVAILABLE, Fault, Scenario
+from async_rl.simulate.scenario import UNAVAILABLE, Fault
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
+
+if TYPE_CHECKING:
+    from async_rl.simulate.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +40,6 @@ class Answered:
         return sum(map(len, self.segments))
 
 
-class EngineWorld(Protocol):
-    """What an engine needs to know of the world."""
-
-    scenario: Scenario
-
-    def fault(self, point: str) -> Fault | None: ...
-    def weights(self, digest: str) -> model.Weights: ...
-    def answered(self, answer: Answered) -> None: ...
-    def loaded_by(self, replica: str, weights: WeightVersion) -> None: ...
-    def forced(self, request: GenerateRequest) -> None: ...
-    def kill(self, name: str) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Decode:
     """A decode under way. nudge: look up, something changed. stuck: it never ends."""
@@ -66,7 +56,7 @@ class SimulatedReplica:
         edge: whether answers are checked here, or only where they are used.
     """
 
-    def __init__(self, name: str, *, world: EngineWorld, weights: WeightVersion, token_s: float, edge: bool) -> None:
+    def __init__(self, name: str, *, world: World, weights: WeightVersion, token_s: float, edge: bool) -> None:
         self.name = name
         self._world = world
         self._weights = weights

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
-from async_rl.simulate import model
-from async_rl.simulate.disk import Disks
-from async_rl.simulate.oracle import Oracle, Violation
+from async_rl.rollout.contents import StoredContent
+from async_rl.simulate.disk import Disk
+from async_rl.simulate.oracle import Oracle
 from async_rl.simulate.restarts import Reopened
 from async_rl.simulate.scenario import KINDS, Fault, Scenario
+from async_rl.simulate.violations import Violation
 from message_queue.contract import QueueSnapshot
-from message_queue.restart import JournalPlace, Restored, decode_restored
+from message_queue.recovery import JournalPlace, Restored
 
-OPERATOR_S = 20.0  # until somebody starts a run again
+OPERATOR_S = 20.0  # until a run is started again
+REMOVES = ("both copies of the head", "which drops its groups in flight")  # in errors of a journal that cannot be used
 
 
 class JournalWatch:
@@ -26,7 +29,7 @@ class JournalWatch:
     """
 
     def __init__(
-        self, scenario: Scenario, *, oracle: Oracle, disk: Disks, directory: Path, fired: Sequence[Fault]
+        self, scenario: Scenario, *, oracle: Oracle, disk: Disk, directory: Path, fired: Sequence[Fault]
     ) -> None:
         self._scenario = scenario
         self._oracle = oracle
@@ -34,7 +37,7 @@ class JournalWatch:
         self._directory = directory
         self._fired = fired
         self._state = RunState()
-        self._power_lost = self._new_driver = False
+        self._new_driver = False
         self._refused = self._attempts = 0
 
     @property
@@ -61,28 +64,25 @@ class JournalWatch:
         self._state = RunState() if journal.checkpoint is None else self.newest_state()
         self._attempts += 1
 
-    def reopened(self, restored: Restored[bytes], snapshot: QueueSnapshot) -> None:
-        """It did.
+    def reopened(self, restored: Restored, stored: StoredContent, snapshot: QueueSnapshot) -> None:
+        """The journal is open, and the content of its groups was read.
 
         Raises:
-            Violation: it does not go on as it has to.
+            Violation: the run does not continue as it must.
         """
         found = Reopened(
             state=self._state,
-            restored=decode_restored(restored, routing=model.ROUTING),
+            restored=restored,
+            stored=stored,
             snapshot=snapshot,
             attempts=self._attempts,
             updates_per_batch=self._scenario.updates_per_batch,
         )
         new_driver, self._new_driver = self._new_driver, False
-        self._attempts, self._power_lost = 0, False
-        self._oracle.reopened(found, damaged=self._damaged, new_driver=new_driver)
-
-    def lose_power(self) -> None:
-        """The machine died."""
-        self._disk.lose_power()
-        self._oracle.told.power_lost()
-        self._power_lost = True
+        self._attempts = 0
+        self._oracle.reopened(
+            found, damaged=self._damaged, damaged_groups=self._disk.damaged_groups, new_driver=new_driver
+        )
 
     def read_error(self, error: str) -> None:
         """What a person does who reads why the run ended.
@@ -92,11 +92,10 @@ class JournalWatch:
         """
         if "journal" not in error:
             return
-        if "move the journal away" in error:
-            excused = self._damaged or (self._scenario.fsync == "never" and self._power_lost)
-            if not excused:
+        if any(text in error for text in REMOVES):
+            if not self._damaged:
                 raise Violation("exactly once", f"the journal is refused: {error}")
-            self._disk.clear()
+            shutil.rmtree(self._directory / "journal")
             self._oracle.journal_is_gone()
         self._refused += 1
         if self._refused % 2 == 0:
@@ -117,7 +116,7 @@ def may_end(error: str, *, fired: Sequence[Fault], scenario: Scenario, lost: int
     if sum(kind.loses_part for kind in kinds) > scenario.max_restarts:
         return True
     of_disk = disk_was_broken or any(kind.of_disk for kind in kinds)
-    return "move the journal away" in error or ("journal" in error and of_disk)
+    return any(text in error for text in REMOVES) or ("journal" in error and of_disk)
 
 
 def drops_are_excused(fired: Sequence[Fault]) -> Callable[[], bool]:

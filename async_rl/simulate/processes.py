@@ -1,8 +1,7 @@
-"""Processes of a simulated cluster: calls that take their time, get lost, come twice, or find nobody alive.
+"""Processes of a simulated cluster: calls that are late, or made to a process that is dead or hangs.
 
 A process takes the calls of one caller in the order in which they were made, as Ray's actors do; answers come back in
-any order. A dead process does nothing any more and fails every call on it; a hung one never answers. Calls may travel
-together, as those to the queue of a run do.
+any order. A dead process does nothing and fails every call on it; a hung one never answers.
 """
 
 from __future__ import annotations
@@ -11,39 +10,29 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, copy_context
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from async_rl.simulate.scenario import Fault
 from async_rl.simulate.virtual_time import NumberedTask
-from message_queue.client import REFUSALS
-from message_queue.together import Together, TogetherHost
 
-CLIENT = "driver"
+if TYPE_CHECKING:
+    from async_rl.simulate.world import World
+
 LEAST_S = 1e-6  # between two calls that a process takes
 
 _process: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
-class Surroundings(Protocol):
-    """What a process needs to know of the world."""
+class Closes(Protocol):
+    """An open file."""
 
-    def fault(self, point: str) -> Fault | None:
-        """What goes wrong at `point` this time."""
-        ...
+    def close(self) -> None: ...
 
-    def note(self, who: str, what: str, *details: object) -> None:
-        """Write a line of the trace."""
-        ...
 
-    def lose_power(self) -> None:
-        """End everything."""
-        ...
-
-    def called(self, process: str, method: str, args: tuple[Any, ...], result: object) -> None:
-        """A process answered a call; the answer is on its way."""
-        ...
+def current_process() -> Process | None:
+    """The process whose code runs now; None for the driver."""
+    return _process.get()
 
 
 def adopt(task: NumberedTask) -> None:
@@ -67,31 +56,24 @@ class Process:
     """A handle with `method.remote(...)`, and the process behind it.
 
     Args:
-        host: what runs in the process.
-        together: calls are made through `in_messages`.
+        host: runs in the process.
         latency_s: mean of one way.
+        linger_s: time after its death in which it still has its files open.
     """
 
     def __init__(
-        self,
-        name: str,
-        host: object,
-        *,
-        world: Surroundings,
-        latency_s: float,
-        draw: random.Random,
-        together: bool = False,
+        self, name: str, host: object, *, world: World, latency_s: float, draw: random.Random, linger_s: float = 0.0
     ) -> None:
         self.process_name = name
         self.tasks: dict[NumberedTask, None] = {}
         self.dead: str | None = None
         self.hung = False
-        self.on_death: Callable[[], None] = lambda: None
+        self._files: list[Closes] = []
         self._cut_off = False
-        self._together = together
-        self._host = TogetherHost(_Observed(host, self), refusals=REFUSALS) if together else host
+        self._host = host
         self._world = world
         self._latency_s = latency_s
+        self._linger_s = linger_s
         self._draw = draw
         self._free_at = 0.0
 
@@ -99,10 +81,6 @@ class Process:
         if name.startswith("_"):
             raise AttributeError(name)
         return _Method(self, name)
-
-    def in_messages(self) -> Any:
-        """The handle for those calls that are to travel together, where any do."""
-        return Together(self, name=CLIENT) if self._together else self
 
     def forget(self, task: asyncio.Task[Any]) -> None:
         """A task of this process has ended."""
@@ -114,15 +92,28 @@ class Process:
             return
         self.dead = cause
         self._world.note(self.process_name, "dies", cause)
-        self.on_death()
         for task in list(self.tasks):
             task.cancel()
+        self._close_files()
 
     def cut_off(self) -> None:
         """The driver is dead, and takes this process with it."""
         if not self._cut_off:
             self._cut_off = True
-            self.on_death()
+            self._close_files()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it does nothing any more."""
+        return self._cut_off or self.dead is not None
+
+    def has_open(self, file: Closes) -> None:
+        """The process opened a file, which is closed some time after its death."""
+        self._files.append(file)
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            asyncio.get_running_loop().call_later(self._linger_s, file.close)
 
     def run_inside(self, call: Any, *args: Any) -> Any:
         """Result of a plain function that runs in the process."""
@@ -141,36 +132,21 @@ class Process:
             return reply
         delay = self._latency()
         fault = self._world.fault(f"message/{self.process_name}")
-        for called in self._called_by(method, args):
+        for called in _called_by(method, args):
             fault = self._world.fault(f"call/{self.process_name}.{called}") or fault
-        again = None
         match fault and fault.kind:
             case "late message":
                 assert fault is not None
                 delay += fault.amount
-            case "message twice":
-                assert fault is not None
-                again = fault.amount
             case "process dies" | "queue dies":
                 loop.call_later(delay / 2, self.die, "killed")
-            case "machine dies":
-                loop.call_later(delay / 2, self._world.lose_power)
-            case "process hangs" | "shard hangs":
+            case "process hangs" | "queue hangs":
                 self.hung = True
             case _:
                 pass
         self._free_at = max(loop.time() + delay, self._free_at + LEAST_S)
         loop.call_at(self._free_at, self._deliver, method, args, kwargs, reply)
-        if again is not None:
-            self._free_at += LEAST_S
-            loop.call_at(self._free_at + again, self._deliver, method, args, kwargs, loop.create_future())
         return reply
-
-    def _called_by(self, method: str, args: tuple[Any, ...]) -> list[str]:
-        """Methods that a message calls."""
-        if not self._together:
-            return [method]
-        return [call.method for call in args[-1]] if method == "together" else []
 
     def _deliver(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]) -> None:
         if self.hung or self._cut_off:
@@ -194,7 +170,7 @@ class Process:
             error = RayActorError()
         except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
             error = RayTaskError(method, "", cause).as_instanceof_cause()
-        if not self._together:
+        if method not in ("exchange", "collect"):
             self.answers(method, args, result=result, error=error)
         if self.dead is not None:
             error = RayActorError()
@@ -202,7 +178,7 @@ class Process:
             self._answer(reply, result=result, error=error)
 
     def answers(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
-        """Tell the world what came of a call, where anybody will hear of it."""
+        """Report a result to the world, if it will be received."""
         if self.dead is None and not self.hung and not self._cut_off:
             self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
             if error is None:
@@ -215,17 +191,17 @@ class Process:
         return self._latency_s * self._draw.expovariate(1.0)
 
 
-class _Observed:
-    """What runs in a process; the world is told what came of each call, as an answer may wait for others."""
+class Observed:
+    """A service in a process; the world sees the result of each call, as replies to several travel together."""
 
-    def __init__(self, host: object, process: Process) -> None:
-        self._host = host
+    def __init__(self, service: object, process: Process) -> None:
+        self._service = service
         self._process = process
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                result = await getattr(self._host, method)(*args, **kwargs)
+                result = await getattr(self._service, method)(*args, **kwargs)
             except Exception as error:
                 self._process.answers(method, args, result=None, error=error)
                 raise
@@ -233,6 +209,11 @@ class _Observed:
             return result
 
         return call
+
+
+def _called_by(method: str, args: tuple[Any, ...]) -> list[str]:
+    """Methods that a message calls."""
+    return [call.method for call in args[1]] if method == "exchange" else [method]
 
 
 def _settle(reply: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from async_rl.checkpoints import RunState
 from async_rl.simulate.restarts import Reopened
+from async_rl.simulate.violations import require
 from message_queue.contract import Admission
-
-Require = Callable[..., None]
 
 
 class PromptAccount:
     """Prompts of one run over all its restarts.
 
-    Args:
-        require: called with (invariant, whether it holds, text, values).
-
     dropped: prompts whose groups were given up.
     """
 
-    def __init__(self, *, batch_groups: int, updates_per_batch: int, require: Require) -> None:
+    def __init__(self, *, batch_groups: int, updates_per_batch: int) -> None:
         self.dropped: set[int] = set()
         self._batch_groups = batch_groups
         self._updates_per_batch = updates_per_batch
-        self._require = require
         self._trained: dict[int, list[int]] = {}  # by train step
         self._tokens: dict[int, int] = {}  # with gradient, by train step
         self._again: list[int] = []
@@ -50,26 +45,26 @@ class PromptAccount:
             self.dropped.difference_update(state.unfinished_prompts)
         every = [*self._all_trained(), *live]
         twice = sorted({p for p in live if every.count(p) > 1})
-        self._require("exactly once", not twice, "prompts {} are trained, or in a group, and in another group", twice)
+        require("exactly once", not twice, "prompts {} are trained, or in a group, and in another group", twice)
         missing = set(range(cursor)).difference(every) - self.dropped
         lost = missing.difference(found.restored.waiting if losses else {*state.unfinished_prompts, *recycled})
         if losses:
             self.dropped |= lost
         else:
-            self._require("exactly once", not lost, "prompts {} are neither trained, dropped, nor in a group", lost)
+            require("exactly once", not lost, "prompts {} are neither trained, dropped, nor in a group", lost)
         self._again, self._next = sorted(missing - lost), cursor
 
     def admitted(self, admission: Admission) -> None:
         """A group starts."""
         prompt = self._again.pop(0) if self._again else self._next
         self._next += prompt == self._next
-        self._require("exactly once", admission.prompt == prompt, "{}; the next prompt is {}", admission, prompt)
+        require("exactly once", admission.prompt == prompt, "{}; the next prompt is {}", admission, prompt)
 
     def trained(self, prompts: list[int], *, train_step: int, tokens: int) -> None:
         """A batch takes part in a train step; `tokens` of it take gradient."""
         before = self._all_trained()
         twice = sorted({p for p in prompts if prompts.count(p) + before.count(p) > 1})
-        self._require("exactly once", not twice, "prompts {} are trained again at step {}", twice, train_step)
+        require("exactly once", not twice, "prompts {} are trained again at step {}", twice, train_step)
         self._trained[train_step], self._tokens[train_step] = prompts, tokens
 
     def check(self, state: RunState, *, dropped: Collection[int] = ()) -> None:
@@ -77,20 +72,18 @@ class PromptAccount:
         trained = [p for step, prompts in self._trained.items() if step <= state.train_step for p in prompts]
         left = [*trained, *state.unfinished_prompts]
         twice = sorted({p for p in left if left.count(p) > 1})
-        self._require("exactly once", not twice, "prompts {} are trained twice, or trained and still to do", twice)
+        require("exactly once", not twice, "prompts {} are trained twice, or trained and still to do", twice)
         beyond = sorted(p for p in left if p >= state.prompt_cursor)
-        self._require("exactly once", not beyond, "prompts {} will be admitted again: the cursor is {}", beyond, state)
+        require("exactly once", not beyond, "prompts {} will be admitted again: the cursor is {}", beyond, state)
         lost = sorted(set(range(state.prompt_cursor)) - set(left) - self.dropped - set(dropped))
-        self._require(
-            "exactly once", not lost, "prompts {} are neither trained, dropped, nor to be admitted again", lost
-        )
+        require("exactly once", not lost, "prompts {} are neither trained, dropped, nor to be admitted again", lost)
         expected = state.train_step // self._updates_per_batch * self._batch_groups
-        self._require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
+        require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
         counted = state.queue.ledger.trained
-        self._require("ledger", counted == expected, "the checkpoint counts {} trained, not {}", counted, expected)
+        require("ledger", counted == expected, "the checkpoint counts {} trained, not {}", counted, expected)
         tokens = sum(count for step, count in self._tokens.items() if step <= state.train_step)
         counted = state.queue.ledger.trained_tokens
-        self._require("ledger", counted == tokens, "the checkpoint counts {} trained tokens, not {}", counted, tokens)
+        require("ledger", counted == tokens, "the checkpoint counts {} trained tokens, not {}", counted, tokens)
 
     def _all_trained(self) -> list[int]:
         return [p for prompts in self._trained.values() for p in prompts]

@@ -6,29 +6,22 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from async_rl.simulate.restarts import Reopened
+from async_rl.simulate.restarts import Reopened, is_recycled
+from async_rl.simulate.violations import require
 from message_queue.contract import Admission
-from message_queue.start import HOPELESS
-
-
-def is_recycled(record: Mapping[str, Any]) -> bool:
-    """Whether a dropped group says that its prompt is admitted again."""
-    return (record["reason"] or "").startswith("recycled")
+from message_queue.recovery import HOPELESS
 
 
 class Recycles:
     """Judges the admissions of a run over all its restarts; after one, the driver asks for what waits.
 
-    recycling: whether the run has the policy now.
-
     Args:
-        require: called with (invariant, whether it holds, text, values).
+        recycling: whether the run has the policy.
     """
 
-    def __init__(self, *, max_recycles: int, require: Callable[..., None]) -> None:
-        self.recycling = False
+    def __init__(self, *, recycling: bool, max_recycles: int) -> None:
+        self._recycling = recycling
         self._max = max_recycles
-        self._require = require
         self._before: dict[int, int] = {}  # prompt -> times, by groups that nobody knows any more
         self._prompts: dict[int, int] = {}  # of groups that were recycled
         self._known: dict[int, str] = {}  # reasons; an end that was not recorded may be another one later
@@ -68,7 +61,7 @@ class Recycles:
             if self._known.get(record["group"]) == record["reason"]:
                 continue
             self._known[record["group"]] = record["reason"]
-            expired = record["reason"].startswith("expired") and self.recycling
+            expired = record["reason"].startswith("expired") and self._recycling
             if not (is_recycled(record) or expired):
                 continue
             prompt = prompt_of(record["group"])
@@ -77,19 +70,19 @@ class Recycles:
             if expired:
                 times = self._times(prompt)
                 allowed = times == self._max or (times > self._max and prompt in self._without_place)
-                self._require("exactly once", allowed, "prompt {} given up after {} times", prompt, times)
+                require("exactly once", allowed, "prompt {} given up after {} times", prompt, times)
                 continue
             self._prompts[record["group"]] = prompt
             self._new.append(prompt)
             times = self._times(prompt)
             allowed = times <= self._max or record["reason"] == HOPELESS
-            self._require("exactly once", allowed, "prompt {} is recycled {} times", prompt, times)
+            require("exactly once", allowed, "prompt {} is recycled {} times", prompt, times)
 
     def admitted(self, admission: Admission) -> bool:
         """Whether a group is of a prompt that is admitted again."""
         if self._waiting:
             first = self._waiting.popleft()
-            self._require("exactly once", admission.prompt == first, "{}; prompt {} waits", admission, first)
+            require("exactly once", admission.prompt == first, "{}; prompt {} waits", admission, first)
             return True
         if self._new and admission.prompt == self._new[0]:
             self._new.popleft()

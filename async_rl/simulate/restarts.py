@@ -1,29 +1,34 @@
-"""Whether a queue that opened its journal again has all that it has to have, and nothing that is over."""
+"""Whether a restart has everything that was acknowledged, and nothing that had ended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from async_rl.checkpoints import RunState
-from async_rl.simulate.acknowledged import Expected, Fact, Held, Published, Ready, Trained
+from async_rl.rollout.contents import StoredContent
+from async_rl.simulate.acknowledged import Acknowledged
+from async_rl.simulate.scenario import Scenario
+from async_rl.simulate.violations import require
 from message_queue.contract import Admission, QueueSnapshot
-from message_queue.restart import Restored
-from message_queue.trajectory import PromptGroup
+from message_queue.recovery import Restored
+from message_queue.trajectory import Trajectory
 
-Require = Callable[..., None]
-TOLD_LOSSES = ("damaged:", "lost", "cut off", "given up", "there was no journal")
+TOLD_LOSSES = ("damaged", "cannot be read", "left out", "are dropped", "is dropped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reopened:
-    """What came of it. state: of the checkpoint that the run goes on from. attempts: this one and those cut short.
+    """State of a run at its start.
 
+    state: of the checkpoint. attempts: to open the journal, this one included, since one succeeded.
     updates_per_batch: optimizer steps of each batch that is trained again.
     """
 
     state: RunState
-    restored: Restored[PromptGroup]
+    restored: Restored
+    stored: StoredContent
     snapshot: QueueSnapshot
     attempts: int
     updates_per_batch: int = 1
@@ -39,14 +44,20 @@ class Reopened:
         return {admission.group: admission for admission in self.snapshot.unfinished}
 
     @property
-    def open(self) -> dict[int, PromptGroup]:
-        """Of them, those that are generated."""
-        return {group.group: group for group in self.restored.open}
+    def open(self) -> dict[int, Sequence[Trajectory]]:
+        """Groups whose rollouts continue, and their trajectories."""
+        groups = self.stored.groups
+        return {a.group: groups[a.group].trajectories if a.group in groups else () for a in self.restored.open}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Shown to the user."""
+        return (*self.restored.notes, *self.stored.notes)
 
     @property
     def losses_are_told(self) -> bool:
-        """Whether a person is told that something is missing, unless it was told to nobody who lived."""
-        return self.attempts > 1 or any(word in note for note in self.restored.notes for word in TOLD_LOSSES)
+        """Whether the user sees that something is missing, or may have seen it at an attempt before."""
+        return self.attempts > 1 or any(word in note for note in self.notes for word in TOLD_LOSSES)
 
 
 class RestartJudge:
@@ -54,77 +65,145 @@ class RestartJudge:
 
     Args:
         dropped: groups that the queue gave up, whoever was told. updates: by version, as the trainer counts them.
-        require: called with (invariant, whether it holds, text, values).
     """
 
-    def __init__(
-        self, reopened: Reopened, *, dropped: Collection[int], updates: dict[int, int], require: Require
-    ) -> None:
+    def __init__(self, reopened: Reopened, *, dropped: Collection[int], updates: dict[int, int]) -> None:
         self._reopened = reopened
         self._dropped = dropped
         self._updates = updates
-        self._require = require
 
-    def check_nothing_is_lost(self, expected: Expected) -> None:
+    def check_nothing_is_lost(self, expected: Acknowledged) -> None:
         """Everything that was acknowledged is there, as it was."""
         state, restored, live = self._reopened.state, self._reopened.restored, self._reopened.live
         steps = expected.step_of()
         for group, admission in expected.admitted.items():
             if group in expected.dropped or steps.get(group, state.train_step + 1) <= state.train_step:
-                self._require("exactly once", group not in live, "group {} ended, and is there again", group)
+                require("exactly once", group not in live, "group {} ended, and is there again", group)
             elif group not in self._dropped:
                 self._check_group(admission, expected)
         again = len(expected.replay(state.train_step))
-        self._require("exactly once", restored.replay >= again, "{} of {} steps again", restored.replay, again)
+        require("exactly once", restored.replay >= again, "{} of {} steps again", restored.replay, again)
         version = expected.version
-        self._require("versions", restored.version >= version, "goes on after {}, not {}", restored.version, version)
+        require("versions", restored.version >= version, "goes on after {}, not {}", restored.version, version)
         cursor = max([state.prompt_cursor, *(a.prompt + 1 for a in expected.admitted.values())])
-        self._require(
-            "exactly once", restored.prompt_cursor >= cursor, "prompt {} of {}", restored.prompt_cursor, cursor
-        )
+        require("exactly once", restored.prompt_cursor >= cursor, "prompt {} of {}", restored.prompt_cursor, cursor)
+
+    def check_content(self, expected: Acknowledged, *, damaged: Collection[int]) -> None:
+        """A damaged record costs only its group: the others have what was stored of them."""
+        steps = expected.step_of()
+        for group, held in self._reopened.open.items():
+            ended = group in expected.dropped or group in self._dropped or group in steps
+            if not ended and group not in damaged:
+                self._check_stored(group, held, expected)
 
     def check_consistent(self) -> None:
         """Whatever is missing, what is there fits together."""
         snapshot, restored = self._reopened.snapshot, self._reopened.restored
         counts = snapshot.ledger
-        self._require("ledger", counts.error == 0, "ledger/error is {} after a restart: {}", counts.error, counts)
+        require("ledger", counts.error == 0, "ledger/error is {} after a restart: {}", counts.error, counts)
         for version, update in restored.version_updates.items():
             known = min(self._updates.get(version, update), self._reopened.end)
             older = update < known and self._reopened.losses_are_told  # its record is lost: what it sampled is too old
             fits = update == known or older
-            self._require("versions", fits, "version {} holds {} updates, not {}", version, update, known)
+            require("versions", fits, "version {} holds {} updates, not {}", version, update, known)
 
     # ---- inside
 
-    def _check_group(self, admission: Admission, expected: Expected) -> None:
+    def _check_group(self, admission: Admission, expected: Acknowledged) -> None:
         group, end = admission.group, self._reopened.end
         found = self._reopened.live.get(group)
-        self._require("exactly once", found is not None, "group {} was acknowledged and is lost", group)
+        require("exactly once", found is not None, "group {} was acknowledged and is lost", group)
         as_it_was = replace(admission, admitted_update=min(admission.admitted_update, end))
-        self._require("exactly once", found == as_it_was, "{} goes on as {}", as_it_was, found)
+        require("exactly once", found == as_it_was, "{} goes on as {}", as_it_was, found)
         held = self._reopened.open.get(group)
         if group in expected.ready:
-            self._require("exactly once", held is None, "group {} was ready and is to be generated again", group)
+            require("exactly once", held is None, "group {} was ready and is to be generated again", group)
         if held is None:
             return
-        have_of = dict(enumerate((len(t), t.closed) for t in held.trajectories))
-        for number, told in expected.of_group(group).items():
+        self._check_stored(group, held, expected)
+
+    def _check_stored(self, group: int, held: Sequence[Trajectory], expected: Acknowledged) -> None:
+        have_of = dict(enumerate((len(t), t.closed) for t in held))
+        for number, told in expected.stored.get(group, {}).items():
             have = have_of.get(number, (0, False))
-            kept = have[0] >= told.length and have[1] >= told.closed
-            self._require("exactly once", kept, "trajectory {} of group {} is {}, not {}", number, group, have, told)
+            kept = have[0] >= told[0] and have[1] >= told[1]
+            require("exactly once", kept, "trajectory {} of group {} is {}, not {}", number, group, have, told)
 
 
-def facts_after(reopened: Reopened, expected: Expected) -> Iterator[Fact]:
-    """What the driver is as good as told now."""
-    open_groups = reopened.open
-    for group, admission in reopened.live.items():
-        yield admission
-        if group not in open_groups:
-            yield Ready(group)
-            continue
-        for number, trajectory in enumerate(open_groups[group].trajectories):
-            yield Held(group, number, len(trajectory), trajectory.closed)
-    for step, batch in expected.replay(reopened.state.train_step).items():
-        if step <= reopened.end:
-            yield Trained(batch, step)
-    yield Published(reopened.restored.version)
+def note_restart(told: Acknowledged, found: Reopened) -> None:
+    """Reduce what was acknowledged to the state at the restart."""
+    replay, groups = told.replay(found.state.train_step), found.open
+    told.trained = {step: batch for step, batch in replay.items() if step <= found.end}
+    told.admitted, told.dropped = dict(found.live), set()
+    told.ready = found.live.keys() - groups.keys()
+    told.stored = {g: {n: (len(t), t.closed) for n, t in enumerate(held)} for g, held in groups.items()}
+    told.version = found.restored.version
+
+
+class GivenUp:
+    """Groups that a restart drops: those that are too old, or with policy wait those without a place in time."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._records: Sequence[Mapping[str, Any]] = ()
+
+    def ended(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Groups that the queue knows to have ended, and may not have reported."""
+        self._records = records
+
+    def check(
+        self,
+        found: Reopened,
+        expected: Acknowledged,
+        *,
+        admissions: Mapping[int, Admission],
+        updates: Mapping[int, int],
+    ) -> dict[int, int | None]:
+        """Groups that were dropped as the journal was opened -> the prompt, None if it is admitted again.
+
+        An attempt to open it that was cut short may have dropped some without a report.
+
+        Args:
+            expected: acknowledged facts.
+            updates: by version, as the trainer counts them.
+        """
+        ended: dict[int, int | None] = {}
+        for record in self._records:
+            if record["outcome"] != "dropped":
+                continue
+            admission = admissions[record["group"]]
+            excused = self._may_end(found, admission, updates)
+            require("failure", excused, "{} is dropped by a restart under {}", admission, self._scenario.policy)
+            ended[admission.group] = None if is_recycled(record) else admission.prompt
+        noted = not ended or any("dropped" in note for note in found.notes)
+        require("failure", noted, "groups {} are dropped without a note", sorted(ended))
+        if found.attempts > 1:
+            waiting, steps = set(found.restored.waiting), expected.step_of()
+            for group, admission in expected.admitted.items():
+                in_checkpoint = steps.get(group, found.state.train_step + 1) <= found.state.train_step
+                if group in found.live or group in expected.dropped or in_checkpoint:
+                    continue
+                if self._may_end(found, admission, updates):
+                    ended[group] = None if admission.prompt in waiting else admission.prompt
+        return ended
+
+    def reasons(self, *, damaged: bool) -> set[str]:
+        """Reasons for which groups may have been dropped for their age.
+
+        Args:
+            damaged: trained groups may be ready again, so that groups behind them have no place within the bound.
+        """
+        policy = self._scenario.policy
+        expired = {"expired"} if policy != "wait" else set[str]()
+        lost = {"lost"} if damaged else set[str]()
+        return expired | lost | ({"recycled"} if policy == "recycle" or (policy == "wait" and damaged) else set())
+
+    def _may_end(self, found: Reopened, admission: Admission, updates: Mapping[int, int]) -> bool:
+        update = updates[admission.admitted_version]
+        age = found.end - min(found.end, update) + self._scenario.updates_per_batch - 1
+        return age > self._scenario.max_staleness or self._scenario.policy == "wait"
+
+
+def is_recycled(record: Mapping[str, Any]) -> bool:
+    """Whether the prompt of a dropped group is admitted again."""
+    return (record["reason"] or "").startswith("recycled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,38 +20,38 @@ from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
 from async_rl.config import QueueConfig, RunConfig, SyncConfig, ValidationConfig, load_config
 from async_rl.handles import ReplicaHandle
-from async_rl.lives import Lasting, Lives, supervised
+from async_rl.lives import Lasting, Lives, RunQueue, supervised
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
+from async_rl.pipeline import Pipeline
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Free
+from async_rl.rollout.contents import ContentPlace, GroupContents, StoredContent
 from async_rl.rollout.fleet import FleetReplica
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.rollout.validator import ValidationResult
 from async_rl.simulate import model
-from async_rl.simulate.disk import SimulatedDisk
 from async_rl.simulate.engine import SimulatedReplica
-from async_rl.simulate.journal_writer import LoopWriter
-from async_rl.simulate.processes import Process
-from async_rl.simulate.queue_client import WatchedQueue, WatchedShards
+from async_rl.simulate.processes import Observed, Process
+from async_rl.simulate.queue_client import WatchedQueue
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.trainer import INITIAL, ParityReward, SimulatedTrainer, session_of_task
 from message_queue.contract import QueueSnapshot
-from message_queue.journal import JournalConfig
-from message_queue.restart import JournalPlace
-from message_queue.service import QueueService
-from message_queue.shards.bookkeeper import Bookkeeper
-from message_queue.shards.holder import ContentHolder
-from message_queue.tokens import RoutingSpec, WeightVersion
+from message_queue.events import Event
+from message_queue.progress import RolloutRecord
+from message_queue.recovery import JournalPlace, Restored
+from message_queue.rpc import BatchingServer
+from message_queue.service import REFUSALS, QueueHost
+from message_queue.tokens import WeightVersion
 from message_queue.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from async_rl.simulate.world import World
 
 CALL_S, GENERATE_S, ROLLOUT_S, TOOL_S = 30.0, 90.0, 200.0, 5.0
-SLICE_S, OPEN_S, START_S, LINGER_S = 5.0, 60.0, 2.0, 2.0
+OPEN_S, START_S, LINGER_S = 60.0, 2.0, 2.0
 
 
 class _Silent:
@@ -75,13 +75,63 @@ class _Session:
         await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
 
 
+class _SimulatedQueueHost(QueueHost):
+    """The process of the queue; the world sees the result of each call."""
+
+    def __init__(self, world: World, **options: Any) -> None:
+        super().__init__(**options)
+        self.process: Process | None = None
+        self._world = world
+
+    async def open(self, place: JournalPlace) -> Restored:
+        self._world.journal_opens()
+        restored = await super().open(place)
+        assert self.process is not None and self.queue is not None
+        state, world = self.queue._state, self._world  # pyright: ignore[reportPrivateUsage]
+        apply = state.apply
+
+        def watched(event: Event) -> None:
+            apply(event)
+            world.applied(event)
+
+        state.apply = watched
+        self._server = BatchingServer[Any](Observed(self.queue, self.process), refusals=REFUSALS)
+        return restored
+
+
+class _WatchedLives(Lives[SimulatedTrainer]):
+    """Lives that report restarts and stored content to the world."""
+
+    def __init__(self, config: RunConfig, lasting: Lasting[SimulatedTrainer], *, world: World, **options: Any) -> None:
+        super().__init__(config, lasting, **options)
+        self._world = world
+
+    async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
+        queue, restored, stored = await super()._open_queue(place)
+        self._world.reopened(restored, stored)
+        return queue, restored, stored
+
+    def _build_pipeline(
+        self, queue: RunQueue, contents: GroupContents, trainer: SimulatedTrainer, restored: Restored
+    ) -> Pipeline:
+        store, told = contents.append, self._world.told
+
+        async def append(records: Sequence[RolloutRecord]) -> None:
+            await store(records)
+            for record in records:
+                told.store(record)
+
+        contents.append = append
+        return super()._build_pipeline(queue, contents, trainer, restored)
+
+
 @cache
 def _template() -> RunConfig:
     return load_config(["trainer.router_replay=R3", "name=simulated", "resume=auto", "mismatch.prompts=0"])
 
 
-def run_config(scenario: Scenario, *, directory: Path, start: int = 0) -> RunConfig:
-    """The run config of a scenario, for the driver's start of that number."""
+def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
+    """The run config of a scenario."""
     whole = _template()
     limits = replace(
         whole.rollout.limits,
@@ -110,20 +160,11 @@ def run_config(scenario: Scenario, *, directory: Path, start: int = 0) -> RunCon
         seed=scenario.seed,
         total_train_steps=scenario.steps,
         advantage=AdvantageConfig(name="reinforce_plus_plus") if alone else AdvantageConfig(),
-        staleness=scenario.staleness_of(start),
+        staleness=scenario.staleness,
         rollout=rollout,
         trainer=replace(whole.trainer, updates_per_batch=scenario.updates_per_batch),
         sync=SyncConfig(every=scenario.publish_every, timeout_s=CALL_S),
-        queue=QueueConfig(
-            timeout_s=CALL_S,
-            slice_s=SLICE_S,
-            rank_code_rows=scenario.rank_code_rows,
-            max_ready=scenario.max_ready,
-            shards=scenario.shards,
-        ),
-        journal=JournalConfig(
-            fsync=scenario.fsync, max_file_bytes=scenario.file_bytes, buffer_bytes=scenario.buffer_bytes
-        ),
+        queue=QueueConfig(timeout_s=CALL_S, max_ready=scenario.max_ready),
         supervision=SupervisionConfig(max_restarts=scenario.max_restarts),
         validation=ValidationConfig(every=1 if scenario.validation else 0, prompts=2 if scenario.validation else 0),
         checkpoint=CheckpointConfig(every=scenario.checkpoint_every),
@@ -144,10 +185,10 @@ class Run:
         self._all: list[Process] = []
         self._world = world
         self._number = number
-        self._config = config = run_config(scenario, directory=world.directory, start=number)
+        self._config = config = run_config(scenario, directory=world.directory)
         resume = Resume(config)
         self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
-        self._service: QueueService | None = None
+        self._queue: _SimulatedQueueHost | None = None
         self._trainer = SimulatedTrainer(world)
         tools = PauseGate()
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(scenario.replicas)]
@@ -176,7 +217,7 @@ class Run:
             conductor=Free(),
         )
         held_out = [world.train_prompt(900 + i) for i in range(config.validation.prompts)]
-        self.lives = Lives(config, lasting, order=world, held_out=held_out, resume=resume)
+        self.lives = _WatchedLives(config, lasting, world=world, order=world, held_out=held_out, resume=resume)
 
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Program.run` does."""
@@ -204,22 +245,19 @@ class Run:
             return []
 
     def queue_state(self) -> QueueSnapshot:
-        """What the queue holds now."""
-        if self._service is None:
-            return QueueSnapshot()
-        return self._service._queue.snapshot()  # pyright: ignore[reportPrivateUsage]
+        """State of the queue now."""
+        queue = None if self._queue is None else self._queue.queue
+        return QueueSnapshot() if queue is None else queue._state.snapshot()  # pyright: ignore[reportPrivateUsage]
 
     def records(self) -> list[Any]:
-        """What became of the groups, whoever was told."""
+        """Ledger records of all groups that ended."""
         told = self.ledger_lines()
         return [*told, *(record for record in self.untold_records() if record not in told)]
 
     def untold_records(self) -> list[Any]:
-        """Those of them that the queue holds still."""
-        if self._service is None:
-            return []
-        ended = self._service._queue._ledger._ended  # pyright: ignore[reportPrivateUsage]
-        return [*self._service._records, *ended]  # pyright: ignore[reportPrivateUsage]
+        """Those that the queue still has."""
+        queue = None if self._queue is None else self._queue.queue
+        return [] if queue is None else [*queue._ended, *queue._state._records]  # pyright: ignore[reportPrivateUsage]
 
     def ledger_lines(self) -> list[Any]:
         """`ledger.jsonl`."""
@@ -227,29 +265,29 @@ class Run:
 
     # ---- parts that may be lost; see `async_rl.workers.Workers`
 
-    async def start_queue(self, journal: JournalPlace, *, routing: RoutingSpec | None) -> WatchedQueue:
-        world, config, shards = self._world, self._config, self._config.queue.holders
-        place, end = self._mounted(journal.of_books(shards=shards) if shards else journal, world.disk.books)
-        self._service = (Bookkeeper if shards else QueueService)(
+    async def start_queue(self) -> WatchedQueue:
+        world, config = self._world, self._config
+        host = self._queue = _SimulatedQueueHost(
+            world,
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
             updates_per_batch=config.trainer.updates_per_batch,
-            journal=place,
         )
-        process = self._process("queue", self._service, together=world.scenario.together)
-        process.on_death = end
-        holders = [self._holder(journal, shard, disk) for shard, disk in enumerate(world.disk.holders)]
-        handle, parts = process.in_messages(), [holder.in_messages() for holder in holders]
-        handle = WatchedShards(handle, parts, opened=world.reopened) if parts else handle
+        process = host.process = self._process("queue", host)
 
         def kill() -> None:
             world.before_queue_ends()
-            for part in (process, *holders):
-                part.die("killed by the driver")
+            process.die("killed by the driver")
 
-        world.queue_starts(journal)
-        return WatchedQueue(handle, told=world.told, taken=world.taken, on_kill=kill, config=config.queue)
+        return WatchedQueue(
+            process,
+            told=world.told,
+            opens=world.queue_starts,
+            taken=world.taken,
+            on_kill=kill,
+            timeout_s=config.queue.timeout_s,
+        )
 
     async def replace_trainer(self, lost: SimulatedTrainer) -> SimulatedTrainer:
         await asyncio.sleep(START_S)
@@ -268,36 +306,11 @@ class Run:
 
     # ---- processes
 
-    def _holder(self, journal: JournalPlace, shard: int, disk: SimulatedDisk) -> Process:
-        """A process that holds content of the queue."""
-        place, end = self._mounted(journal.of_shard(shard, shards=self._config.queue.shards), disk)
-        process = self._process(disk.of, ContentHolder(place), together=self._world.scenario.together)
-        process.on_death = end
-        return process
-
-    def _mounted(self, journal: JournalPlace, disk: SimulatedDisk) -> tuple[JournalPlace, Callable[[], None]]:
-        """A journal on a disk, for the process that the disk is of, and what is to be called at its death."""
-        world, mount = self._world, disk.mount()
-        name = "journal" if disk is world.disk.books else disk.of
-        draw = random.Random(f"{name} {self._number} {world.scenario.seed}")
-
-        def start_writer(log: Any, /, **of: Any) -> LoopWriter:
-            wait_s = draw.choice((1e-5, world.scenario.latency_s))
-            return LoopWriter(log, **of, mount=mount, wait_s=lambda: wait_s * draw.expovariate(1.0))
-
-        linger_s = draw.random() * LINGER_S
-
-        def end() -> None:
-            mount.die(linger_s=linger_s)
-            world.told.died(disk.of)
-
-        return replace(journal, disk=mount, start_writer=start_writer), end
-
-    def _process(self, name: str, host: object, *, together: bool = False) -> Process:
+    def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.seed}")
-        latency_s = self._world.scenario.latency_s
+        latency_s, linger_s = self._world.scenario.latency_s, draw.random() * LINGER_S
         made = self.processes[name] = Process(
-            name, host, world=self._world, latency_s=latency_s, draw=draw, together=together
+            name, host, world=self._world, latency_s=latency_s, draw=draw, linger_s=linger_s
         )
         self._all.append(made)
         return made

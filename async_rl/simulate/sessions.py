@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from async_rl.rollout.rollouter import session_name
 from async_rl.simulate import model
 from async_rl.simulate.engine import Answered
 from async_rl.simulate.restarts import Reopened
+from async_rl.simulate.violations import require
 
 _FINISHED = 1 << 30  # tokens: nothing is generated any more
 
@@ -17,12 +18,10 @@ class Sessions:
 
     Args:
         most: trajectories of a group, with those that make up for failed ones.
-        require: called with (invariant, whether it holds, text, values).
     """
 
-    def __init__(self, *, most: int, require: Callable[..., None]) -> None:
+    def __init__(self, *, most: int) -> None:
         self._most = most
-        self._require = require
         self._answers: dict[str, list[Answered]] = {}
         self._tool_calls: dict[str, int] = {}
         self._kept: dict[str, int] = {}  # tokens that are not generated again
@@ -41,17 +40,17 @@ class Sessions:
         if losses:
             for group, held in found.open.items():
                 for i in range(self._most):
-                    turns = held.trajectories[i].turns[:-1] if i < len(held.trajectories) else []
+                    turns = held[i].turns[:-1] if i < len(held) else []
                     answered = (segment.token_ids for turn in turns for segment in turn.segments)
                     session, calls = session_name(group, i), sum(int((ids == model.CALL).sum()) for ids in answered)
                     self._tool_calls[session] = min(calls, self._tool_calls.get(session, 0))
                     if session in self._kept:  # the record that it ended may be lost, and what it was with that
-                        length = len(held.trajectories[i]) if i < len(held.trajectories) else 0
+                        length = len(held[i]) if i < len(held) else 0
                         self._kept[session] = min(length, self._kept[session])
         if new_driver:
             self._kept = {s: _FINISHED for s, group in of.items() if group not in found.open}
             for group, held in found.open.items():
-                for i, trajectory in enumerate(held.trajectories):
+                for i, trajectory in enumerate(held):
                     self._kept[session_name(group, i)] = _FINISHED if trajectory.closed else len(trajectory)
 
     def answered(self, answer: Answered) -> None:
@@ -62,7 +61,7 @@ class Sessions:
         """An engine is to go on after `tokens` tokens."""
         kept = self._kept.get(session, 0)
         text = "{} is generated again from {}; {} were held"
-        self._require("exactly once", tokens >= kept, text, session, tokens, kept)
+        require("exactly once", tokens >= kept, text, session, tokens, kept)
 
     def tool_called(self, session: str) -> None:
         """A tool started."""

@@ -8,54 +8,46 @@ import json
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict
+import torch
 from torch import Tensor
 
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion
 from agent_loop.tools import ToolError
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.handles import TrainerError, TrainerLostError
-from async_rl.simulate.scenario import Fault, Scenario
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
+
+if TYPE_CHECKING:
+    from async_rl.simulate.world import World
 
 INITIAL = hashlib.blake2b(b"initial weights", digest_size=8).hexdigest()
 session_of_task: ContextVar[str] = ContextVar("session", default="")
 NO_END_S = 1e6  # longer than any time-out
 
 
-class TrainerWorld(Protocol):
-    """What trainer and tools need to know of the world."""
-
-    scenario: Scenario
-
-    def fault(self, point: str) -> Fault | None: ...
-    def note(self, who: str, what: str, *details: object) -> None: ...
-    def check_batch(self, batch: TensorDict, *, train_step: int) -> None: ...
-    def trained(self, train_step: int, digest: str) -> None: ...
-    def exported(self, weights: WeightVersion, *, updates: int) -> None: ...
-    def tool_called(self) -> None: ...
-
-
 class SimulatedTrainer:
     """See `async_rl.lives.RestorableTrainer`. digest: of the weights now. train_step: updates they hold."""
 
-    def __init__(self, world: TrainerWorld) -> None:
+    def __init__(self, world: World) -> None:
         self.digest = INITIAL
         self.train_step = 0
         self._world = world
 
-    async def train(self, batch: TensorDict) -> dict[str, float]:
+    async def train(self, batch: TrainingBatch) -> dict[str, float]:
         per_batch = self._world.scenario.updates_per_batch
         for mini_batch in range(per_batch):
             await self._work("train", seconds=self._world.scenario.train_s / per_batch)
             if not mini_batch:
                 self._world.check_batch(batch, train_step=self.train_step)
             content = hashlib.blake2b(self.digest.encode(), digest_size=8)
-            for name in ("token_ids", "behaviour_logprobs", "advantages"):
-                content.update(batch[name][batch["mini_batch"] == mini_batch].numpy().tobytes())
+            for number in (batch.mini_batch == mini_batch).nonzero()[0].tolist():
+                for part in (batch.sequence(number).token_ids, batch.loss_tokens(number).logprobs):
+                    content.update(part.tobytes())
+            content.update(batch.advantages[batch.mini_batch == mini_batch].tobytes())
             self.digest = content.hexdigest()
             self.train_step += 1
         self._world.trained(self.train_step, self.digest)
@@ -72,8 +64,8 @@ class SimulatedTrainer:
     async def hold(self) -> None:
         """The simulation compares what engines sampled by itself, so nothing is scored."""
 
-    async def score(self, batch: TensorDict) -> Tensor:
-        return batch["behaviour_logprobs"]
+    async def score(self, batch: TrainingBatch) -> list[Tensor]:
+        return [torch.from_numpy(batch.loss_tokens(number).logprobs) for number in range(len(batch))]
 
     async def save(self, directory: Path) -> None:
         await self._work("save", seconds=self._world.scenario.train_s / 4)
@@ -109,7 +101,7 @@ class LookupTool:
     description = "says a word"
     parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
 
-    def __init__(self, world: TrainerWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
@@ -134,7 +126,7 @@ class LookupTool:
 class ParityReward:
     """1 where the number of letters is odd."""
 
-    def __init__(self, world: TrainerWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
 
     async def score(self, prompt: Prompt, *, completion: Completion) -> float:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tensordict import TensorDict
 
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.simulate import model
 from async_rl.simulate.engine import Answered
 from async_rl.simulate.scenario import Scenario
+from async_rl.simulate.violations import require
+from message_queue.sequence import TrainingSequence
 from message_queue.tokens import Int32Array
-from message_queue.trajectory import Trajectory
 
-Require = Callable[..., None]
 NO_ROW = [[-1] * model.ROUTING.top_k] * len(model.ROUTING.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SequenceData:
-    """One row of the trainer's batch, without its padding."""
+    """One sequence of the trainer's batch."""
 
     trajectory: int
     token_ids: list[int]
@@ -28,26 +28,55 @@ class SequenceData:
     logprobs: list[float]
     lags: list[int]
     rows: list[list[list[int]]]
-    padding_is_empty: bool
 
     @classmethod
-    def of(cls, batch: TensorDict) -> list[SequenceData]:
-        """All rows of a batch."""
-        lengths = batch["lengths"].tolist()
-        columns = {name: batch[name].numpy() for name in ("token_ids", "loss_mask", "behaviour_logprobs", "lag")}
-        rows = batch["routed_experts"].numpy()
-        return [
-            cls(
-                trajectory=int(of),
-                token_ids=columns["token_ids"][s, :length].tolist(),
-                mask=columns["loss_mask"][s, :length].tolist(),
-                logprobs=columns["behaviour_logprobs"][s, :length].tolist(),
-                lags=columns["lag"][s, :length].tolist(),
-                rows=rows[s, :length].tolist(),
-                padding_is_empty=not columns["loss_mask"][s, length:].any() and bool((rows[s, length:] == -1).all()),
-            )
-            for s, (of, length) in enumerate(zip(batch["trajectory"].tolist(), lengths, strict=True))
-        ]
+    def of(cls, batch: TrainingBatch) -> list[SequenceData]:
+        """All sequences of a batch."""
+        return [cls._of(batch, number) for number in range(len(batch))]
+
+    @classmethod
+    def _of(cls, batch: TrainingBatch, number: int) -> SequenceData:
+        sequence, loss = batch.sequence(number), batch.loss_tokens(number)
+        mask, logprobs, lags = np.zeros(len(sequence), bool), np.zeros(len(sequence)), np.full(len(sequence), -1)
+        mask[loss.positions], logprobs[loss.positions], lags[loss.positions] = True, loss.logprobs, loss.lag
+        rows = sequence.routed_experts
+        assert rows is not None
+        return cls(
+            trajectory=int(batch.trajectory[number]),
+            token_ids=sequence.token_ids.tolist(),
+            mask=mask.tolist(),
+            logprobs=logprobs.tolist(),
+            lags=lags.tolist(),
+            rows=rows.tolist(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trained:
+    """A trajectory as its training sequences have it."""
+
+    tokens: list[int]
+    """All tokens."""
+    versions: list[int]
+    """Of the weights that sampled each; -1 if none did."""
+    kept: list[list[int]] | None
+    """Tokens that the sampler kept, for each sampled one; empty for others. None if it kept all."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TrainingSequence]) -> Trained:
+        """Each sampled token is in the loss of one sequence; the last sequence has all tokens."""
+        tokens = sequences[-1].token_ids.tolist()
+        versions, kept = [-1] * len(tokens), [list[int]() for _ in tokens]
+        for sequence in sequences:
+            sets = list[list[int]]()
+            if sequence.support is not None:
+                counts, ids = sequence.support.unpack()
+                sets = [part.tolist() for part in np.split(ids, np.cumsum(counts)[:-1])]
+            for start, count, version in sequence.runs:
+                for at in range(start, start + count):
+                    versions[at], kept[at] = version, sets[at] if sets else []
+        cut = any(sequence.support is not None for sequence in sequences)
+        return cls(tokens=tokens, versions=versions, kept=kept if cut else None)
 
 
 class TrajectoryJudge:
@@ -56,7 +85,6 @@ class TrajectoryJudge:
     Args:
         weights: by version. lags: updates between each version and the gradient. updates: that each version holds.
         oldest: updates that weights hold whose tokens are within the bound.
-        require: called with (invariant, whether it holds, text, values).
     """
 
     def __init__(
@@ -67,18 +95,16 @@ class TrajectoryJudge:
         lags: Mapping[int, int],
         updates: Mapping[int, int],
         oldest: int,
-        require: Require,
     ) -> None:
         self._scenario = scenario
         self._weights = weights
         self._lags = lags
         self._updates = updates
         self._oldest = oldest
-        self._require = require
 
     def check(
         self,
-        trajectory: Trajectory,
+        trajectory: Trained,
         sequences: Sequence[SequenceData],
         *,
         prompt: Int32Array,
@@ -93,20 +119,18 @@ class TrajectoryJudge:
             prompt: what it starts with. answers: of engines to its requests. tool_calls: tools that were started.
             interrupted: a restart came in between, after which a call that was begun is not made again.
         """
-        tokens, versions = trajectory.token_ids().tolist(), trajectory.param_versions().tolist()
-        self._require("exactly once", bool(sequences), "{} is not in the batch", session)
-        self._require(
-            "exactly once", tokens[: len(prompt)] == prompt.tolist(), "{} starts with {}", session, tokens[:8]
-        )
+        tokens, versions = trajectory.tokens, trajectory.versions
+        require("exactly once", bool(sequences), "{} is not in the batch", session)
+        require("exactly once", tokens[: len(prompt)] == prompt.tolist(), "{} starts with {}", session, tokens[:8])
         self._check_tokens(tokens, versions, session)
-        self._check_support(trajectory, tokens, versions, session)
+        self._check_support(trajectory, session)
         self._check_turns(tokens, versions, session, tool_calls, interrupted=interrupted)
         covered = [False] * len(tokens)
         for sequence in sequences:
             self._check_sequence(sequence, tokens, versions, covered, session)
             self._check_rows(sequence, versions, session, answers)
         sampled = [version >= 0 and not self._masked(version) for version in versions]
-        self._require("provenance", covered == sampled, "{}: the loss covers {}, not {}", session, covered, sampled)
+        require("provenance", covered == sampled, "{}: the loss covers {}, not {}", session, covered, sampled)
 
     def _masked(self, version: int) -> bool:
         """Whether tokens of a version take no gradient."""
@@ -121,10 +145,10 @@ class TrajectoryJudge:
             if version < 0:
                 continue
             weights = self._weights.get(version)
-            self._require("versions", weights is not None, "{} has version {} at {}", session, version, i)
+            require("versions", weights is not None, "{} has version {} at {}", session, version, i)
             assert weights is not None
             expected = weights.token(contexts[i - 1], number, calls=calls)
-            self._require(
+            require(
                 "provenance",
                 tokens[i] == expected,
                 "{}: token {} is {}; version {} samples {}",
@@ -135,32 +159,27 @@ class TrajectoryJudge:
                 expected,
             )
 
-    def _check_support(self, trajectory: Trajectory, tokens: list[int], versions: list[int], session: str) -> None:
-        support = trajectory.support()
-        if self._scenario.top_p == 1 or not trajectory.num_sampled:
-            self._require("provenance", support is None, "{} has kept tokens of the whole vocabulary", session)
-            return
-        self._require("provenance", support is not None, "{} has no kept tokens", session)
-        assert support is not None
-        contexts, (counts, ids) = model.contexts(tokens), support.unpack()
-        found = np.split(ids, np.cumsum(counts)[:-1])
-        for i, version in enumerate(versions):
-            kept = self._weights[version].kept(contexts[i - 1], tokens[i]) if version >= 0 else []
-            same = found[i].tolist() == kept
-            self._require("provenance", same, "{}: token {} is of {}, not {}", session, i, found[i].tolist(), kept)
+    def _check_support(self, trajectory: Trained, session: str) -> None:
+        cut = self._scenario.top_p < 1 and any(version >= 0 for version in trajectory.versions)
+        require("provenance", (trajectory.kept is not None) == cut, "{}: kept tokens are not {}", session, cut)
+        contexts = model.contexts(trajectory.tokens)
+        for i, kept in enumerate(trajectory.kept or ()):
+            version = trajectory.versions[i]
+            expected = self._weights[version].kept(contexts[i - 1], trajectory.tokens[i]) if version >= 0 else []
+            require("provenance", kept == expected, "{}: token {} is of {}, not {}", session, i, kept, expected)
 
     def _check_turns(
         self, tokens: list[int], versions: list[int], session: str, tool_calls: int, *, interrupted: bool
     ) -> None:
         limit, scenario = self._scenario.max_tokens, self._scenario
-        self._require("exactly once", len(tokens) <= limit, "{} has {} tokens of {}", session, len(tokens), limit)
+        require("exactly once", len(tokens) <= limit, "{} has {} tokens of {}", session, len(tokens), limit)
         turns = [tokens[start:end] for start, end in _sampled_runs(versions)]
-        self._require("exactly once", len(turns) <= scenario.max_turns, "{} has {} turns", session, len(turns))
+        require("exactly once", len(turns) <= scenario.max_turns, "{} has {} turns", session, len(turns))
         *before, last = [sum(token == model.CALL for token in turn) for turn in turns] or [0]
         executed, ended = sum(before), bool(turns) and turns[-1][-1] == model.END
         most = executed + last if ended and len(turns) < scenario.max_turns else executed
         held = tool_calls <= most if interrupted else tool_calls == most
-        self._require("exactly once", held, "{} made {} tool calls, not {}", session, tool_calls, most)
+        require("exactly once", held, "{} made {} tool calls, not {}", session, tool_calls, most)
 
     # ---- the batch
 
@@ -168,28 +187,25 @@ class TrajectoryJudge:
         self, data: SequenceData, tokens: list[int], versions: list[int], covered: list[bool], session: str
     ) -> None:
         length = len(data.token_ids)
-        self._require("provenance", data.token_ids == tokens[:length], "{}: other tokens are trained", session)
-        self._require("rows", data.padding_is_empty, "{}: its padding is not empty", session)
+        require("provenance", data.token_ids == tokens[:length], "{}: other tokens are trained", session)
         contexts, bound = model.contexts(data.token_ids), self._scenario.max_staleness
         for i, (in_loss, logprob, lag) in enumerate(zip(data.mask, data.logprobs, data.lags, strict=True)):
             if not in_loss:
-                self._require("provenance", logprob == 0, "{}: token {} has a logprob and no loss", session, i)
+                require("provenance", logprob == 0, "{}: token {} has a logprob and no loss", session, i)
                 continue
-            self._require("provenance", not covered[i], "{}: token {} is in two losses", session, i)
+            require("provenance", not covered[i], "{}: token {} is in two losses", session, i)
             covered[i] = True
             expected = float(self._weights[versions[i]].logprob(contexts[i - 1], data.token_ids[i]))
-            self._require(
-                "provenance", logprob == expected, "{}: logprob {} is {}, not {}", session, i, logprob, expected
-            )
+            require("provenance", logprob == expected, "{}: logprob {} is {}, not {}", session, i, logprob, expected)
             true_lag = self._lags[versions[i]]
-            self._require("staleness", true_lag <= bound, "{}: token {} is {} updates old", session, i, true_lag)
-            self._require("staleness", lag == true_lag, "{}: token {} has lag {}, not {}", session, i, lag, true_lag)
+            require("staleness", true_lag <= bound, "{}: token {} is {} updates old", session, i, true_lag)
+            require("staleness", lag == true_lag, "{}: token {} has lag {}, not {}", session, i, lag, true_lag)
 
     # ---- rows
 
     def _check_rows(self, data: SequenceData, versions: list[int], session: str, answers: Sequence[Answered]) -> None:
         contexts = model.contexts(data.token_ids)
-        self._require("rows", data.rows[-1] == NO_ROW, "{}: the last token has a row", session)
+        require("rows", data.rows[-1] == NO_ROW, "{}: the last token has a row", session)
         match self._scenario.resume_routing:
             case "append" | "force":
                 missing = {p for answer in answers for p in answer.unavailable}
@@ -222,14 +238,14 @@ class TrajectoryJudge:
     ) -> None:
         """The rows are those of one of the answers."""
         wrong = [self._differs(data, contexts, of, set(), ordered) for of in owners]
-        self._require("rows", None in wrong, "{}: rows {} are of no answer", session, wrong)
+        require("rows", None in wrong, "{}: rows {} are of no answer", session, wrong)
 
     def _compare(
         self, data: SequenceData, contexts: list[int], owners: list[int], session: str, *, missing: set[int]
     ) -> None:
         wrong = self._differs(data, contexts, owners, missing, True)
         at = -1 if wrong is None else wrong
-        self._require(
+        require(
             "rows", wrong is None, "{}: row {} is {}, not of version {}", session, at, data.rows[at], owners[at:][:1]
         )
 
@@ -237,7 +253,6 @@ class TrajectoryJudge:
         self, data: SequenceData, contexts: list[int], owners: list[int], missing: set[int], ordered: bool
     ) -> int | None:
         """First position whose row is not that of its owner."""
-        ordered = ordered and not self._scenario.rank_code_rows
         for p, owner in enumerate(owners):
             row = data.rows[p]
             if p in missing and row == NO_ROW:

@@ -12,7 +12,9 @@ import selectors
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+LEAST_S = 1e-6  # between two pieces of work of one thread
 T = TypeVar("T")
 
 
@@ -56,6 +58,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._clock)
         self._numbers = itertools.count()
         self.thread_s: Callable[[], float] = lambda: 0.0
+        self._busy_until: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self.is_dead: Callable[[], bool] = lambda: False  # whether the process that runs now was killed
+        self.on_result: Callable[[object], None] = lambda result: None  # of work given to a thread
         self.on_task: Callable[[NumberedTask], None] = lambda task: None
         self.set_task_factory(self._number_task)
 
@@ -76,10 +81,30 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Run `func` on the loop, in one piece, `thread_s` later."""
+        """Run `func` on the loop, in one piece, `thread_s` later, and after earlier work of the same executor.
+
+        Work of a process that is dead by then is cancelled.
+        """
         future = self.create_future()
-        self.call_later(self.thread_s(), _settle, future, func, args)
+        at = self.time() + self.thread_s()
+        if executor is not None:
+            at = self._busy_until[executor] = max(at, self._busy_until.get(executor, 0.0) + LEAST_S)
+        self.call_at(at, self._work, future, func, args)
         return future
+
+    def _work(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if future.cancelled() or self.is_dead():
+            future.cancel()
+            return
+        try:
+            result = func(*args)
+            self.on_result(result)
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            if not future.done():
+                future.set_exception(error)
+            return
+        if not future.done():
+            future.set_result(result)
 
     def _number_task(
         self, loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None
@@ -87,15 +112,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         task = NumberedTask(work, number=next(self._numbers), loop=loop, context=context)
         self.on_task(task)
         return task
-
-
-def _settle(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if future.cancelled():
-        return
-    try:
-        future.set_result(func(*args))
-    except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits
-        future.set_exception(error)
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:

@@ -1,8 +1,9 @@
 """The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
 
 driver     Lives, Resume, Pipeline, Rollouter, agent loops, Publisher, Supervisor, Recorder, Checkpoints   (real)
-messages   QueueClient, Together, ReplicaHandle (real) -> Process (simulated: late, twice, never)
-queue      QueueService, or Bookkeeper and ContentHolders, with their Journals (real) -> SimulatedDisk
+messages   QueueClient, BatchingClient, ReplicaHandle (real) -> Process (simulated: late, never)
+queue      QueueHost, BatchingServer, EventJournal (real) -> SQLite files, with faults of Disk
+content    ContentWriter, read_groups (real, in the driver) -> the same
 replica    ReplicaHost, RequestInbox, RequestGate (real) -> SimulatedReplica
 trainer    SimulatedTrainer; tools and reward are simulated too
 watched by Oracle
@@ -19,27 +20,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDict
 
 from agent_loop.chat import Chat
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
 from agent_loop.tools import describe_tool
+from async_rl.batch.training_batch import TrainingBatch
+from async_rl.rollout.contents import StoredContent
 from async_rl.run import causes
 from async_rl.simulate import model
-from async_rl.simulate.disk import Disks
+from async_rl.simulate.disk import Disk
 from async_rl.simulate.engine import Answered
 from async_rl.simulate.journal_watch import OPERATOR_S, JournalWatch, drops_are_excused, may_end, most_starts
-from async_rl.simulate.oracle import Oracle, Violation
+from async_rl.simulate.oracle import Oracle
+from async_rl.simulate.processes import Closes, current_process
 from async_rl.simulate.run import Run
 from async_rl.simulate.scenario import Fault, Scenario
 from async_rl.simulate.trainer import LookupTool, session_of_task
 from async_rl.simulate.turns import Turns
+from async_rl.simulate.violations import Violation
 from async_rl.simulate.virtual_time import Deadlock, VirtualTimeLoop
+from message_queue.content import _Files  # pyright: ignore[reportPrivateUsage]
 from message_queue.contract import Batch
-from message_queue.restart import JournalPlace, Restored
+from message_queue.events import Event as QueueEvent
+from message_queue.journal import EventStore
+from message_queue.recovery import JournalPlace, Restored
 from message_queue.tokens import Int32Array, WeightVersion
-from message_queue.trajectory import PromptGroup
 
 Event = tuple[float, str, str, tuple[object, ...]]
 
@@ -61,15 +67,11 @@ class World:
         self.tool = LookupTool(self)
         self.chat = Chat(model.SimulatedTokenizer(), end_of_turn="<end>", tools=[describe_tool(self.tool)])
         self.oracle = Oracle(
-            scenario,
-            expected_prompt=self.prompt_ids,
-            excused=drops_are_excused(self.fired),
-            serving=self._serving,
-            clock=loop.time,
+            scenario, expected_prompt=self.prompt_ids, excused=drops_are_excused(self.fired), serving=self._serving
         )
         self.run: Run | None = None
         self.told = self.oracle.told
-        self.disk = Disks(self, seed=scenario.seed, shards=scenario.shards, clock=loop.time)
+        self.disk = Disk(self, seed=scenario.seed, clock=loop.time)
         self._journal = JournalWatch(
             scenario, oracle=self.oracle, disk=self.disk, directory=directory, fired=self.fired
         )
@@ -78,7 +80,11 @@ class World:
         self._passed: Counter[str] = Counter()
         self._turns = Turns(loop, scenario, happens=self._fault_of_turn, stands_still=self._stands_still)
         threads = random.Random(f"threads {scenario.seed}")
-        loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s
+        loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s + self._slow_disk_s()
+        loop.is_dead = self._is_dead
+        loop.on_result = self._opened
+        self._killed = False  # the driver, until the next start
+        self._files: list[Closes] = []
         loop.set_exception_handler(lambda _loop, _context: None)
 
     # ---- what the parts ask and tell
@@ -130,44 +136,50 @@ class World:
 
     def called(self, process: str, method: str, args: tuple[Any, ...], result: Any) -> None:
         """A process answered a call."""
-        if process == "queue" and method == "open" and self.scenario.shards == 1:
-            self.reopened(result)
-        if process != "queue" or self.run is None or self._journal.is_opening:
+        if process == "queue" and method == "checkpointed":
+            assert self.run is not None
+            self.judge(self.oracle.checkpointed, self._journal.newest_state(), self.run.records())
+
+    def applied(self, event: QueueEvent) -> None:
+        """The state of the queue followed an event."""
+        assert self.run is not None
+        if self._journal.is_opening:
             return
         state = self.run.queue_state()
         self.judge(self.oracle.ended, self.run.untold_records())
         self.judge(self.oracle.admitted, state.unfinished)
-        self.judge(self.oracle.queue_called, method, args)
+        self.judge(self.oracle.queue_followed, event)
         self.judge(self.oracle.check_ledger, state)
-        if method == "checkpointed":
-            self.judge(self.oracle.checkpointed, self._journal.newest_state(), self.run.records())
-
-    def reopened(self, restored: Restored[bytes]) -> None:
-        """A queue has opened its journal."""
-        assert self.run is not None
-        self.note("queue", "goes on", restored.replay, len(restored.open), *restored.notes)
-        self.judge(self.oracle.ended, self.run.untold_records())
-        self.judge(self._journal.reopened, restored, self.run.queue_state())
 
     def queue_starts(self, journal: JournalPlace) -> None:
         """A queue is about to open its journal."""
         self._journal.queue_starts(journal)
+
+    def journal_opens(self) -> None:
+        """The process of the queue opens the files."""
+        fault = self.fault("disk/open")
+        if fault is not None and fault.kind == "bits flip":
+            self.disk.flip_a_bit(self.directory / "journal")
+
+    def reopened(self, restored: Restored, stored: StoredContent) -> None:
+        """A queue has opened its journal, and the driver has read the content of its groups."""
+        assert self.run is not None
+        notes = (note.replace(str(self.directory), "") for note in (*restored.notes, *stored.notes))
+        self.note("queue", "continues", restored.replay, len(restored.open), *notes)
+        self.judge(self.oracle.ended, self.run.untold_records())
+        self.judge(self._journal.reopened, restored, stored, self.run.queue_state())
 
     def before_queue_ends(self) -> None:
         """A queue is about to be killed by the driver."""
         assert self.run is not None
         self._remember(self.run)
 
-    def taken(self, batch: Batch[PromptGroup]) -> None:
+    def taken(self, batch: Batch) -> None:
         """The driver got a batch."""
         self.note("driver", "takes", *(g.group for g in batch.groups))
         self.oracle.taken(batch)
 
-    def synced(self, process: str) -> None:
-        """The disk of a process synced."""
-        self.told.synced(process)
-
-    def check_batch(self, batch: TensorDict, *, train_step: int) -> None:
+    def check_batch(self, batch: TrainingBatch, *, train_step: int) -> None:
         """The trainer is about to train."""
         self.judge(self.oracle.check_batch, batch, train_step=train_step)
         self._turns.progress()
@@ -188,13 +200,10 @@ class World:
 
     def kill(self, name: str) -> None:
         """End a process, if it was started."""
-        if self.run is not None and name in self.run.processes:
+        if name == "driver":
+            self._kill_driver("the driver died")
+        elif self.run is not None and name in self.run.processes:
             self.run.processes[name].die("killed")
-
-    def lose_power(self) -> None:
-        """End everything, and forget what was not synced."""
-        self._kill_driver("the machine died")
-        self._journal.lose_power()
 
     # ---- prompts
 
@@ -218,7 +227,8 @@ class World:
         """One start of the run; True at its end or where an invariant is broken."""
         fired = len(self.fired)
         self.note("world", "start", start)
-        self._turns.go_on()  # a driver may have been killed where none ran
+        self._turns.go_on()  # a driver may have been killed when none ran
+        self._killed = False
         self._turns.progress()
         disk_was_broken = self.disk.is_broken
         self._journal.driver_starts()
@@ -233,7 +243,7 @@ class World:
             error = "; ".join(causes(failure))
         finally:
             await self._clean_up()
-        self.note("world", "ended", done, error)
+        self.note("world", "ended", done, error and error.replace(str(self.directory), ""))
         self._remember(run)
         if error is not None and error != "killed":
             self._require_excuse(error, self.fired[fired:], disk_was_broken=disk_was_broken)
@@ -270,9 +280,7 @@ class World:
         self._happened(fault)
         match fault.kind:
             case "driver dies":
-                self._kill_driver("the driver died")
-            case "machine dies":
-                self.lose_power()
+                self.kill("driver")
             case "stop is asked for":
                 self.run.lives.request_stop()
             case _:
@@ -288,15 +296,40 @@ class World:
     def _kill_driver(self, cause: str) -> None:
         """Stop every task where it is; what they still do on their way out reaches nobody."""
         self.note("world", "kill", cause)
+        self._killed = True
         if self.run is not None:
             self.run.cut_off()
         self._turns.cut_off()
+
+    def _is_dead(self) -> bool:
+        """Whether the process whose work runs now was killed."""
+        process = current_process()
+        return self._killed or (process is not None and process.ended)
+
+    def _opened(self, result: object) -> None:
+        """Files that work in a thread opened are closed some time after the death of its process."""
+        if isinstance(result, EventStore | _Files):
+            self._files.append(result)
+            process = current_process()
+            if process is not None:
+                process.has_open(result)
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def _slow_disk_s(self) -> float:
+        fault = self.fault("disk/work")
+        return 0.0 if fault is None else fault.amount
 
     async def _clean_up(self) -> None:
         """End whatever a run left behind."""
         assert self.run is not None
         self.run.cut_off()
+        self._killed = True
         await self._turns.clean_up()
+        self._close_files()
         self.run.recorder.close()
         self._turns.go_on()
 
@@ -314,7 +347,10 @@ def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
             loop.on_turn = None
 
     try:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        with (
+            world.disk.installed(file_bytes=world.scenario.file_bytes),
+            asyncio.Runner(loop_factory=lambda: loop) as runner,
+        ):
             runner.run(named(world.live()))
     except Deadlock as deadlock:
         with contextlib.suppress(Violation):

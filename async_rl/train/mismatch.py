@@ -24,7 +24,7 @@ def lag_buckets(lag: Tensor, pure_lag0: Tensor) -> Tensor:
     """int64 of the shape of `lag`: index into LAGS.
 
     Args:
-        lag: integer, staleness in optimizer updates. pure_lag0: bool; see `async_rl.batch.collate`.
+        lag: integer, staleness in optimizer updates. pure_lag0: bool; see `async_rl.batch.training_batch`.
     """
     return torch.where(pure_lag0, 0, 1 + lag.long().clamp(0, len(LAGS) - 2))
 

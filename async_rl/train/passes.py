@@ -15,7 +15,7 @@ from async_rl.train.distributed import ProcessGroups, context_group, tensor_grou
 from async_rl.train.gpt import BuiltModel
 from async_rl.train.losses import LossConfig
 from async_rl.train.model import TrainerConfig
-from async_rl.train.planning import UpdateShare
+from async_rl.train.planning import UpdatePlan
 from async_rl.train.ratios import second_moment_bound
 from async_rl.train.reference import ReferenceWeights
 from async_rl.train.step import MicroBatch, Objective, ObjectiveKind, scheduled_loss
@@ -79,15 +79,13 @@ class Passes:
         for micro_batch, sums in zip(micro_batches, found or [{}] * len(micro_batches), strict=True):
             micro_batch.sums = sums
 
-    def whole_update(
-        self, share: UpdateShare, micro_batches: Sequence[MicroBatch], columns: Sequence[Tensor]
-    ) -> Tensor:
-        """float64 [S, T] from a column [n] of each micro-batch, on every rank; 0 where there is no token."""
-        out = torch.zeros(share.shape[0] * share.shape[1], dtype=torch.float64)
+    def of_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch], columns: Sequence[Tensor]) -> Tensor:
+        """float64 [N], of all tokens in the loss of an update, on every rank, from a column [n] of each micro-batch."""
+        out = torch.zeros(update.num_loss_tokens, dtype=torch.float64)
         if self.counts_tokens:
             for micro_batch, column in zip(micro_batches, columns, strict=True):
-                out[share.in_update(micro_batch.flat, micro_batch.positions)] = column.to("cpu", torch.float64)
-        return self._groups.sum_over_ranks(out).view(share.shape)
+                out[micro_batch.numbers] = column.to("cpu", torch.float64)
+        return self._groups.sum_over_ranks(out)
 
     def objective(self, kind: ObjectiveKind, *, log_ratio_bound: float = math.inf) -> Objective:
         """What is done with the logits of each micro-batch."""
@@ -100,17 +98,15 @@ class Passes:
             log_ratio_bound=log_ratio_bound,
         )
 
-    def policy_objective(self, share: UpdateShare, micro_batches: Sequence[MicroBatch]) -> Objective:
+    def policy_objective(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> Objective:
         """The policy loss of one update; m2po bounds the ratio by all tokens of it, over all ranks."""
         if self._loss.name != "m2po":
             return self.objective("policy")
         columns = [mb.columns for mb in micro_batches] if self.counts_tokens else []
-        log_ratios = self.whole_update(
-            share, micro_batches, [c["proximal_logprobs"] - c["behaviour_logprobs"] for c in columns]
+        log_ratios = self.of_update(
+            update, micro_batches, [c["proximal_logprobs"] - c["behaviour_logprobs"] for c in columns]
         )
-        # Only tokens in the loss count. All others are 0 here, so that the largest are these but for zeros among them.
-        of_tokens = log_ratios.abs().flatten().topk(share.num_loss_tokens).values
-        bound = second_moment_bound(of_tokens, limit=self._loss.max_second_moment)
+        bound = second_moment_bound(log_ratios, limit=self._loss.max_second_moment)
         return self.objective("policy", log_ratio_bound=bound)
 
     def _run(

@@ -38,7 +38,7 @@ class MicroBatchRouting:
     """Routing of one micro-batch on one rank.
 
     mode: `record` fills `tables` with what the live router chooses, `replay` forces what they hold.
-    tables: global layer number -> int64 [rows, K], -1 in all K places for the live router.
+    tables: global layer number -> integer [rows, K], -1 in all K places for the live router.
     real: bool [rows], False for padding.
     sums: of each layer replayed, ROUTING_SUMS of the pass that took a gradient.
     """
@@ -49,9 +49,14 @@ class MicroBatchRouting:
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
-def layer_tables(rows: Tensor, *, layers: Sequence[int]) -> dict[int, Tensor]:
-    """Global layer number -> int64 [rows, K], from integer [rows, layers, K]."""
-    return dict(zip(layers, rows.transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format), strict=True))
+def layer_tables(rows: Tensor, live: Tensor, *, layers: Sequence[int], to: torch.device) -> dict[int, Tensor]:
+    """Global layer number -> int16 [rows, K] on a device, -1 in rows that are left to the live router.
+
+    Args:
+        rows: uint8 or uint16 [rows, layers, K]. live: bool [rows].
+    """
+    tables = rows.to(to).to(torch.int16).masked_fill_(live.to(to)[:, None, None], -1)
+    return dict(zip(layers, tables.unbind(1), strict=True))
 
 
 class LayerReplay:
@@ -126,7 +131,7 @@ class LayerReplay:
                 f"layer {self.layer} routes {rows} tokens to {topk} experts each, but its routing rows have shape "
                 f"{list(table.shape)}"
             )
-        return table
+        return table.to(torch.int64)
 
 
 def keep_likely(recorded: Tensor, live: Tensor, probabilities: Tensor, *, threshold: float) -> tuple[Tensor, Tensor]:

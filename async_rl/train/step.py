@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from async_rl.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
+from async_rl.batch.routed_experts import replayed_rows
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.train.attention import Rotary, RowContext
 from async_rl.train.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, kl_term, policy_loss
 from async_rl.train.mismatch import lag_buckets, token_sums
 from async_rl.train.model import RouterReplayMode
+from async_rl.train.planning import UpdatePlan
 from async_rl.train.router_replay import MicroBatchRouting, layer_tables
+from message_queue.sequence import TrainingSequence
 from message_queue.support import SamplingSupport
-from message_queue.tokens import ContractError
+from message_queue.tokens import ContractError, RoutingSpec
+
+_LOSS_COLUMNS = {
+    "behaviour_logprobs": torch.float32,
+    "lag_bucket": torch.int64,
+    "advantages": torch.float32,
+    "token_weights": torch.float32,
+    "trajectory": torch.int64,
+}
+"""What the loss needs of each token, and its type."""
+_PLACES = {"token": torch.int64, "number": torch.int64}
 
 ObjectiveKind = Literal["policy", "supervised", "logprobs"]
 
@@ -31,7 +46,7 @@ class MicroBatch:
     token_ids: int64 [1, t]. loss_rows: int64 [n], the rows that predict a token that enters the loss.
     targets: int64 [n], those tokens. columns: what the loss needs per token, [n] each.
     kept: over which tokens their distributions are normalised; None if all are over the whole vocabulary.
-    flat: int64 [n], where the tokens lie in the flattened [S * T] batch. positions: int64 [n], in their sequences.
+    numbers: int64 [n], numbers of these tokens among those in the loss of the update.
     trajectories: int64 [count], numbers of the trajectories that the micro-batch holds, the same on all ranks that
         share it; the column `trajectory` says by their place here which one a token is of. sums: what the objective
         returned.
@@ -40,8 +55,7 @@ class MicroBatch:
     token_ids: Tensor
     loss_rows: Tensor
     targets: Tensor
-    flat: Tensor
-    positions: Tensor
+    numbers: Tensor
     columns: dict[str, Tensor]
     kept: KeptTokens | None
     trajectories: Tensor
@@ -77,95 +91,104 @@ def unwrap(model: Any) -> Any:
 
 
 class MicroBatchBuilder:
-    """Cuts micro-batches out of one batch for one rank.
+    """Builds the micro-batches of an update on one rank.
 
     Args:
-        batch: keys as in `async_rl.batch.collate`; a context rank has the tokens that it holds (UpdateShare.sequences).
-        token_weights: float32 [S], weight of each token of a sequence in the loss; None for no loss.
-        replay: which routing the micro-batch carries. layers: MoE layers of this rank (global, from 0).
+        replay: which routing the micro-batch carries.
+        routing: what the rows of the batch mean; None for a dense model. layers: MoE layers of this rank (global, from
+            0).
     """
 
     def __init__(
         self,
-        batch: TensorDict,
+        batch: TrainingBatch,
+        update: UpdatePlan,
         *,
         at: Coordinates,
         device: torch.device,
         packing: bool,
-        token_weights: Tensor | None,
         replay: RouterReplayMode,
+        routing: RoutingSpec | None,
         layers: Sequence[int],
         rotary: Rotary,
     ) -> None:
         self._batch = batch
+        self._update = update
         self._at = at
         self._device = device
         self._packing = packing
-        self._token_weights = token_weights
         self._replay: RouterReplayMode = replay
+        self._routing = routing
         self._layers = layers
         self._rotary = rotary
-        self._support: Sequence[SamplingSupport] = batch["support"] if "support" in set(batch.keys()) else ()
-        self._lengths: list[int] = batch["lengths"].tolist()
-        self._row_length: int = batch["token_ids"].shape[1]
 
-    def build(self, indices: Sequence[int], routed: Tensor | None = None) -> MicroBatch:
-        """The micro-batch of sequences `indices`; padding only if there are none.
-
-        Args:
-            routed: for R3, integer [rows, layers, K], see `async_rl.batch.routed_experts.rows_at`; None for no layers.
+    def build(self, numbers: Sequence[int]) -> MicroBatch:
+        """The micro-batch of sequences `numbers` of the batch; padding only if there are none.
 
         Raises:
+            RoutingError: rows that cannot be replayed.
             ContractError: a token in the loss is not among those that the sampler kept at its position.
         """
-        rows = pack_rows(self._lengths, indices, row_length=self._row_length, at=self._at, packing=self._packing)
-        batch, keys = self._batch, set(self._batch.keys())
-        mask = take_rows(batch["loss_mask"], rows.next_index, fill=False)
-        loss_rows = mask.nonzero().squeeze(-1)
-        flat = rows.next_index[loss_rows]
-        columns = {
-            name: batch[name].flatten()[flat] for name in ("behaviour_logprobs", "reference_logprobs") if name in keys
-        }
-        if "pure_lag0" in keys:
-            lag = batch["lag"] if "lag" in keys else torch.zeros_like(batch["token_ids"])
-            columns["lag_bucket"] = lag_buckets(lag.flatten()[flat], batch["pure_lag0"].flatten()[flat])
-        sequence = torch.div(flat, self._row_length, rounding_mode="floor")
-        of_sequence = batch["trajectory"] if "trajectory" in keys else torch.arange(len(batch))
+        sequences, to = [self._batch.sequence(number) for number in numbers], self._device
+        rows = pack_rows([len(sequence) for sequence in sequences], at=self._at, packing=self._packing)
+        token_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(s.token_ids for s in sequences)])).long()
+        loss = self._loss_columns(numbers)
+        place = torch.full((len(token_ids),), -1).index_copy(0, loss["token"], torch.arange(len(loss)))
+        place = take_rows(place, rows.next_index, fill=-1)
+        loss_rows = (place >= 0).nonzero().squeeze(-1)
+        loss = loss[place[loss_rows]]
+        targets = token_ids[loss["token"]]
+        kept = self._kept_tokens(sequences, loss["token"], targets)
         # Of all sequences, not of the tokens here: with context parallelism other ranks hold others.
-        trajectories = of_sequence[torch.tensor(indices, dtype=torch.int64)].unique(sorted=True)
-        columns["trajectory"] = torch.searchsorted(trajectories, of_sequence[sequence])
-        if "advantages" in keys:
-            columns["advantages"] = batch["advantages"][sequence]
-        if self._token_weights is not None:
-            columns["token_weights"] = self._token_weights[sequence]
-        targets, to = batch["token_ids"].flatten()[flat], self._device
-        kept = self._kept_tokens(indices, flat, targets)
+        trajectories = torch.from_numpy(self._batch.trajectory[list(numbers)]).unique(sorted=True)
+        loss["trajectory"] = torch.searchsorted(trajectories, loss["trajectory"])
         return MicroBatch(
-            token_ids=take_rows(batch["token_ids"], rows.index, fill=0).unsqueeze(0).to(to),
+            token_ids=take_rows(token_ids, rows.index, fill=0).unsqueeze(0).to(to),
             loss_rows=loss_rows.to(to),
             targets=targets.to(to),
-            flat=flat,
-            positions=rows.positions[loss_rows] + 1,
-            columns={name: column.to(to) for name, column in columns.items()},
+            numbers=loss["number"],
+            columns={name: loss[name].to(to) for name in _LOSS_COLUMNS},
             kept=None if kept is None else kept.to(to),
             trajectories=trajectories,
             context=RowContext(
                 rows=rows.to(to),
                 rotary=self._rotary_at(rows.positions),
-                routing=self._micro_batch_routing(rows, routed),
+                routing=self._micro_batch_routing(dict(zip(numbers, sequences, strict=True)), rows),
             ),
             has_padding=bool((rows.index < 0).any()),
         )
 
-    def _kept_tokens(self, indices: Sequence[int], flat: Tensor, targets: Tensor) -> KeptTokens | None:
-        """What the sampler kept at the positions of `targets` [n], which lie at `flat` in the batch."""
-        if not self._support or not indices:
+    def _loss_columns(self, numbers: Sequence[int]) -> TensorDict:
+        """Columns of the n tokens in the loss of sequences, end to end.
+
+        token: int64 [n], place among the tokens of the micro-batch. number: int64 [n], among those of the update.
+        """
+        batch, update, start = self._batch, self._update, 0
+        found = {name: [torch.empty(0, dtype=kind)] for name, kind in (_LOSS_COLUMNS | _PLACES).items()}
+        for number in numbers:
+            positions, logprobs, lag, pure = batch.loss_tokens(number)
+            count = len(positions)
+            columns = {
+                "behaviour_logprobs": torch.from_numpy(logprobs),
+                "lag_bucket": lag_buckets(torch.from_numpy(lag), torch.from_numpy(pure)),
+                "advantages": torch.full((count,), float(batch.advantages[number])),
+                "token_weights": torch.full((count,), float(update.token_weights[number])),
+                "trajectory": torch.full((count,), int(batch.trajectory[number])),
+                "token": start + torch.from_numpy(positions),
+                "number": int(update.first_loss_token[number]) + torch.arange(count),
+            }
+            for name, column in columns.items():
+                found[name].append(column)
+            start += int(batch.lengths[number])
+        joined = {name: torch.cat(columns) for name, columns in found.items()}
+        return TensorDict(joined, batch_size=[len(joined["token"])])
+
+    def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
+        """What the sampler kept at the places `tokens` [n] of the micro-batch, where `targets` [n] are."""
+        if all(sequence.support is None for sequence in sequences):
             return None
-        of_sequences = [self._support[i] for i in indices]
-        first = torch.zeros(len(self._support), dtype=torch.int64)
-        first[list(indices)] = torch.tensor([0, *(len(each) for each in of_sequences[:-1])]).cumsum(0)
-        position = first[torch.div(flat, self._row_length, rounding_mode="floor")] + flat % self._row_length
-        counts, token_ids = SamplingSupport.join(of_sequences).take(position.numpy()).unpack()
+        support = SamplingSupport.join([s.support or SamplingSupport.whole(len(s)) for s in sequences])
+        counts, token_ids = support.take(tokens.numpy()).unpack()
         kept = KeptTokens.of(torch.from_numpy(counts), torch.from_numpy(token_ids))
         if kept is not None and (absent := len(kept.cut) - kept.num_containing(targets)):
             raise ContractError(
@@ -178,13 +201,23 @@ class MicroBatchBuilder:
         cosine, signed_sine = self._rotary.at(positions)
         return cosine.to(self._device), signed_sine.to(self._device)
 
-    def _micro_batch_routing(self, rows: PackedRows, routed: Tensor | None) -> MicroBatchRouting | None:
+    def _micro_batch_routing(
+        self, sequences: Mapping[int, TrainingSequence], rows: PackedRows
+    ) -> MicroBatchRouting | None:
         if self._replay == "none":
             return None
-        real = (rows.router_index >= 0).to(self._device)
+        index, segments, positions = (
+            column.chunk(self._at.tensor)[self._at.tensor_rank]
+            for column in (rows.index, rows.segments, rows.positions)
+        )
+        real = (index >= 0).to(self._device)
         if self._replay == "R2":
             return MicroBatchRouting(mode="record", tables={}, real=real)
-        tables = {} if routed is None else layer_tables(routed.to(self._device), layers=self._layers)
+        assert self._routing is not None
+        experts, live = replayed_rows(
+            sequences, segments.numpy(), positions.numpy(), routing=self._routing, layers=self._layers
+        )
+        tables = layer_tables(torch.from_numpy(experts), torch.from_numpy(live), layers=self._layers, to=self._device)
         return MicroBatchRouting(mode="replay", tables=tables, real=real)
 
 

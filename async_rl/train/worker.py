@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.model_info import read_model_info
 from async_rl.train.checkpoint import Manifest, fields_of, load_state, read_manifest, save_state
 from async_rl.train.convert import load_weights
@@ -23,7 +23,7 @@ from async_rl.train.metrics import TokenSums, routing_metrics, routing_sums
 from async_rl.train.model import RouterReplayMode, TrainerConfig
 from async_rl.train.optimizer import Optimizer, OptimizerConfig
 from async_rl.train.passes import Passes
-from async_rl.train.planning import BatchShare, Planner, RankPlace, UpdateShare
+from async_rl.train.planning import BatchPlan, Planner, UpdatePlan
 from async_rl.train.reference import ReferenceWeights
 from async_rl.train.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.train.step import MicroBatch, MicroBatchBuilder, Objective
@@ -65,7 +65,7 @@ class TrainerRank:
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
         self._held: ReferenceWeights | None = None  # what `score` uses
-        self._planner = Planner(config=config, loss=loss, routing=self._info.routing, places=[self.place])
+        self._planner = Planner(config=config, loss=loss)
         self._passes = Passes(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
         )
@@ -76,72 +76,70 @@ class TrainerRank:
         return self._model
 
     @property
-    def place(self) -> RankPlace:
-        """Which sequences, tokens and routing rows of a batch this rank trains."""
-        replay = self._model.replay
-        return RankPlace(
-            data_rank=self._groups.data_rank,
-            at=self._groups.coordinates,
-            layers=tuple(replay.layers) if replay is not None and self._config.router_replay == "R3" else (),
-        )
+    def data_rank(self) -> int:
+        """Which sequences of a batch this rank trains."""
+        return self._groups.data_rank
 
     # ---- training
 
-    def train(self, batch: TensorDict | BatchShare) -> dict[str, float]:
+    def train(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
         """Optimizer updates on one RL batch, one for each mini-batch; metrics of the batch.
 
-        Keys of a batch: async_rl.batch.collate. The proximal logprobs, and the routing that R2 replays, are of the
-        weights before the first update. A mini-batch without anything to train counts as an update all the same.
+        The proximal logprobs, and the routing that R2 replays, are of the weights before the first update. A mini-batch
+        without anything to train counts as an update all the same. The reference of a KL term is the weights at the
+        start or at the last `reset_optimizer`, routed by its own routers.
 
-        A rank takes its share out of a whole batch, or is given it. With a KL term the batch may bring
-        reference_logprobs float32 [S, T]; else they are those of the reference: the weights at the start or at the last
-        `reset_optimizer`, routed by its own routers.
+        Args:
+            batch: with the content of all groups, or a plan with the content of those that this rank needs.
 
         Raises:
             RoutingError: replay is on and the routing rows do not fit the model or the batch.
             FloatingPointError: the gradient is not finite; the weights are those of the updates before this one.
         """
-        share = self._planner.policy(batch)[0] if isinstance(batch, TensorDict) else batch
-        planned = [(update, self._micro_batches(update)) for update in share.updates if update is not None]
+        plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
+        planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
         if self._reference is not None:
-            for update, micro_batches in planned:
-                if "reference_logprobs" not in set(update.per_token.keys()):
-                    self._passes.reference(micro_batches, self._reference)
+            for _, micro_batches in planned:
+                self._passes.reference(micro_batches, self._reference)
         if self._needs_proximal_pass:
             for _, micro_batches in planned:
                 self._passes.proximal(micro_batches)
         trained, steps = iter(planned), list[tuple[float, float]]()
-        for update in share.updates:
+        for update in plan.updates:
             steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
         if not planned:
             return self._nothing_to_train(lr=steps[-1][1])
-        return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=share.trajectories)
+        return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=plan.batch.num_trajectories)
 
-    def train_supervised(self, batch: TensorDict | UpdateShare) -> dict[str, float]:
-        """One update on the cross entropy of the tokens under `loss_mask`, divided by their number in the batch.
+    def train_supervised(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
+        """One update on the cross entropy of the tokens in the loss, divided by their number in the batch.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
-        share = self._planner.supervised(batch)[0] if isinstance(batch, TensorDict) else batch
-        micro_batches = self._micro_batches(share, replay="none")
+        plan = self._planner.supervised(batch) if isinstance(batch, TrainingBatch) else batch
+        (update,) = plan.updates
+        assert update is not None
+        micro_batches = self._micro_batches(plan, update, replay="none")
         grad_norm, lr = self._update(
-            share, micro_batches, self._passes.objective("supervised"), self._config.supervised_aux_loss_coefficient
+            update, micro_batches, self._passes.objective("supervised"), self._config.supervised_aux_loss_coefficient
         )
         counted = micro_batches if self._passes.counts_tokens else []
         here = [sum(float(mb.sums[name]) for mb in counted) for name in ("loss", "tokens")]
         sums = self._groups.sum_over_ranks(torch.tensor(here, dtype=torch.float64))
         return {"loss": sums[0].item(), "tokens": sums[1].item(), "grad_norm": grad_norm, "lr": lr}
 
-    def logprobs(self, batch: TensorDict) -> Tensor:
-        """float32 [S, T] logprob of each token under the current weights; 0 where loss_mask is False.
+    def logprobs(self, batch: TrainingBatch) -> list[Tensor]:
+        """float32 [n] of each sequence: logprobs of its tokens in the loss under the current weights.
 
         Routing is replayed as in `train`.
         """
-        (share,) = self._planner.whole(batch)
-        micro_batches = self._micro_batches(share)
-        found = self._passes.logprobs(micro_batches)
-        return self._passes.whole_update(share, micro_batches, found).to(torch.float32)
+        plan = self._planner.whole(batch)
+        (update,) = plan.updates
+        assert update is not None
+        micro_batches = self._micro_batches(plan, update)
+        found = self._passes.of_update(update, micro_batches, self._passes.logprobs(micro_batches))
+        return list(found.to(torch.float32).split(batch.num_loss_tokens.tolist()))
 
     def hold(self) -> None:
         """Keep a copy of the current weights, which `score` uses until the next `hold`."""
@@ -150,7 +148,7 @@ class TrainerRank:
         else:
             self._held.renew()
 
-    def score(self, batch: TensorDict) -> Tensor:
+    def score(self, batch: TrainingBatch) -> list[Tensor]:
         """As `logprobs`, under the weights of the last `hold`; without any, under the current ones."""
         if self._held is None:
             return self.logprobs(batch)
@@ -227,21 +225,23 @@ class TrainerRank:
 
     # ---- inside
 
-    def _micro_batches(self, share: UpdateShare, *, replay: RouterReplayMode | None = None) -> list[MicroBatch]:
+    def _micro_batches(
+        self, plan: BatchPlan, update: UpdatePlan, *, replay: RouterReplayMode | None = None
+    ) -> list[MicroBatch]:
         """What this rank's forward passes take; `replay` None: as configured."""
         model = self._model
         builder = MicroBatchBuilder(
-            share.sequences(),
+            plan.batch,
+            update,
             at=self._groups.coordinates,
             device=self._groups.device,
             packing=self._config.packing,
-            token_weights=share.token_weights,
             replay=(replay or self._config.router_replay) if model.replay is not None else "none",
+            routing=self._info.routing,
             layers=model.replay.layers if model.replay is not None else (),
             rotary=model.rotary,
         )
-        rows = share.rows or [None] * len(share.micro_batches)
-        return [builder.build(indices, routed) for indices, routed in zip(share.micro_batches, rows, strict=True)]
+        return [builder.build(numbers) for numbers in update.micro_batches[self.data_rank]]
 
     @property
     def _needs_proximal_pass(self) -> bool:
@@ -249,20 +249,20 @@ class TrainerRank:
         config = self._config
         return config.updates_per_batch > 1 or config.router_replay == "R2" or self._loss.needs_proximal_pass
 
-    def _policy_update(self, share: UpdateShare, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+    def _policy_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """An update on a mini-batch; (gradient norm, learning rate)."""
-        objective = self._passes.policy_objective(share, micro_batches)
-        return self._update(share, micro_batches, objective, self._config.aux_loss_coefficient)
+        objective = self._passes.policy_objective(update, micro_batches)
+        return self._update(update, micro_batches, objective, self._config.aux_loss_coefficient)
 
     def _update(
         self,
-        share: UpdateShare,
+        update: UpdatePlan,
         micro_batches: Sequence[MicroBatch],
         objective: Objective,
         aux_loss_coefficient: float,
     ) -> tuple[float, float]:
         """Forward, backward and optimizer update; (gradient norm, learning rate)."""
-        self._set_aux_loss(aux_loss_coefficient, rows=share.num_tokens)
+        self._set_aux_loss(aux_loss_coefficient, rows=update.num_tokens)
         self._optimizer.zero_grad()
         self._passes.train(micro_batches, objective)
         return self._optimizer.step()

@@ -23,7 +23,7 @@ def checksum(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     found = xxh3_64(f"{tensor.dtype}|{tuple(tensor.shape)}|".encode())
     for part in (_all_bytes if flat.is_cpu else _sums)(flat):
-        found.update(part)
+        found.update(part.data)
     return found.hexdigest()
 
 

@@ -22,12 +22,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from agent_loop.engine import AnswerError, GenerateRequest, ReplicaLostError, SamplingConfig
 from async_rl.batch.advantage import Advantages
-from async_rl.batch.collate import collate
+from async_rl.batch.training_batch import TrainingBatch, training_batch
 from async_rl.rollout.fleet import Member, ReplicaFleet
+from message_queue.heads import head_of
+from message_queue.sequence import GroupContent, content_of
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, Trajectory
 
@@ -80,7 +81,7 @@ class MismatchConfig:
 class ScoresTokens(Protocol):
     """The part of a trainer that scores."""
 
-    async def score(self, batch: TensorDict) -> torch.Tensor: ...
+    async def score(self, batch: TrainingBatch) -> Sequence[torch.Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,10 +126,10 @@ class Probe:
     def has_prompts(self) -> bool:
         return bool(self._prompts)
 
-    def take_prompts(self, groups: Sequence[PromptGroup]) -> None:
+    def take_prompts(self, contents: Sequence[GroupContent]) -> None:
         """Take the prompts of the first groups, for the rest of the run."""
-        first = [group.trajectories[0] for group in groups if group.trajectories]
-        prompts = [trajectory.turns[0].observation for trajectory in first if trajectory.turns]
+        sequences = [sequences[0] for content in contents if (sequences := [s for t in content for s in t if s.runs])]
+        prompts = [sequence.token_ids[: sequence.runs[0].start] for sequence in sequences]
         self._prompts = [prompt[: self._max_prompt] for prompt in prompts[: self._num_prompts]]
 
     def ask(self, member: Member, *, version: int) -> None:
@@ -194,7 +195,7 @@ class Probe:
         sampled = [segment for segment in segments if segment.weights.version == version]
         return _Answer(replica=member.name, prompt=prompt, segments=sampled[:1])
 
-    def _batch(self, answers: Sequence[_Answer], *, version: int) -> TensorDict:
+    def _batch(self, answers: Sequence[_Answer], *, version: int) -> TrainingBatch:
         """A batch as that of a train step, a sequence per answer."""
         groups: list[PromptGroup] = []
         for number, answer in enumerate(answers):
@@ -209,21 +210,29 @@ class Probe:
                 )
             )
         nothing = Advantages(values=np.zeros(len(groups), np.float32), informative=np.ones(len(groups), np.bool_))
-        return collate(groups, advantages=nothing, current_update=0, version_updates={version: 0})
+        return training_batch(
+            [head_of(group) for group in groups],
+            [content_of(group) for group in groups],
+            advantages=nothing,
+            current_update=0,
+            version_updates={version: 0},
+        )
 
 
-def k3_of_replicas(scored: torch.Tensor, batch: TensorDict, *, replicas: Sequence[str]) -> Mapping[str, float]:
+def k3_of_replicas(
+    scored: Sequence[torch.Tensor], batch: TrainingBatch, *, replicas: Sequence[str]
+) -> Mapping[str, float]:
     """k3 over the tokens of each replica; infinite or NaN if a logprob of the trainer is.
 
     Args:
-        scored: [S, T], the trainer's logprobs. replicas: which of them sampled each sequence.
+        scored: [n] of each sequence, the trainer's logprobs. replicas: which of them sampled each sequence.
     """
-    mask, d = batch["loss_mask"], scored.double() - batch["behaviour_logprobs"].double()
-    excess = torch.where(mask, torch.expm1(d) - d, torch.zeros_like(d))
     k3: dict[str, float] = {}
     for replica in dict.fromkeys(replicas):
-        of = torch.tensor([name == replica for name in replicas])
-        k3[replica] = float(excess[of].sum() / mask[of].sum())
+        of = [number for number, name in enumerate(replicas) if name == replica]
+        ours = torch.cat([scored[number] for number in of]).double()
+        theirs = torch.from_numpy(np.concatenate([batch.loss_tokens(number).logprobs for number in of])).double()
+        k3[replica] = float((torch.expm1(ours - theirs) - (ours - theirs)).mean())
     return k3
 
 

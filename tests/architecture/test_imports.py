@@ -39,7 +39,7 @@ def misplaced(name: str, tree: ast.AST) -> set[str]:
 def foreign(name: str, tree: ast.AST) -> set[str]:
     """Imports that the package of `name` does without."""
     if name.startswith("message_queue/"):
-        return imports(tree) - {"message_queue", "numpy", "msgspec"} - sys.stdlib_module_names
+        return imports(tree) - {"message_queue", "numpy", "msgspec", "xxhash"} - sys.stdlib_module_names
     return imports(tree) & HEAVY if name.startswith("agent_loop/") else set()
 
 

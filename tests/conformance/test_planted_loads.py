@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from tensordict import TensorDict
 
 from agent_loop.engine import EngineError
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.engines.sglang import SglangReplica
 from async_rl.engines.vllm import VllmReplica
 from async_rl.model_info import read_model_info
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.weights.probe import FLOAT32_MAX_K3, MismatchConfig, MismatchError, Probe
 from async_rl.weights.transport import WeightUpdate
+from message_queue.sequence import SampledRun, TrainingSequence
 from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import PromptGroup, Trajectory
 from tests.conformance import sglang_support
 from tests.conformance.conftest import Models, prompt
 from tests.conformance.planted import FAULT
@@ -117,13 +117,14 @@ class Truth:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    async def score(self, batch: TensorDict) -> torch.Tensor:
-        scored = torch.zeros(batch["token_ids"].shape)
-        for row, length in enumerate(batch["lengths"].tolist()):
-            ids = batch["token_ids"][row, :length].numpy().astype(np.int32)
-            forced = batch["routed_experts"][row, : length - 1].numpy()
-            found = reference_of_parts([(self._model, length)], ids, forced=forced).logprobs
-            scored[row, 1:length] = torch.from_numpy(found)[torch.arange(length - 1), torch.from_numpy(ids[1:]).long()]
+    async def score(self, batch: TrainingBatch) -> list[torch.Tensor]:
+        scored: list[torch.Tensor] = []
+        for number in range(len(batch)):
+            sequence, at = batch.sequence(number), batch.loss_tokens(number).positions
+            assert sequence.routed_experts is not None
+            ids, forced = sequence.token_ids, sequence.routed_experts[:-1]
+            found = reference_of_parts([(self._model, len(ids))], ids, forced=forced).logprobs
+            scored.append(torch.from_numpy(found[at - 1, ids[at]].astype(np.float32)))
         return scored
 
 
@@ -136,14 +137,12 @@ def probe_of(target: Target) -> Probe:
         max_tokens=256,
         routing=target.routing,
     )
-    prompts: list[PromptGroup] = []
-    for number in range(4):
-        trajectory = Trajectory(routing=target.routing)
-        trajectory.observe(prompt(20, seed=number))
-        prompts.append(
-            PromptGroup(group=number, prompt=number, admitted_version=0, admitted_update=0, trajectories=[trajectory])
-        )
-    probe.take_prompts(prompts)
+    prompts = [prompt(21, seed=number) for number in range(4)]  # the last token stands for a sampled one
+    run, logprobs = SampledRun(20, 1, 0), np.zeros(1, np.float32)
+    sequences = [
+        TrainingSequence(token_ids=ids, runs=(run,), logprobs=logprobs, rows=None, row_runs=()) for ids in prompts
+    ]
+    probe.take_prompts([((sequence,),) for sequence in sequences])
     return probe
 
 

@@ -18,11 +18,11 @@ from async_rl.engines.vllm import VllmReplica
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.routing import ReplicaRouter
 from message_queue.tokens import TokenOutput
-from message_queue.wire import decode_trajectory, encode_trajectory
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of
 from tests.conformance.conftest import CONFIG, Models, fake_under_test, sglang_under_test, start_vllm, vllm_under_test
 from tests.conformance.engines import EngineUnderTest, Exchange, tokens
+from tests.stored import stored
 
 pytestmark = [
     pytest.mark.numerics,
@@ -149,8 +149,7 @@ async def test_a_trajectory_from_the_journal_goes_on_elsewhere(pair: Pair):
         await task
     await first.replica.resume()
 
-    data = encode_trajectory(rollout.trajectory)
-    rollout.move(second, trajectory=decode_trajectory(data, routing=first.routing))
+    rollout.move(second, trajectory=await stored(rollout.trajectory))
     sampled = rollout.trajectory.num_sampled
     assert 10 <= sampled < 200
     await second.publish("resume")

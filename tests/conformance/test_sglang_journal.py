@@ -1,26 +1,23 @@
-"""Rollouts of a real SGLang server that outlive the queue by its journal: they go on as if nothing had been."""
+"""Rollouts of a real SGLang server that continue from the files of a process that ended."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from async_rl.rollout.recorded import QueueRolloutLog, RecordedTrajectory
-from message_queue.client import QueueClient, QueueClientConfig
+from async_rl.rollout.contents import ContentPlace, GroupContents, read_content
+from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
+from message_queue.heads import head_of
 from message_queue.progress import RolloutRecord, RolloutStep
-from message_queue.restart import JournalPlace, Restored
-from message_queue.service import QueueService
+from message_queue.recovery import JournalPlace, Restored, open_queue
 from message_queue.staleness import StalenessConfig
-from message_queue.start import admission_of
 from message_queue.tokens import RoutingSpec, StopReason
-from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
+from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
-from tests.conformance.engines import TIMEOUT_S, EngineUnderTest, tokens
-from tests.unit.test_queue_client import Handle
+from tests.conformance.engines import EngineUnderTest, tokens
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -30,18 +27,32 @@ LENGTH = 60  # tokens that every trajectory samples
 
 
 class Queue:
-    """A queue with its journal in `directory`, as a driver sees it, and the log of rollouts before it."""
+    """A queue with its journal in `directory`, and the content of its groups."""
 
     def __init__(self, directory: Path, *, routing: RoutingSpec, resume_routing: ResumeRouting) -> None:
-        place = JournalPlace(
-            directory=directory, run="run", trajectories=2, resume_routing=resume_routing, routing=routing
+        self.journal_place = JournalPlace(directory=directory, run="run")
+        self.place = ContentPlace(
+            directory=directory / "content",
+            run="run",
+            fsync=False,
+            trajectories=2,
+            routing=routing,
+            resume_routing=resume_routing,
         )
-        handle: Any = Handle(QueueService(batch_groups=1, staleness=StalenessConfig(), journal=place))
-        self.client = QueueClient(handle, name="driver", routing=routing, config=QueueClientConfig(slice_s=0.01))
-        self.log = QueueRolloutLog(self.client)
 
-    async def open(self) -> Restored[PromptGroup]:
-        return await self.client.open(timeout_s=TIMEOUT_S)
+    async def open(self) -> Restored:
+        self.queue, self.journal, restored = await open_queue(
+            self.journal_place, batch_groups=1, staleness=StalenessConfig()
+        )
+        stored = await read_content(self.place, restored)
+        assert not stored.notes
+        self.contents = await GroupContents.open(self.place, restored, stored)
+        self.log = StoredRolloutLog(self.contents)
+        return restored
+
+    async def close(self) -> None:
+        await self.contents.close()
+        await self.journal.close()
 
     def recorded(self, trajectory: Trajectory, number: int) -> RecordedTrajectory:
         """One of group 0, written down as it grows."""
@@ -59,7 +70,7 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
 ):
     before = Queue(tmp_path, routing=tested.routing, resume_routing=resume_routing)
     assert (await before.open()).began
-    admission = await before.client.admit(0)
+    admission = await before.queue.admit(0)
     rollouts = [tested.rollout(f"g0-t{i}", resume_routing=resume_routing) for i in range(2)]
     for number, rollout in enumerate(rollouts):
         rollout.trajectory = before.recorded(rollout.trajectory, number)
@@ -76,14 +87,14 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
         task.cancel()
     await asyncio.wait(tasks)
     await before.log.flush()
-    await before.client.close_journal()
+    await before.close()
 
     after = Queue(tmp_path, routing=tested.routing, resume_routing=resume_routing)
-    [group] = (await after.open()).open
-    assert admission_of(group) == admission
+    assert (await after.open()).open == (admission,)
+    group = after.contents.unfinished[admission.group]
     await tested.publish("resume")
-    await after.client.publish(1, update=0)
-    await after.client.loaded(1)
+    await after.queue.publish(1, update=0)
+    await after.queue.loaded(1)
     for number, (rollout, restored) in enumerate(zip(rollouts, group.trajectories, strict=True)):
         held = rollout.trajectory
         assert restored.resume_routing == resume_routing
@@ -107,9 +118,11 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
     assert_true(tested, tested.exchanges)
     await after.log.flush()
     group.trajectories[:] = [rollout.trajectory for rollout in rollouts]
-    await after.client.put(group)
-    [trained] = (await after.client.take()).groups
-    for given, rollout in zip(trained.trajectories, rollouts, strict=True):
-        assert np.array_equal(given.routed_experts(), rollout.trajectory.routed_experts())
-        assert given.row_versions().tolist() == rollout.trajectory.row_versions().tolist()
-    await after.client.close_journal()
+    await after.queue.put(after.contents.add(group))
+    [head] = (await after.queue.take()).groups
+    assert head == head_of(group)
+    [content] = after.contents.of([head.group])
+    for (sequence,), rollout in zip(content, rollouts, strict=True):
+        assert np.array_equal(sequence.routed_experts, rollout.trajectory.routed_experts())
+        assert sequence.row_versions.tolist() == rollout.trajectory.row_versions().tolist()
+    await after.close()

@@ -56,8 +56,8 @@ class Witness:
 
     def see(self, recovered, content):
         """Compare with what was seen before: no prompt twice, and what was written once is still there."""
-        for known in (*recovered.open, *recovered.ready):
-            group, prompt = known.admission.group, known.admission.prompt
+        for admission in (*recovered.open, *recovered.ready):
+            group, prompt = admission.group, admission.prompt
             if self.prompts.setdefault(group, prompt) != prompt:
                 self.broken.append(f"group {group} had prompt {self.prompts[group]} and has {prompt}")
             if group in self.held:
@@ -143,7 +143,7 @@ def _kill(process, directory, config, witness, chance, copy):
         witness.see(recovered, content)
         kill.tokens = sum(group.num_tokens for group in content.values())
         if victim in LOSE_DECODES and witness.went_on:
-            under_way = [content[known.admission.group] for known in recovered.open]
+            under_way = [content[admission.group] for admission in recovered.open]
             kill.decodes = sum(len(t) > 0 and not t.closed for group in under_way for t in group.trajectories)
     if victim == "everything":
         each(tree, psutil.Process.kill)

@@ -1,18 +1,18 @@
-"""A rollouter in a process of its own, which imports little."""
+"""A rollout worker in a process of its own, which imports little."""
 
 import os
 
-from async_rl.object_store import ObjectStore
-from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
-from message_queue.shards.handle import ShardedHandle
-from message_queue.together import Together
-from message_queue.tokens import StopReason
+from async_rl.rollout.contents import GroupContents
+from message_queue.content import ContentWriter
+from message_queue.contract import QueueUnavailable
+from message_queue.queue import TrajectoryQueue
+from message_queue.rpc import BatchingClient
 from message_queue.trajectory import PromptGroup
+from tests.stored import records_of
 from tests.unit.groups import SPEC, segment, trajectory
 
-CONFIG = QueueClientConfig(timeout_s=60.0, slice_s=5.0)
 TOKENS = 50_000  # 200 kB of rows, which is more than travels with a message
+RUN = "run"
 
 
 def made():
@@ -20,31 +20,27 @@ def made():
 
 
 class Rollouter:
-    """Hands groups of one trajectory in."""
+    """Hands groups of one trajectory in; their content goes to files in `directory`."""
 
-    def __init__(self, queue, shards=()):
-        memory = ObjectStore()
-        actors = (queue, *shards)
-        calls, *others = (Together(actor, name="rollouter", before_send=memory.store) for actor in actors)
-        calls = ShardedHandle(calls, others) if shards else calls
-        self.queue = QueueClient(calls, name="rollouter", routing=SPEC, config=CONFIG, memory=memory)
+    def __init__(self, queue, directory):
+        self.queue = BatchingClient(queue, name="rollouter", server="the queue", timeout_s=60.0, lost=QueueUnavailable)
+        self.directory = directory
+        self.contents = None
 
-    async def roll(self, prompt, *, appended):
-        admission, content = await self.queue.admit(prompt), made()
-        if appended:
-            (turn,) = content.turns
-            end = TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)
-            for at, what in ((0, turn.observation), (2, Sampled(turn.segments[0])), (len(content), end)):
-                await self.queue.append([RolloutRecord(group=admission.group, trajectory=0, at=at, what=what)])
-        await self.queue.put(
-            PromptGroup(
-                group=admission.group,
-                prompt=prompt,
-                admitted_version=admission.admitted_version,
-                admitted_update=admission.admitted_update,
-                trajectories=[content],
-            )
+    async def open(self):
+        self.contents = GroupContents(await ContentWriter.open(self.directory, name="rollouter", run=RUN, fsync=False))
+
+    async def roll(self, prompt):
+        admission = await self.queue.call(TrajectoryQueue.admit, prompt)
+        group = PromptGroup(
+            group=admission.group,
+            prompt=prompt,
+            admitted_version=admission.admitted_version,
+            admitted_update=admission.admitted_update,
+            trajectories=[made()],
         )
+        await self.contents.append(records_of(group.trajectories[0], group=group.group))
+        await self.queue.call(TrajectoryQueue.put, self.contents.add(group))
 
     async def pid(self):
         return os.getpid()

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.model_info import read_model_info
 from async_rl.resume import Resume
-from message_queue.journal import JournalError
-from message_queue.restart import open_patiently
-from message_queue.shards.holder import ContentHolder
-from message_queue.wire import decode_group
+from async_rl.rollout.contents import read_content
+from message_queue.contract import QueueError
+from message_queue.disk_errors import JournalError
+from message_queue.recovery import open_queue
 from tests.conformance.reference import reference
 
 SMALL = (
@@ -111,51 +111,37 @@ def each(processes, do):
 
 
 def read_journal(directory, copy, *, config, checkpoint):
-    """What the journal of a run holds, read from a copy: (recovered, group -> content).
+    """The groups in flight of a run, read from a copy: (Restored, group -> content).
 
     checkpoint: of the warm start. config: of the run.
     """
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("lock", "trainer", "tensorboard"))
+    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("*.lock", "trainer", "tensorboard"))
     config = replace(config, output_dir=copy)
-    place = replace(Resume(config).journal(read_model_info(checkpoint).routing), busy_s=0.0)
-
-    return asyncio.run(_read(place) if config.queue.shards == 1 else read_shards(place, config.queue.shards))
+    return asyncio.run(_read(config, routing=read_model_info(checkpoint).routing))
 
 
-async def _read(place):
-    journal, recovered = await open_patiently(place, place.start())
-    async with journal:
-        groups = [g.admission.group for g in (*recovered.open, *recovered.ready)]
-        return recovered, {g: await journal.read(g, routing=place.routing) for g in groups}
-
-
-async def read_shards(place, shards):
-    """Of a queue whose content is in processes of its own: (recovered, group -> content)."""
-    holders, records = [], {}
-    try:
-        for shard in range(shards):
-            holder = ContentHolder(place.of_shard(shard, shards=shards))
-            records |= {group: held.records for group, held in (await holder.open()).groups.items()}
-            holders.append(holder)
-        books = place.of_books(shards=shards)
-        journal, recovered = await open_patiently(books, replace(books.start(), held=records))
-        await journal.close()
-        content = {}
-        for known in (*recovered.open, *recovered.ready):
-            (data,) = await holders[known.admission.group % shards].read([known.admission])
-            content[known.admission.group] = decode_group(data, routing=place.routing)
-        return recovered, content
-    finally:
-        for holder in holders:
-            await holder.close_journal()
+async def _read(config, *, routing):
+    resume = Resume(config)
+    _, journal, restored = await open_queue(
+        replace(resume.journal(), busy_s=0.0),
+        batch_groups=config.rollout.groups_per_batch,
+        staleness=config.staleness,
+        max_ready=config.queue.max_ready,
+        updates_per_batch=config.trainer.updates_per_batch,
+    )
+    await journal.close()
+    stored = await read_content(resume.content(routing), restored)
+    if stored.incomplete or stored.notes or restored.notes:
+        raise ValueError(f"groups {stored.incomplete} miss content; {stored.notes} {restored.notes}")
+    return restored, stored.groups
 
 
 def peek(directory, copy, *, config, checkpoint):
-    """What the journal of a run that goes on holds; None where a file came or went while it was copied."""
+    """The groups in flight of a living run; None if files changed while they were copied."""
     try:
         return read_journal(directory, copy, config=config, checkpoint=checkpoint)
-    except (OSError, JournalError, ValueError, shutil.Error):
+    except (OSError, JournalError, QueueError, ValueError, KeyError, shutil.Error):
         return None
 
 

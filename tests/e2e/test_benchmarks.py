@@ -11,7 +11,7 @@ from benchmarks.equal_weights import compare, table
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.support import trainers_side_by_side
 from benchmarks.train_throughput import ADAM, bare_step, build_micro_batches
-from tests.parallel.support import TRAINER, make_batch, save_tiny_moe, start_trainer
+from tests.parallel.support import TRAINER, make_batch, save_tiny_moe, start_trainer, training_batch_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -23,13 +23,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_evaluations_of_router_replay_are_those_of_the_trainer(checkpoint):
     trainer = start_trainer(checkpoint)
-    batch = make_batch()
+    batch = training_batch_of(make_batch())
     replayed, experts = evaluate(trainer, batch, replay="R3")
-    assert torch.equal(replayed, trainer.logprobs(batch))
-    held = (batch["routed_experts"] >= 0).all(-1)
-    assert torch.equal(experts[held], batch["routed_experts"][held])
+    assert torch.equal(torch.cat(replayed), torch.cat(trainer.logprobs(batch)))
+    for number, rows in enumerate(experts):
+        assert rows.tolist() == batch.sequence(number).routed_experts.tolist()
     live, _ = evaluate(trainer, batch, replay="R2")
-    assert not torch.equal(live, replayed)
+    assert not torch.equal(torch.cat(live), torch.cat(replayed))
     found = compare(trainer, batch)
     assert found.mismatch["none"].k3.tolist() == found.mismatch["R2"].k3.tolist(), "R2 replays what none chose"
     assert found.mismatch["R3"].k3.tolist() != found.mismatch["R2"].k3.tolist()
@@ -42,7 +42,7 @@ def test_the_bare_loop_trains_on_the_micro_batches_of_the_trainer(checkpoint):
     from async_rl.train.optimizer import Optimizer
 
     trainer = start_trainer(checkpoint)
-    micro_batches = build_micro_batches(trainer, make_batch(), TRAINER)
+    micro_batches = build_micro_batches(trainer, training_batch_of(make_batch()), TRAINER)
     before = [parameter.clone() for parameter in trainer.model.wrapped[0].parameters()]
     bare_step(trainer, Optimizer(trainer.model.wrapped, config=ADAM, trainer=TRAINER), micro_batches)
     after = trainer.model.wrapped[0].parameters()
@@ -53,18 +53,19 @@ def test_the_bare_loop_trains_on_the_micro_batches_of_the_trainer(checkpoint):
 def test_replay_is_timed_on_the_rows_that_the_live_router_chooses(checkpoint):
     ways = replay_overhead.variants(threads=1, tokens=64)
     with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=replay_overhead.ADAM) as trainers:
-        rows = replay_overhead.compare("tiny", trainers, make_batch(), rounds=2)
+        rows = replay_overhead.compare("tiny", trainers, training_batch_of(make_batch()), rounds=2)
     assert [row[2] for row in rows] == ["R3 against none", "R2 against none, recording pass"]
     assert {row[-1] for row in rows} == {"100.0%"}
 
 
 def test_the_limit_of_packing_is_of_the_padded_micro_batches_that_are_trained(checkpoint):
-    batch, config = make_batch(), replace(TRAINER, packing=False)
+    batch, config = training_batch_of(make_batch()), replace(TRAINER, packing=False)
     trainer = start_trainer(checkpoint, packing=False)
-    rows = [mb.context.rows.index for mb in trainer._micro_batches(trainer._planner.whole(batch)[0])]
+    plan = trainer._planner.whole(batch)
+    rows = [mb.context.rows.index for mb in trainer._micro_batches(plan, plan.updates[0])]
     trainer.close()
     real, computed = sum(int((index >= 0).sum()) for index in rows), sum(len(index) for index in rows)
-    lengths = batch["lengths"].tolist()
+    lengths = batch.lengths.tolist()
     assert packing.real_share(lengths, max_tokens=config.micro_batch_tokens) == real / computed < 1
     row = packing.compare(checkpoint, batch, config, rounds=2)
     assert row[0] == f"6, {real}" and f"{real / computed:.3f}" in row

@@ -60,11 +60,11 @@ def journal(read, directory, warm_starts, copy):
     return read(directory, copy, config=RUN, checkpoint=model.parent)
 
 
-def in_flight(recovered):
+def in_flight(recovered, content):
     """Groups that have sampled something and have more to sample."""
     limits = RUN.rollout.limits
     whole = RUN.rollout.trajectories_per_group * TURNS * limits.max_new_tokens_per_turn
-    return [g.admission.group for g in recovered.open if 0 < g.num_tokens < whole]
+    return [a.group for a in recovered.open if 0 < content[a.group].num_tokens < whole]
 
 
 def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
@@ -74,13 +74,13 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
 
     def busy():
         now = journal(peek, directory, warm_starts, copy)
-        return now is not None and in_flight(now[0]) and now[0].trained
+        return now is not None and in_flight(*now) and now[0].replay
 
     kill_all(process, when=busy)
     recovered, held = journal(read_journal, directory, warm_starts, copy)
-    partial = {group: held[group] for group in in_flight(recovered)}
+    partial = {group: held[group] for group in in_flight(recovered, held)}
     assert partial, "no generation was under way"
-    assert recovered.trained, "nothing was trained after the checkpoint"
+    assert recovered.replay, "nothing was trained after the checkpoint"
     before = {line["group"]: line for line in lines(directory, "ledger.jsonl")}
     last = len(lines(directory, "metrics.jsonl")) + 3
 
@@ -118,12 +118,12 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     assert len(set(prompts)) == len(prompts) == total["open"]
 
 
-def test_a_run_outlives_its_replica_its_trainer_and_a_shard_of_its_queue(tmp_path, warm_starts):
-    process = start(tmp_path, warm_starts, *OVERRIDES, "queue.shards=2", "total_train_steps=7")
+def test_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_starts):
+    process = start(tmp_path, warm_starts, *OVERRIDES, "total_train_steps=7")
     notes = (
         ("replica-0", r"replica replica-\d serves in place of replica-0"),
         ("trainer-0", "trainer rank 0: process died"),
-        ("queue-shard-1", "trainer and queue start anew from the last checkpoint and the journal"),
+        ("queue", "trainer and queue start anew from the last checkpoint and the journal"),
     )
     for step, (victim, _) in zip((1, 3, 5), notes, strict=True):
         wait_for_step(tmp_path, step, process)

@@ -175,7 +175,7 @@ def test_a_run_outlives_one_of_its_replicas(tmp_path, warm_starts):
         "engine.replicas=2",
         "rollout.on_update=keep",
         "rollout.resume_routing=force",
-        "queue.rank_code_rows=true",
+        "journal.fsync=true",
     )
     wait_for_step(tmp_path, 1, process)
     os.kill(json.loads((tmp_path / "processes.json").read_text())["replica-1"], signal.SIGKILL)

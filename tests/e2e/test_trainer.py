@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tensordict import TensorDict
 
+from async_rl.batch.training_batch import TrainingBatch
 from async_rl.observe.metrics import LAGS
 from async_rl.train.checkpoint import TrainerCheckpointError
 from async_rl.train.losses import LossConfig
@@ -27,6 +27,7 @@ from tests.parallel.support import (
     save_tiny_moe,
     start_trainer,
     supervised_terms,
+    training_batch_of,
 )
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
@@ -292,8 +293,8 @@ def test_bfloat16_trains_with_float32_gradients(checkpoint):
     assert {t.dtype for t in gradients(trainer).values()} == {torch.float32}
 
 
-def test_batches_pass_through_a_pickled_tensordict(checkpoint):
+def test_a_training_batch_passes_through_pickle(checkpoint):
     import pickle
 
-    batch: TensorDict = pickle.loads(pickle.dumps(make_batch()))
+    batch: TrainingBatch = pickle.loads(pickle.dumps(training_batch_of(make_batch(support=True))))
     assert start_trainer(checkpoint).train(batch)["tokens"] > 0

@@ -28,6 +28,7 @@ from tests.parallel.support import (
     reference_step,
     routers_of,
     start_trainer,
+    training_batch_of,
 )
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
@@ -125,13 +126,15 @@ def run_forward(trainer, batch, *, packing, replay="none"):
     from async_rl.batch.micro_batch import Coordinates
     from async_rl.train.step import MicroBatchBuilder
 
+    plan = trainer._planner.whole(training_batch_of(batch))
     builder = MicroBatchBuilder(
-        batch,
+        plan.batch,
+        plan.updates[0],
         at=Coordinates(),
         device=torch.device("cpu"),
         packing=packing,
-        token_weights=None,
         replay=replay,
+        routing=None,
         layers=trainer.model.replay.layers if trainer.model.replay else (),
         rotary=trainer.model.rotary,
     )

@@ -23,6 +23,7 @@ from tests.parallel.support import (
     reference_step,
     save_tiny_moe,
     start_trainer,
+    training_batch_of,
 )
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
@@ -107,13 +108,15 @@ def test_logits_equal_those_of_transformers(trainer, reference, checkpoint):
     from async_rl.train.step import MicroBatchBuilder
 
     batch = make_batch((40,), routed=False)
+    plan = trainer._planner.whole(training_batch_of(batch))
     builder = MicroBatchBuilder(
-        batch,
+        plan.batch,
+        plan.updates[0],
         at=Coordinates(),
         device=torch.device("cpu"),
         packing=True,
-        token_weights=None,
         replay="none",
+        routing=None,
         layers=(),
         rotary=trainer.model.rotary,
     )
@@ -220,30 +223,15 @@ def fault_at(batch, value):
     [
         (lambda b: fault_at(b, [3, 8]), "outside 0..7.*sequence 2, position 5, layer 2"),
         (lambda b: fault_at(b, [4, 4]), "duplicate expert: .4, 4. at sequence 2, position 5, layer 2"),
-        (lambda b: fault_at(b, [4, -1]), "some experts but not all"),
-        (lambda b: b.set("routed_experts", b["routed_experts"][:, :-1]), "30 rows .* up to 31 tokens"),
         (lambda b: b.set("routed_experts", b["routed_experts"][:, :, 1:]), r"MoE layers \[1, 2, 3\]"),
-        (lambda b: b.exclude("routed_experts"), "the batch has no routed_experts"),
+        (lambda b: b.exclude("routed_experts"), "sequence . has no routed_experts"),
     ],
-    ids=["range", "duplicate", "half a row", "too few rows", "too few layers", "absent"],
+    ids=["range", "duplicate", "too few layers", "absent"],
 )
 def test_routing_that_does_not_fit_is_refused(trainer, broken, message):
     batch = make_batch()
     with pytest.raises(RoutingError, match=message):
         trainer.train(broken(batch))
-
-
-def test_rows_for_other_layers_are_refused(trainer):
-    from async_rl.batch.routed_experts import rows_at
-
-    rows = make_batch()["routed_experts"]
-    with pytest.raises(RoutingError, match=r"routes layers \[3\], but rows exist for layers \[0, 1, 2\]"):
-        rows_at(
-            rows,
-            torch.arange(4),
-            given=(0, 1, 2),
-            layers=trainer.model.replay.layers,
-        )
 
 
 def test_a_checkpoint_with_layers_for_multi_token_prediction_is_refused(checkpoint, trainer, tmp_path):

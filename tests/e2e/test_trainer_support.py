@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from async_rl.batch.collate import add_support
 from async_rl.train.losses import LossConfig
 from async_rl.train.optimizer import OptimizerConfig
 from message_queue.support import SamplingSupport
@@ -11,6 +10,7 @@ from message_queue.tokens import ContractError
 from tests import numerics
 from tests.parallel.support import (
     VOCAB,
+    add_support,
     assert_equal_steps,
     assert_near,
     gradients,

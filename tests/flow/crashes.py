@@ -1,74 +1,96 @@
-"""Runs of the flow harness that are killed after a record of their journal, and go on from what is left."""
+"""Runs of the flow harness that are killed at a write of journal or content, and continue from the files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import shutil
 import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from async_rl.checkpoints import RunState, read_run_state
-from message_queue.journal import JournalConfig
-from message_queue.restart import JournalPlace
-from tests.fakes import SPEC
+from message_queue import content
+from message_queue.disk_errors import JournalBroken
+from message_queue.journal import EventStore
+from message_queue.recovery import JournalPlace
 from tests.flow.harness import FakeTrainer, Harness
-from tests.unit.journal_disk import FakeDisk
 
 STEPS = 7
 
 
-class MortalDisk(FakeDisk):
-    """Dies after a number of writes; `seen` is a copy of the run directory as it was then."""
+class Kill:
+    """Stops the disk of a run after a number of writes, and copies the run directory as it is then.
 
-    def __init__(self, directory: Path, seen: Path, *, before: FakeDisk | None = None) -> None:
-        super().__init__()
-        if before is not None:
-            left = before.after_kill()
-            self.files = {name: file.copy(self) for name, file in left.files.items()}
-        self.directory, self.seen = directory, seen
-        self.writes_left: int | None = None
+    Args:
+        writes: transactions of events and of content that are stored before.
+        counts: whether a write counts.
+    """
+
+    def __init__(self, directory: Path, left: Path, *, writes: int, counts: Callable[[], bool] = lambda: True) -> None:
+        self.directory, self.left = directory, left
         self.dead = threading.Event()
+        self._writes_left = writes
+        self._counts = counts
+        self._lock = threading.Lock()
 
-    def step(self, operation, size=0):
-        if self.dead.is_set():
-            raise OSError(errno.EIO, "killed")
-        if operation == "write" and self.writes_left is not None:
-            self.writes_left -= 1
-            if self.writes_left < 0:
-                self.die()
-                raise OSError(errno.EIO, "killed")
-        return super().step(operation, size)
+    @contextlib.contextmanager
+    def armed(self, copy: Callable[[Callable[[], object]], object]) -> Generator[None, None, None]:
+        """Count the writes of all journals and content files.
 
-    def die(self):
-        shutil.copytree(self.directory, self.seen)
-        self.dead.set()
+        Args:
+            copy: runs its argument in the thread of the event loop, so that nothing else changes the directory.
+        """
+        with contextlib.ExitStack() as stack:
+            for owner, name in ((EventStore, "write"), (content._Files, "append"), (content._Files, "forget")):
+                stack.enter_context(patch.object(owner, name, self._counted(getattr(owner, name), copy)))
+            yield
+
+    def _counted(self, write, copy):
+        def counted(*args):
+            with self._lock:
+                if not self.dead.is_set() and not self._writes_left:
+                    copied = threading.Event()
+                    copy(lambda: self._die(copied))
+                    copied.wait(10)
+                if self.dead.is_set():
+                    raise JournalBroken("killed")
+                self._writes_left -= self._counts()
+                return write(*args)
+
+        return counted
+
+    def _die(self, copied: threading.Event) -> None:
+        try:
+            shutil.copytree(self.directory, self.left)
+        finally:
+            self.dead.set()
+            copied.set()
 
 
 class Life:
     """One run from its start to its end or death.
 
     rolled: group -> (prompt, tokens held when it was rolled). delivered: group -> what was put. batches: groups of each
-    train step. num_sampled: tokens that engines sampled, whether anybody got them or not.
+    train step. num_sampled: tokens that engines sampled, also those that no caller received.
     """
 
-    def __init__(self, directory: Path, disk: FakeDisk, **options) -> None:
+    def __init__(self, directory: Path, **options: Any) -> None:
         latest = sorted((directory / "checkpoints").glob("step-??????"))
         self.start = read_run_state(latest[-1]) if latest else RunState()
+        self.per_batch = options.get("updates_per_batch", 1)
         place = JournalPlace(
             directory=directory / "journal",
             run="flow",
-            config=JournalConfig(fsync="never"),
+            settings={"trainer.updates_per_batch": self.per_batch},
             checkpoint=self.start.queue if latest else None,
             train_step=self.start.train_step,
             prompt_cursor=self.start.prompt_cursor,
-            trajectories=3,
-            routing=SPEC,
+            waiting=self.start.unfinished_prompts,
             busy_s=1.0,
-            disk=disk,
         )
-        self.per_batch = options.get("updates_per_batch", 1)
         defaults = {
             "steps": STEPS * self.per_batch,
             "token_s": 0.0005,
@@ -81,16 +103,17 @@ class Life:
         self._watch()
 
     def _watch(self) -> None:
-        harness = self.harness
+        harness, outcomes = self.harness, {}
         roll, put, take = harness.rollouter.roll, harness.queue.put, harness.queue.take
 
         async def rolled(prompt, admission, *, held=()):
             self.rolled[admission.group] = (prompt.index, [len(t) for t in held], sum(t.num_sampled for t in held))
-            return await roll(prompt, admission, held=held)
+            outcomes[admission.group] = await roll(prompt, admission, held=held)
+            return outcomes[admission.group]
 
-        async def delivered(group):
-            self.delivered[group.group] = group
-            return await put(group)
+        async def delivered(head):
+            self.delivered[head.group] = outcomes[head.group]
+            return await put(head)
 
         async def taken():
             batch = await take()
@@ -108,18 +131,19 @@ class Life:
 
         return counted
 
-    async def run_until_dead(self, disk: MortalDisk) -> bool:
+    async def run_until_dead(self, kill: Kill) -> bool:
         """Whether it died before its end."""
-        run = asyncio.create_task(self.harness.run())
-        dead = asyncio.create_task(asyncio.to_thread(disk.dead.wait))
-        await asyncio.wait((run, dead), return_when=asyncio.FIRST_COMPLETED)
-        died = disk.dead.is_set()
-        disk.dead.set()
-        await dead
-        if not died:
-            await run
-            return False
-        run.cancel()
-        with contextlib.suppress(BaseException):
-            await run
-        return True
+        with kill.armed(asyncio.get_running_loop().call_soon_threadsafe):
+            run = asyncio.create_task(self.harness.run())
+            dead = asyncio.create_task(asyncio.to_thread(kill.dead.wait))
+            await asyncio.wait((run, dead), return_when=asyncio.FIRST_COMPLETED)
+            died = kill.dead.is_set()
+            kill.dead.set()
+            await dead
+            if died:
+                run.cancel()
+                with contextlib.suppress(BaseException):
+                    await run
+            else:
+                await run
+        return died

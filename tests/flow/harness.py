@@ -9,8 +9,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
@@ -22,10 +24,12 @@ from async_rl.data.prompts import PromptSource
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
+from async_rl.queue_handle import QueueClient
 from async_rl.resume import failed_prompts
 from async_rl.rollout.conductor import Conductor, Free
+from async_rl.rollout.contents import ContentPlace, GroupContents, read_content
 from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.recorded import QueueRolloutLog
+from async_rl.rollout.recorded import StoredRolloutLog
 from async_rl.rollout.rollouter import FailureConfig, Rollouter, session_name
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule
@@ -34,38 +38,27 @@ from async_rl.rollout.validator import Validator
 from async_rl.weights.probe import MismatchConfig, Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
-from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.journal import JournalError
+from message_queue.disk_errors import JournalError
 from message_queue.queue import TrajectoryQueue
-from message_queue.restart import JournalPlace
-from message_queue.service import QueueService
+from message_queue.recovery import JournalPlace, state_of_snapshot
+from message_queue.service import QueueHost
 from message_queue.staleness import StalenessConfig
 from tests.fakes import SPEC, FakeEngine, SeededScript, fake_weights
-from tests.unit.test_queue_client import Handle
 
 STOP = 1
 VOCAB = 40
-QUEUE = QueueClientConfig(timeout_s=5.0, slice_s=1.0)
 LIMITS = TurnLimits(max_turns=1, max_tokens=60)
 
 
-class LocalQueue:
-    """The plain queue behind the async interface that the pipeline knows."""
+class DirectHandle:
+    """A QueueHost of the same event loop, called as an actor is."""
 
-    def __init__(self, queue: TrajectoryQueue) -> None:
-        self.plain = queue
+    def __init__(self, host: QueueHost) -> None:
+        self._host = host
 
     def __getattr__(self, name):
-        return getattr(self.plain, name)
-
-    async def expired(self):
-        return self.plain.expired()
-
-    async def snapshot(self):
-        return self.plain.snapshot()
-
-    async def drain_records(self):
-        return self.plain.drain_records()
+        method = getattr(self._host, name)
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
 
 
 class FakeReplica(FakeEngine):
@@ -149,7 +142,7 @@ class FakeTrainer:
     async def score(self, batch):
         self.scored.append(self.held)
         wrong = 0.5 if self.held == self.wrong_about else 0.0
-        return batch["behaviour_logprobs"] - wrong
+        return [torch.from_numpy(batch.loss_tokens(number).logprobs) - wrong for number in range(len(batch))]
 
     async def save(self, directory):
         directory.mkdir()
@@ -245,7 +238,6 @@ class Harness:
         seed: int = 0,
         checkpoint_every: int = 2,
         journal: JournalPlace | None = None,
-        queue_config: QueueClientConfig = QUEUE,
         supervision: SupervisionConfig | None = None,
         new_replicas: Sequence[dict] = (),
         schedule: RunSchedule | None = None,
@@ -272,13 +264,15 @@ class Harness:
             "batch_groups": batch_groups,
             "staleness": StalenessConfig(max_staleness=max_staleness, policy=policy),
             "updates_per_batch": updates_per_batch,
-            "restored": start.queue,
         }
+        self.contents = GroupContents()
+        self._resume_routing = resume_routing
         if journal is None:
-            self.queue = LocalQueue(TrajectoryQueue(**options))
+            state = state_of_snapshot(start.queue, updates_per_batch=updates_per_batch)
+            self.queue = TrajectoryQueue(**options, state=state)
         else:
-            self.service = QueueService(**options, journal=journal)
-            self.queue = QueueClient(Handle(self.service), name="driver", routing=SPEC, config=queue_config)
+            self.host = QueueHost(**options)
+            self.queue = QueueClient(DirectHandle(self.host), timeout_s=60.0)
         self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
         loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, limits=limits, turns=turns)
@@ -287,7 +281,7 @@ class Harness:
             routing=SPEC,
             trajectories_per_group=3,
             resume_routing=resume_routing,
-            log=None if journal is None else QueueRolloutLog(self.queue),
+            log=None if journal is None else StoredRolloutLog(self),
             failure=failure,
             note=self.spy.note,
         )
@@ -346,12 +340,33 @@ class Harness:
             self.build(PromptSource(self.order, cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
 
     def build(self, prompts: PromptSource) -> None:
-        self.pipeline = Pipeline(prompts=prompts, queue=self.queue, restored=self.restored, **self._pipeline_options)
+        self.pipeline = Pipeline(
+            prompts=prompts,
+            queue=self.queue,
+            contents=self.contents,
+            restored=self.restored,
+            **self._pipeline_options,
+        )
+
+    async def append(self, records) -> None:
+        """Store records of rollouts."""
+        await self.contents.append(records)
 
     async def open(self) -> None:
-        """Open the journal and go on from it, as a Program does."""
-        self.restored = await self.queue.open(timeout_s=5.0)
-        restored = self.restored
+        """Open the journal and continue from it, as `Lives` does."""
+        place = ContentPlace(
+            directory=self.journal.directory / "content",
+            run=self.journal.run,
+            fsync=False,
+            trajectories=3,
+            routing=SPEC,
+            resume_routing=self._resume_routing,
+        )
+        restored = await self.queue.open(self.journal, timeout_s=60.0)
+        stored = await read_content(place, restored)
+        assert not (stored.incomplete or stored.notes), stored.notes
+        self.contents = await GroupContents.open(place, restored, stored)
+        self.restored = restored
         live = restored.live | restored.given_up
         self.recorder.go_on_after(self.start.train_step, next_group=restored.next_group, live=live)
         self.build(
@@ -363,21 +378,22 @@ class Harness:
             )
         )
 
-    async def run(self, *, timeout_s: float = 20.0) -> bool:
+    async def run(self, *, timeout_s: float = 120.0) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 if self.journal is not None:
                     await self.open()
                 return await self.pipeline.run()
         finally:
-            self.recorder.ledger(await self.closing_records())
-            self.recorder.close()
-            if self.journal is not None:
-                with contextlib.suppress(JournalError):
-                    await self.service.close_journal()
-
-    async def closing_records(self):
-        return self.queue.plain.closing_records() if self.journal is None else await self.queue.closing_records()
+            try:
+                if self.journal is None or self.restored is not None:
+                    self.recorder.ledger(await self.queue.closing_records())
+            finally:
+                self.recorder.close()
+                if self.journal is not None:
+                    await self.host.close_journal()
+                    with contextlib.suppress(JournalError):
+                        await self.contents.close()
 
     def lines(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]

@@ -1,33 +1,37 @@
-"""A run that is killed after any record of its journal goes on as if nothing had happened."""
+"""A run that is killed at any write of its journal or content continues as if it had not stopped."""
 
 import asyncio
 import itertools
 import random
+import shutil
 
 import numpy as np
 import pytest
 
+from async_rl.run import causes
+from message_queue import content
+from message_queue.disk_errors import JournalFull, JournalSettingsError
+from message_queue.journal import EventStore
+from message_queue.progress import TrajectoryClosed
 from tests.fakes import fake_logprob, true_rows
-from tests.flow.crashes import STEPS, Life, MortalDisk
+from tests.flow.crashes import STEPS, Kill, Life
 from tests.flow.test_pipeline import check_ledger
-from tests.unit.journal_disk import FakeDisk
 
 BATCH = 4
 
 
 async def lives_of(tmp_path, kills, **options):
-    """A life for each number of journal writes in `kills`, after which it dies, and one that gets to the end."""
-    lives, directory, disk = [], tmp_path / "life-0", None
+    """A life for each number of writes in `kills`, after which it dies, and one that gets to the end."""
+    lives, directory = [], tmp_path / "life-0"
     directory.mkdir()
     for number, writes in enumerate(kills, start=1):
         left = tmp_path / f"life-{number}"
-        disk = MortalDisk(directory, left, before=disk)
-        life = Life(directory, disk, **options)
-        disk.writes_left = writes
-        assert await life.run_until_dead(disk), f"it does not write {writes} times; take fewer"
+        life = Life(directory, **options)
+        died = await life.run_until_dead(Kill(directory, left, writes=writes))
+        assert died, f"it does not write {writes} times; take fewer"
         lives.append(life)
         directory = left
-    lives.append(Life(directory, disk.after_kill(), **options))
+    lives.append(Life(directory, **options))
     assert await lives[-1].harness.run()
     return lives
 
@@ -80,8 +84,10 @@ def check_batches(before, after):
     assert after.batches[:again] == expected[: len(after.batches)]
     known, found = before.harness.trainer.batches[offset:], after.harness.trainer.batches[:again]
     for first, second in zip(known, found, strict=False):
-        for name in ("group", "mini_batch", "lag"):
-            assert first[name].tolist() == second[name].tolist(), name
+        assert first.index.tolist() == second.index.tolist()
+        assert first.mini_batch.tolist() == second.mini_batch.tolist()
+        for number in range(len(first)):
+            assert first.loss_tokens(number).lag.tolist() == second.loss_tokens(number).lag.tolist()
     ready = set(before.delivered) - set(after.rolled)
     assert ready.isdisjoint(after.delivered)
 
@@ -108,8 +114,8 @@ def check(lives, *, max_staleness=1):
     return total
 
 
-@pytest.mark.parametrize("writes", [2, 3, 5, 8, 12, 17, 23, 30, 38, 47])
-async def test_a_run_killed_after_any_record_goes_on_as_if_nothing_had_happened(tmp_path, writes):
+@pytest.mark.parametrize("writes", [0, 2, 5, 9, 15, 23, 34, 48, 65, 85, 105])
+async def test_run_killed_at_any_write_repeats_and_loses_nothing(tmp_path, writes):
     assert check(await lives_of(tmp_path, [writes]))["dropped"] == 0
 
 
@@ -125,7 +131,7 @@ async def test_trajectory_info_survives_the_journal_and_a_kill(tmp_path):
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_run_that_is_killed_again_and_again_gets_to_its_end(tmp_path, seed):
     rng = random.Random(seed)
-    kills = [rng.randrange(4, 20) for _ in range(4)]
+    kills = [rng.randrange(4, 40) for _ in range(4)]
     assert check(await lives_of(tmp_path, kills, checkpoint_every=rng.choice([0, 2, 3])))["dropped"] == 0
 
 
@@ -155,7 +161,7 @@ async def test_a_run_that_is_killed_again_and_again_gets_to_its_end(tmp_path, se
     ],
 )
 async def test_every_setting_survives_a_kill(tmp_path, options, max_staleness):
-    lives = await lives_of(tmp_path, [25], **options)
+    lives = await lives_of(tmp_path, [50], **options)
     check_records(lives[-1])
     check_prompts(lives)
     check_batches(*lives)
@@ -179,14 +185,13 @@ async def test_a_stop_on_request_loses_nothing_and_generates_nothing_again(tmp_p
 
 async def stop_and_go_on(directory):
     """Tokens that were in flight at the stop."""
-    disk = FakeDisk()
     directory.mkdir()
-    first = Life(directory, disk, mean_length=40)
+    first = Life(directory, mean_length=40)
     run = asyncio.create_task(first.harness.run())
     await first.harness.trainer.three_done.wait()
     first.harness.pipeline.request_stop()
     assert await run is False
-    second = Life(directory, disk, mean_length=40)
+    second = Life(directory, mean_length=40)
     assert await second.harness.run()
     assert second.harness.restored.replay == 0
     held = sum(tokens for _, _, tokens in second.rolled.values())
@@ -196,24 +201,70 @@ async def stop_and_go_on(directory):
     return held
 
 
-async def test_a_run_goes_on_with_other_optimizer_steps_per_batch(tmp_path):
-    disk = MortalDisk(tmp_path / "first", tmp_path / "second")
-    disk.writes_left = 30
+async def test_changed_setting_with_groups_in_flight_is_refused(tmp_path):
     (tmp_path / "first").mkdir()
-    first = Life(tmp_path / "first", disk, max_staleness=3, checkpoint_every=3)
-    assert await first.run_until_dead(disk)
-    second = Life(
-        tmp_path / "second",
-        disk.after_kill(),
-        max_staleness=3,
-        checkpoint_every=3,
-        updates_per_batch=2,
-        publish_every=2,
-        steps=first.start.train_step + 14,
+    first = Life(tmp_path / "first", max_staleness=3)
+    assert await first.run_until_dead(Kill(tmp_path / "first", tmp_path / "second", writes=30))
+    second = Life(tmp_path / "second", max_staleness=3, updates_per_batch=2, publish_every=2)
+    with pytest.raises(JournalSettingsError, match=r"trainer\.updates_per_batch was 1 and is 2"):
+        await second.harness.open()
+    second.harness.recorder.close()
+
+
+async def test_prompts_of_a_removed_journal_are_admitted_again(tmp_path):
+    (tmp_path / "first").mkdir()
+    options = {"max_staleness": 3, "checkpoint_every": 2}
+    first = Life(tmp_path / "first", **options)
+    checkpoints = tmp_path / "first" / "checkpoints"
+    kill = Kill(
+        tmp_path / "first", tmp_path / "second", writes=10, counts=lambda: any(checkpoints.glob("step-??????/run.json"))
     )
+    assert await first.run_until_dead(kill)
+    shutil.rmtree(tmp_path / "second" / "journal")
+    second = Life(tmp_path / "second", **options, updates_per_batch=2, publish_every=2)
+    assert second.start.train_step, "no checkpoint was made"
     assert await second.harness.run()
-    lines = second.harness.lines("metrics.jsonl")
-    steps = [0, *(line["train_step"] for line in lines)]
-    assert [b - a for a, b in itertools.pairwise(steps)] == [line["optimizer_steps"] for line in lines]
-    assert lines[-1]["optimizer_steps"] == 2 and all(s["staleness/max"] <= 3 for s in lines)
-    assert check_ledger(second.harness)["error"] == 0
+    unfinished = second.start.unfinished_prompts
+    again = [prompt for _, (prompt, _, _) in sorted(second.rolled.items())]
+    assert again[: len(unfinished)] == list(unfinished)
+    assert again[len(unfinished)] == second.start.prompt_cursor
+    assert all(line["ledger/error"] == 0 for line in second.harness.lines("metrics.jsonl"))
+
+
+@pytest.mark.parametrize(("owner", "write"), [(EventStore, "write"), (content._Files, "append")])
+async def test_full_disk_ends_the_run_and_costs_no_group(tmp_path, monkeypatch, owner, write):
+    whole, left = getattr(owner, write), iter(range(30))
+
+    def until_full(*args):
+        if next(left, None) is None:
+            raise JournalFull("the disk is full")
+        return whole(*args)
+
+    first = Life(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, write, until_full)
+        with pytest.raises(ExceptionGroup) as caught:
+            await first.harness.run()
+    assert all("the disk is full" in line for line in causes(caught.value))
+    second = Life(tmp_path)
+    assert await second.harness.run()
+    assert check_records(second)["dropped"] == 0
+    check_prompts([first, second])
+    check_tokens([first, second])
+
+
+async def test_group_is_put_once_its_content_is_stored(tmp_path):
+    life, closed = Life(tmp_path), set()
+    put = life.harness.queue.put
+
+    async def append(records):
+        await life.harness.contents.append(records)
+        await asyncio.sleep(0.001)  # a slow disk
+        closed.update((r.group, r.trajectory) for r in records if isinstance(r.what, TrajectoryClosed))
+
+    async def checked(head):
+        assert closed.issuperset((head.group, number) for number in range(len(head.trajectories)))
+        return await put(head)
+
+    life.harness.append, life.harness.queue.put = append, checked
+    assert await life.harness.run()

@@ -16,7 +16,6 @@ from tests.flow.harness import FakeTrainer, Harness, Prompts
 from tests.flow.test_crashes import check, lives_of
 from tests.flow.test_pipeline import check_ledger
 from tests.unit.groups import trajectory
-from tests.unit.journal_disk import FakeDisk
 
 
 class Rewards:
@@ -60,7 +59,6 @@ async def test_a_group_whose_rollout_failed_for_good_is_dropped_with_the_reason(
 async def test_the_rest_of_a_group_is_trained_without_the_rollout_that_failed(tmp_path):
     life = Life(
         tmp_path,
-        FakeDisk(),
         reward_fail=Rewards(times=9),
         failure=FailureConfig(max_retries=1, on_failed="rest"),
     )
@@ -104,7 +102,6 @@ class FailsOnce:
 async def test_a_rollout_that_failed_is_made_up_for_within_its_group(tmp_path):
     life = Life(
         tmp_path,
-        FakeDisk(),
         reward_fail=FailsOnce("t1"),
         failure=FailureConfig(max_retries=1, on_failed="fill"),
     )
@@ -198,12 +195,12 @@ def trained_prompts(lives):
 
 @pytest.mark.parametrize("failing_from", [0, 10])
 async def test_prompts_of_failed_groups_are_admitted_again_after_the_stop(tmp_path, failing_from):
-    first = Life(tmp_path, FakeDisk(), loop_fail=Broken(lambda prompt: prompt.index < failing_from))
+    first = Life(tmp_path, loop_fail=Broken(lambda prompt: prompt.index < failing_from))
     dropped = await stopped_by_failures(first)
     in_a_row = set(FailedPrompts(tmp_path / "failed_prompts.json").prompts)
     assert len(in_a_row) >= 4 and in_a_row == (dropped if not failing_from else in_a_row & dropped)
 
-    second = Life(tmp_path, first.harness.journal.disk.after_kill())
+    second = Life(tmp_path)
     assert await second.harness.run()
     assert check_ledger(second.harness)["trained"] == STEPS * 4
     trained = trained_prompts([first, second])
@@ -213,12 +210,11 @@ async def test_prompts_of_failed_groups_are_admitted_again_after_the_stop(tmp_pa
 
 
 async def test_prompts_that_fail_at_every_start_are_admitted_until_they_work(tmp_path):
-    lives, disk = [], FakeDisk()
+    lives = []
     for works in (lambda prompt: False, lambda prompt: False, lambda prompt: True):
-        lives.append(Life(tmp_path, disk, loop_fail=Broken(works)))
+        lives.append(Life(tmp_path, loop_fail=Broken(works)))
         if len(lives) < 3:
             await stopped_by_failures(lives[-1])
-        disk = lives[-1].harness.journal.disk.after_kill()
     assert await lives[-1].harness.run()
     check_ledger(lives[-1].harness)
     trained = trained_prompts(lives)
@@ -226,7 +222,7 @@ async def test_prompts_that_fail_at_every_start_are_admitted_until_they_work(tmp
 
 
 async def test_prompts_of_single_failures_are_not_admitted_again(tmp_path):
-    life = Life(tmp_path, FakeDisk(), loop_fail=Broken(lambda prompt: prompt.index % 3), max_failed_groups=99)
+    life = Life(tmp_path, loop_fail=Broken(lambda prompt: prompt.index % 3), max_failed_groups=99)
     assert await life.harness.run()
     assert check_ledger(life.harness)["dropped"] and not (tmp_path / "failed_prompts.json").exists()
 

@@ -43,7 +43,7 @@ async def test_staleness_zero_trains_only_on_the_current_weights(tmp_path):
     harness = Harness(tmp_path, max_staleness=0, trainer=FakeTrainer(step_s=0.01))
     await harness.run()
     for batch in harness.trainer.batches:
-        assert (batch["lag"][batch["loss_mask"]] == 0).all()
+        assert all((batch.loss_tokens(number).lag == 0).all() for number in range(len(batch)))
 
 
 async def test_rollout_goes_on_while_the_trainer_trains(tmp_path):
@@ -61,9 +61,9 @@ async def test_aborted_rollouts_resume_with_every_row_from_the_weights_that_samp
     assert max(s["partial/resumed_fraction"] for s in steps) > 0
     assert max(s["partial/max_segments"] for s in steps) >= 2
     for batch in harness.trainer.batches:
-        lengths, rows = batch["lengths"], batch["routed_experts"]
-        for i, length in enumerate(lengths.tolist()):
-            assert (rows[i, : length - 1] >= 0).all() and (rows[i, length - 1 :] == -1).all()
+        for sequence in map(batch.sequence, range(len(batch))):
+            rows = sequence.routed_experts
+            assert (rows[:-1] >= 0).all() and (rows[-1] == -1).all()
 
 
 async def test_several_updates_per_publish_count_as_staleness(tmp_path):

@@ -2,19 +2,23 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from agent_loop.engine import AnswerError
+from async_rl.batch.training_batch import supervised_batch
 from async_rl.parts import StageError
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.schedule import read_schedule
 from async_rl.weights.probe import FLOAT32_MAX_K3, HALF_MAX_K3, MismatchConfig, MismatchError, Probe, k3_of_replicas
-from message_queue.trajectory import PromptGroup, Trajectory
+from message_queue.sequence import content_of
+from message_queue.trajectory import PromptGroup
 from tests.fakes import SPEC, FakeEngine, SeededScript
 from tests.flow.harness import FakeTrainer, Harness
+from tests.unit.groups import segment, trajectory
 
 PROBE = MismatchConfig()
 
@@ -97,14 +101,10 @@ def probe_of(*replicas, config=PROBE, max_k3=1e-4):
 
 
 def groups(count):
-    made = []
-    for number in range(count):
-        trajectory = Trajectory(routing=SPEC)
-        trajectory.observe(np.arange(2, 5 + number, dtype=np.int32))
-        made.append(
-            PromptGroup(group=number, prompt=number, admitted_version=0, admitted_update=0, trajectories=[trajectory])
-        )
-    return made
+    """Content of groups whose prompts differ in length."""
+    identity = {"prompt": 0, "admitted_version": 0, "admitted_update": 0}
+    made = [[trajectory(segment(3), prompt=3 + number)] for number in range(count)]
+    return [content_of(PromptGroup(group=i, trajectories=t, **identity)) for i, t in enumerate(made)]
 
 
 class Scores:
@@ -114,9 +114,9 @@ class Scores:
         self._sequence, self._d = sequence, d
 
     async def score(self, batch):
-        scored = batch["behaviour_logprobs"].clone()
-        scored[self._sequence] += self._d
-        self.tokens = int(batch["loss_mask"].sum())
+        scored = [torch.from_numpy(batch.loss_tokens(number).logprobs) for number in range(len(batch))]
+        scored[self._sequence] = scored[self._sequence] + self._d
+        self.tokens = int(batch.num_loss_tokens.sum())
         return scored
 
 
@@ -174,9 +174,12 @@ async def test_probe_that_is_cancelled_leaves_no_request_behind():
 
 
 def test_k3_of_replicas_is_the_mean_over_the_tokens_of_each():
-    mask = torch.tensor([[False, True, True], [False, True, False]])
-    batch = {"loss_mask": mask, "behaviour_logprobs": torch.tensor([[0.0, -1.0, -1.0], [0.0, -2.0, 0.0]])}
-    scored = torch.tensor([[9.0, -0.9, -1.1], [9.0, -2.0, 9.0]])
+    batch = supervised_batch([(np.arange(3, dtype=np.int32), np.arange(3) >= first) for first in (1, 2)])
+    (sequences,) = batch.contents
+    sampled = [np.array([-1.0, -1.0], np.float32), np.array([-2.0], np.float32)]
+    content = tuple((replace(s, logprobs=logprobs),) for (s,), logprobs in zip(sequences, sampled, strict=True))
+    batch = replace(batch, contents=[content])
+    scored = [torch.tensor([-0.9, -1.1]), torch.tensor([-2.0])]
     found = k3_of_replicas(scored, batch, replicas=["a", "b"])
     assert found["a"] == pytest.approx((math.exp(0.1) - 1.1 + math.exp(-0.1) - 0.9) / 2, rel=1e-5)
     assert found["b"] == 0.0

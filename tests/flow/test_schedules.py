@@ -40,8 +40,8 @@ def trained_of(harness):
     """Sorted tokens of all sequences of each batch, with what the trainer knows of their age."""
     return [
         sorted(
-            (batch["token_ids"][i, :n].tolist(), batch["lag"][i, :n].tolist())
-            for i, n in enumerate(batch["lengths"].tolist())
+            (batch.sequence(number).token_ids.tolist(), batch.loss_tokens(number).lag.tolist())
+            for number in range(len(batch))
         )
         for batch in harness.trainer.batches
     ]
@@ -70,17 +70,20 @@ async def test_another_policy_has_the_same_prompts_at_the_same_age(tmp_path):
     second = Harness(
         tmp_path / "second", seed=1, schedule=schedule, replica_options=[{}, {}], trainer=FakeTrainer(), **OPTIONS
     )
-    batches, take = [], second.queue.plain.take
+    batches, take = [], second.queue.take
 
     async def watched():
         batches.append(await take())
         return batches[-1]
 
-    second.queue.plain.take = watched
+    second.queue.take = watched
     assert await second.run()
     at, cut = 0, 0
     for number, batch in enumerate(batches, start=1):
-        found = sorted(scheduled_groups(batch.groups, version_updates=batch.version_updates), key=lambda g: g["prompt"])
+        found = sorted(
+            scheduled_groups(batch.groups, version_updates=batch.version_updates),
+            key=lambda g: g["prompt"],
+        )
         like = [(i, g) for i, g in enumerate(schedule.groups) if g.train_step == number]
         assert [g["prompt"] for g in found] == [i for i, _ in like]
         assert [g["admitted_update"] for g in found] == [g.admitted_update for _, g in like]
@@ -132,6 +135,6 @@ async def test_a_schedule_keeps_the_mini_batches_of_every_batch(tmp_path):
     assert read_schedule(first.directory).updates_per_batch == 2
     steps = [line["train_step"] for line in second.lines("metrics.jsonl")]
     assert steps == [2, 4, 6, 8, 10, 12]
-    split = [[sorted(set(b["mini_batch"].tolist())) for b in run.trainer.batches] for run in (first, second)]
+    split = [[sorted(set(b.mini_batch.tolist())) for b in run.trainer.batches] for run in (first, second)]
     assert split[0] == split[1] == [[0, 1]] * 6
     assert all(s["staleness/max"] <= 5 for s in second.lines("metrics.jsonl"))

@@ -55,6 +55,11 @@ def run(directory, **options):
     return harness
 
 
+def lags_of(batch):
+    """Staleness of every token in the loss."""
+    return [lag for number in range(len(batch)) for lag in batch.loss_tokens(number).lag.tolist()]
+
+
 @pytest.mark.parametrize(("max_staleness", "publish_every"), [(0, 1), (2, 2)])
 @pytest.mark.parametrize("policy", ["wait", "drop", "recycle", "mask"])
 def test_every_policy_gets_to_its_end_within_the_bound(tmp_path, policy, max_staleness, publish_every):
@@ -62,7 +67,7 @@ def test_every_policy_gets_to_its_end_within_the_bound(tmp_path, policy, max_sta
     assert len(harness.trainer.batches) == 8
     assert len(harness.trained) == len(set(harness.trained)) == 16
     for batch in harness.trainer.batches:
-        assert int(batch["lag"].max()) <= max_staleness
+        assert max(lags_of(batch)) <= max_staleness
 
 
 def test_a_prompt_that_expired_is_admitted_again_before_any_new_one(tmp_path):
@@ -108,11 +113,11 @@ def test_old_tokens_are_masked_in_the_batch_and_told_by_sign(tmp_path):
     assert sum(masked), "nothing was too old"
     total = harness.lines("ledger.jsonl")[-1]
     assert total["masked_tokens"] == sum(masked)
-    assert total["trained_tokens"] == sum(int(b["loss_mask"].sum()) for b in harness.trainer.batches)
+    assert total["trained_tokens"] == sum(len(lags_of(b)) for b in harness.trainer.batches)
     for step, batch in zip(steps, harness.trainer.batches, strict=True):
-        sampled = batch["loss_mask"].sum() + step["staleness/masked_tokens"]
+        sampled = len(lags_of(batch)) + step["staleness/masked_tokens"]
         assert step["staleness/masked_fraction"] == pytest.approx(step["staleness/masked_tokens"] / float(sampled))
-        assert sum(step["staleness/tokens"].values()) == int(batch["loss_mask"].sum())
+        assert sum(step["staleness/tokens"].values()) == len(lags_of(batch))
     assert max(s["staleness/masked_fraction_positive"] for s in steps) > 0
     assert not harness.dropped("recycled")
 
@@ -160,20 +165,20 @@ async def test_a_run_that_is_killed_goes_on_under_its_policy(tmp_path, policy, k
     records = {g["group"]: g for g in last.lines("ledger.jsonl")[:-1]}
     trained = [prompts[g] for g, record in records.items() if record["outcome"] == "trained"]
     assert len(trained) == len(set(trained))
-    seen = set(prompts.values()) | set(await_prompts(last))
+    seen = set(prompts.values()) | set(await awaiting_prompts(last))
     assert seen == set(range(len(seen))), "a prompt was skipped"
     if policy == "recycle":
         again = Counter(prompts[g] for g, r in records.items() if (r["reason"] or "").startswith("recycled"))
         starts = Counter(prompts.values())
-        admitted = last.service._queue.snapshot().unfinished
+        admitted = (await last.host.queue.snapshot()).unfinished
         not_begun = [admission.prompt for admission in admitted if admission.group not in prompts]
-        waiting = Counter([*await_prompts(last), *not_begun])
+        waiting = Counter([*await awaiting_prompts(last), *not_begun])
         assert all(starts[p] + waiting[p] == 1 + count for p, count in again.items())
 
 
-def await_prompts(harness):
+async def awaiting_prompts(harness):
     """Prompts that wait to be admitted again at the end."""
-    return *harness.service._queue.snapshot().waiting, *harness.pipeline._prompts.unfinished
+    return [*(await harness.host.queue.snapshot()).waiting, *harness.pipeline._prompts.unfinished]
 
 
 def test_a_harness_in_virtual_time_is_the_same_twice(tmp_path):
@@ -181,7 +186,8 @@ def test_a_harness_in_virtual_time_is_the_same_twice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         harness = run(tmp_path / name, policy="recycle", steps=4)
-        made.append([(b["token_ids"].numpy().tolist(), b["lag"].numpy().tolist()) for b in harness.trainer.batches])
+        tokens = [[b.sequence(n).token_ids.tolist() for n in range(len(b))] for b in harness.trainer.batches]
+        made.append((tokens, [lags_of(b) for b in harness.trainer.batches]))
     assert np.array_equal(*(np.array(str(m)) for m in made))
 
 
@@ -196,7 +202,6 @@ def test_the_bound_holds_at_the_last_mini_batch_of_a_batch(tmp_path, policy):
     assert max(s["staleness/max"] for s in steps) <= 7
     assert [s["param_version"] for s in steps] == list(range(1, 9))
     for batch in harness.trainer.batches:
-        groups = dict(zip(batch["group"].tolist(), batch["mini_batch"].tolist(), strict=True))
+        groups = dict(zip(batch.index[:, 0].tolist(), batch.mini_batch.tolist(), strict=True))
         assert sorted(groups.values()) == [0, 1, 2, 3]
-        youngest = batch["lag"].masked_fill(~batch["loss_mask"], 99).amin(1)
-        assert bool((youngest >= batch["mini_batch"]).all())
+        assert all((batch.loss_tokens(n).lag >= m).all() for n, m in enumerate(batch.mini_batch.tolist()))

@@ -17,14 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_rl.model_info import read_model_info
 from async_rl.train.distributed import open_store
 from async_rl.train.losses import LossConfig
-from async_rl.train.planning import Planner
 from tests import numerics, tiny_models
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
-from tests.parallel.support import NO_UPDATE, gradients, make_batch
+from tests.parallel.support import NO_UPDATE, gradients, make_batch, padded_rank
 
 # Forward and backward pass of 4 layers, each of about 12 operations in a row: projections, attention, norms, experts.
 # A broken replay moves gradients by 2e-2 or more.
@@ -95,23 +93,22 @@ def parity_batch(cell: Cell):
 
 
 def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
-    """Loss, logprobs [S, T] under the moved routers, and gradients by Hugging Face name; collective."""
-    from async_rl.train.worker import TrainerRank
+    """Loss, logprobs of the tokens in the loss under the moved routers, gradients by Hugging Face name; collective."""
     from tests.parallel.broken_replay import FAULTS
     from tests.parallel.fused_layers import fused_layers
 
-    class MovedRank(TrainerRank):
+    class MovedRank(padded_rank()):
         """Moves its routers between the passes at the start of a batch and the update."""
 
         seen: Tensor
 
-        def _update(self, share, micro_batches, objective, aux_loss_coefficient):
+        def _update(self, plan, micro_batches, objective, aux_loss_coefficient):
             move_routers(self.model.chunks)
             if cell.fault:
                 FAULTS[cell.fault](self.model, [mb.context.routing for mb in micro_batches])
             found = self._passes.logprobs(micro_batches)
-            self.seen = self._passes.whole_update(share, micro_batches, found)
-            return super()._update(share, micro_batches, objective, aux_loss_coefficient)
+            self.seen = self._passes.of_update(plan, micro_batches, found)
+            return super()._update(plan, micro_batches, objective, aux_loss_coefficient)
 
     with fused_layers() if cell.layers == "fused" else contextlib.nullcontext():
         trainer = MovedRank(
@@ -122,9 +119,7 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
             rank=rank,
             world_size=ranks_of(cell),
         )
-    routing = read_model_info(checkpoint).routing
-    planner = Planner(config=cell.config(), loss=LOSS, routing=routing, places=[trainer.place])
-    metrics = trainer.train(planner.policy(parity_batch(cell))[0])
+    metrics = trainer.train(parity_batch(cell))
     grads = {name: gradient.cpu() for name, gradient in gradients(trainer).items()}
     return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": grads}
 

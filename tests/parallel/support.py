@@ -2,20 +2,24 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from async_rl.batch.collate import add_support, collate_supervised
+from async_rl.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, policy_loss, token_weights
 from async_rl.train.model import TrainerConfig
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.ratios import second_moment_bound
+from message_queue.rows import RowRun
+from message_queue.sequence import TrainingSequence, sampled_runs
 from message_queue.support import SamplingSupport
 from tests import numerics
 from tests.tiny_models import qwen3_moe_config, save_checkpoint
@@ -32,7 +36,7 @@ def save_tiny_moe(directory: Path) -> Path:
 
 
 def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3, support=False):
-    """An RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt.
+    """A padded RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt.
 
     support: of most sampled tokens a random part of the vocabulary was kept.
     """
@@ -75,6 +79,72 @@ def add_random_support(batch, *, vocab=VOCAB, seed=0):
     return batch
 
 
+def add_support(batch, support):
+    """Give a padded batch the tokens that the sampler kept, one SamplingSupport per sequence, of its length."""
+    batch.set("support", NonTensorStack(*(NonTensorData(each) for each in support)))
+
+
+UPDATE = 100  # of the weights at the start of a batch; version v holds v updates
+
+
+def training_batch_of(padded):
+    """The ragged form of a padded batch: a sequence is a trajectory of its own in the content of its group."""
+    columns = {name: padded[name] for name in padded.keys() if name != "support"}  # noqa: SIM118
+    count = len(padded)
+    mask = columns["loss_mask"]
+    mini_batch = columns.get("mini_batch", torch.zeros(count, dtype=torch.int64)).numpy()
+    group = columns.get("group", torch.arange(count)).unique(return_inverse=True)[1].numpy()
+    contents = [[] for _ in range(group.max() + 1)]
+    index = []
+    for number, of in enumerate(group.tolist()):
+        index.append((of, len(contents[of]), 0))
+        contents[of].append((_sequence(padded, number, now=UPDATE + int(mini_batch[number])),))
+    lag, pure = columns.get("lag"), columns.get("pure_lag0")
+    impure = pure is not None and lag is not None and bool(((lag == 0) & mask).any()) and not bool(pure.any())
+    return TrainingBatch(
+        contents=[tuple(content) for content in contents],
+        index=np.array(index),
+        lengths=columns["lengths"].numpy(),
+        num_loss_tokens=mask.sum(1).numpy(),
+        trajectory=columns.get("trajectory", torch.arange(count)).numpy(),
+        mini_batch=mini_batch,
+        advantages=columns.get("advantages", torch.zeros(count)).numpy(),
+        informative=columns.get("informative", torch.ones(count, dtype=torch.bool)).numpy(),
+        current_update=UPDATE,
+        version_updates={version: version for version in range(UPDATE - 10, UPDATE + 10)},
+        kept_kv=impure,
+        admitted_updates=[UPDATE - 1 if impure else UPDATE] * len(contents),
+    )
+
+
+def _sequence(padded, number, *, now):
+    """A sequence of a padded batch; `now`: updates at its mini-batch."""
+    length, keys = int(padded["lengths"][number]), set(padded.keys())
+    mask = padded["loss_mask"][number, :length].numpy()
+    positions, lag = np.flatnonzero(mask), np.zeros(length, np.int32)
+    if "lag" in keys:
+        lag = padded["lag"][number, :length].numpy()
+    rows, row_runs = None, ()
+    if "routed_experts" in keys:
+        experts = padded["routed_experts"][number, :length].numpy()
+        given = (experts >= 0).all((1, 2))
+        bounds = np.flatnonzero(np.diff(given, prepend=~given[:1], append=~given[-1:]))
+        row_runs = tuple(
+            RowRun(int(end - start), now if given[start] else -1) for start, end in itertools.pairwise(bounds)
+        )
+        rows = experts.clip(min=0).astype(np.uint8)
+    logprobs = padded["behaviour_logprobs"][number, :length].numpy()[mask] if "behaviour_logprobs" in keys else None
+    support = padded["support"][number] if "support" in keys else None
+    return TrainingSequence(
+        token_ids=padded["token_ids"][number, :length].numpy().astype(np.int32),
+        runs=sampled_runs(positions, (now - lag[mask]).astype(np.int32)),
+        logprobs=np.zeros(len(positions), np.float32) if logprobs is None else logprobs,
+        rows=rows,
+        row_runs=row_runs,
+        support=support,
+    )
+
+
 def support_of(kept):
     """The support of bool [n, V]: where a token was kept; none where nothing was."""
     return SamplingSupport.pack(kept.sum(-1).numpy(), kept.nonzero()[:, 1].numpy())
@@ -100,7 +170,7 @@ def outside_support(batch, *, vocab=VOCAB):
 def make_supervised_batch(seed=0):
     """The tokens and mask of `make_batch` as a supervised batch."""
     batch = make_batch(seed=seed)
-    return collate_supervised(
+    return supervised_batch(
         [
             (row[:n].numpy().astype("int32"), mask[:n].numpy())
             for row, mask, n in zip(batch["token_ids"], batch["loss_mask"], batch["lengths"].tolist(), strict=True)
@@ -110,12 +180,11 @@ def make_supervised_batch(seed=0):
 
 def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, fused=False, **changes):
     """A trainer rank with the settings of TRAINER but for `changes`; fused: of the layers in fused_layers.py."""
-    from async_rl.train.worker import TrainerRank
     from tests.parallel.fused_layers import fused_layers
 
     config = replace(TRAINER, **changes)
     with fused_layers() if fused else contextlib.nullcontext():
-        return TrainerRank(
+        return padded_rank()(
             config=config,
             optimizer=optimizer,
             loss=loss or LossConfig(),
@@ -124,6 +193,44 @@ def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezv
             world_size=config.ranks,
             rendezvous=rendezvous,
         )
+
+
+@contextlib.contextmanager
+def given_reference(passes, batch):
+    """Take the logprobs of the reference out of a batch that has them and is one update of all its sequences."""
+    if "reference_logprobs" not in set(batch.keys()):
+        yield
+        return
+    given = batch["reference_logprobs"][batch["loss_mask"]]
+
+    def reference(micro_batches, _weights):
+        for micro_batch in micro_batches:
+            micro_batch.columns["reference_logprobs"] = given[micro_batch.numbers]
+
+    with mock.patch.object(passes, "reference", reference):
+        yield
+
+
+@functools.cache
+def padded_rank():
+    """A TrainerRank that takes padded batches too, and answers them with padded logprobs."""
+    from async_rl.train.worker import TrainerRank
+
+    class PaddedRank(TrainerRank):
+        def train(self, batch):
+            if not isinstance(batch, TensorDict):
+                return super().train(batch)
+            with given_reference(self._passes, batch):
+                return super().train(training_batch_of(batch))
+
+        def logprobs(self, batch):
+            if not isinstance(batch, TensorDict):
+                return super().logprobs(batch)
+            found = super().logprobs(training_batch_of(batch))
+            mask = batch["loss_mask"]
+            return torch.zeros(mask.shape).masked_scatter_(mask, torch.cat(found))
+
+    return PaddedRank
 
 
 def gradients(trainer):

@@ -12,18 +12,15 @@ from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.validator import Validator
 from async_rl.simulate import engine
 from async_rl.weights.publisher import Publisher
-from message_queue.holdings import Holdings
-from message_queue.ledger import Ledger
+from message_queue.events import Loaded
 from message_queue.queue import TrajectoryQueue
 from message_queue.rows import HeldRows
-from message_queue.service import QueueService
+from message_queue.rpc import BatchingClient
 from message_queue.staleness import StalenessBudget
+from message_queue.state import QueueState
 from message_queue.support import SamplingSupport
-from message_queue.tickets import EndedTickets
 from message_queue.trajectory import Trajectory
-from message_queue.versions import PublishedVersions
 from tests.simulation.restart_mutations import RESTART_MUTATIONS
-from tests.simulation.shard_mutations import SHARD_MUTATIONS
 from tests.simulation.staleness_mutations import STALENESS_MUTATIONS
 
 
@@ -93,13 +90,13 @@ def rows_that_are_held_are_replaced_on_a_resume(patch):
 
 
 def a_drop_that_is_not_counted(patch):
-    whole = Ledger.dropped
+    whole = QueueState._drop
 
-    def dropped(self, group, **of):
-        whole(self, group, **of)
-        self._dropped -= 1
+    def drop(self, event):
+        whole(self, event)
+        self._counts["dropped"] -= 1
 
-    patch.setattr(Ledger, "dropped", dropped)
+    patch.setattr(QueueState, "_drop", drop)
 
 
 def a_group_that_is_trained_without_a_record(patch):
@@ -113,9 +110,9 @@ def a_group_that_is_trained_without_a_record(patch):
 
 def a_version_that_goes_back(patch):
     def load(self, version):
-        self._served = max(0, version - 1) if version > 1 else version
+        self.served = max(0, version - 1) if version > 1 else version
 
-    patch.setattr(PublishedVersions, "load", load)
+    patch.setattr(QueueState, "_load", load)
 
 
 def a_replica_that_is_left_out_of_a_publish(patch):
@@ -154,19 +151,15 @@ def kept_tokens_that_move_by_one_token(patch):
 
 
 def a_group_that_is_handed_out_twice(patch):
-    whole = Holdings.take
+    whole = QueueState._take
 
-    def take(self, groups, *, update):
-        groups = list(groups)
-        whole(self, groups, update=update)
-        if update == 1:
-            first = groups[0]
-            self.ready[first.group] = first
-            self._newest[first.group] = None
-            self._ready_updates[first.admitted_update] += 1
-            self._outstanding[first.admitted_update] += 1
+    def take(self, event):
+        first = self.find(event.groups[0], "ready")
+        whole(self, event)
+        if event.update == 1:
+            self._insert(first)
 
-    patch.setattr(Holdings, "take", take)
+    patch.setattr(QueueState, "_take", take)
 
 
 def a_tool_that_runs_twice(patch):
@@ -192,7 +185,8 @@ def a_resumed_request_that_gets_its_whole_budget_again(patch):
 def a_new_version_that_wakes_nobody(patch):
     async def loaded(self, version):
         async with self._changed:
-            self._versions.load(version)
+            written = self._commit(Loaded(version=version))
+        await written
 
     patch.setattr(TrajectoryQueue, "loaded", loaded)
 
@@ -204,26 +198,18 @@ def tools_that_stay_paused(patch):
 def a_put_that_wakes_nobody(patch):
     whole = TrajectoryQueue.put
 
-    async def put(self, group):
+    async def put(self, head):
         notify, self._changed.notify_all = self._changed.notify_all, lambda: None
         try:
-            return await whole(self, group)
+            return await whole(self, head)
         finally:
             self._changed.notify_all = notify
 
     patch.setattr(TrajectoryQueue, "put", put)
 
 
-def a_call_that_begins_again_when_its_message_comes_twice(patch):
-    patch.setattr(EndedTickets, "__contains__", lambda self, ticket: False)
-    patch.setattr(EndedTickets, "add", lambda self, ticket: None)
-
-
-def ledger_records_that_are_forgotten_before_they_arrive(patch):
-    async def drain_records(self, received):
-        return self._queue.drain_records()
-
-    patch.setattr(QueueService, "drain_records", drain_records)
+def replies_that_come_later_and_are_never_collected(patch):
+    patch.setattr(BatchingClient, "_received", lambda self, task: self._messages.discard(task))
 
 
 def a_timeout_that_is_expiring_is_moved(patch):
@@ -265,6 +251,7 @@ async def _save(pipeline, state):
     await pipeline._queue.sync()
     await pipeline._checkpoints.save(state, trainer=pipeline._trainer, records=pipeline._recorder)
     await pipeline._queue.checkpointed(pipeline._train_step)
+    await pipeline._contents.checkpointed(pipeline._train_step)
 
 
 def _state(pipeline, snapshot, cursor):
@@ -288,7 +275,6 @@ MUTATIONS = {
         (rows_that_are_held_are_replaced_on_a_resume, ("rows",)),
         (a_drop_that_is_not_counted, ("ledger",)),
         (a_group_that_is_trained_without_a_record, ("ledger", "failure")),
-        (ledger_records_that_are_forgotten_before_they_arrive, ("ledger", "exactly once"), "message twice"),
         (a_version_that_goes_back, ("versions",)),
         (a_replica_that_is_left_out_of_a_publish, ("versions",)),
         (tokens_that_are_all_stamped_with_the_newest_version, ("provenance",)),
@@ -298,7 +284,7 @@ MUTATIONS = {
         (a_resumed_request_that_gets_its_whole_budget_again, ("exactly once",)),
         (a_checkpoint_that_repeats_the_prompt_being_admitted, ("exactly once",)),
         (a_checkpoint_that_skips_the_prompt_being_admitted, ("exactly once",)),
-        (a_call_that_begins_again_when_its_message_comes_twice, ("exactly once", "ledger"), "message twice"),
+        (replies_that_come_later_and_are_never_collected, ("progress", "failure")),
         (a_new_version_that_wakes_nobody, ("progress",)),
         (a_put_that_wakes_nobody, ("progress",)),
         (tools_that_stay_paused, ("progress",)),
@@ -306,6 +292,5 @@ MUTATIONS = {
         (a_failed_validation_rollout_that_ends_the_run, ("failure",), "reward fails", "tool is broken", "gives up"),
         *RESTART_MUTATIONS,
         *STALENESS_MUTATIONS,
-        *SHARD_MUTATIONS,
     )
 }

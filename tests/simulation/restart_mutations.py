@@ -1,5 +1,6 @@
-"""Defects planted in the journal, in what writes it, and in what goes on from it."""
+"""Defects planted in the journal, in the content files, and in recovery from both."""
 
+import asyncio
 import contextlib
 from dataclasses import replace
 
@@ -7,122 +8,140 @@ import pytest
 
 from async_rl import lives
 from async_rl.data.prompts import PromptSource
-from async_rl.handles import TrainerLostError
 from async_rl.resume import Resume
-from async_rl.rollout.recorded import QueueRolloutLog, RecordedTrajectory
+from async_rl.rollout import contents
+from async_rl.rollout.contents import GroupContents
+from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
 from async_rl.rollout.supervisor import RestartLimit
 from async_rl.weights import publisher
 from async_rl.weights.publisher import Publisher
-from message_queue import log, restart, start
-from message_queue.client import QueueUnavailable
-from message_queue.journal import Journal
-from message_queue.journal import format as format_
-from message_queue.journal.errors import disk_error
-from message_queue.journal.files import JournalFiles
-from message_queue.journal.state import JournalState
-from message_queue.service import QueueService
+from message_queue import content, content_reader, journal, recovery
+from message_queue.content import ContentWriter
+from message_queue.journal import EventJournal
+from message_queue.state import QueueState
 from message_queue.trajectory import Trajectory
 
 
 def a_queue_that_answers_before_it_writes(patch):
-    patch.setattr(log._Writing, "__await__", log.Written.__await__)
+    whole = EventJournal.record
+
+    def record(self, events):
+        whole(self, events)
+        return asyncio.sleep(0)
+
+    patch.setattr(EventJournal, "record", record)
 
 
-def a_sync_that_does_nothing(patch):
-    def sync(self):
-        self.require_whole()
-        self.dirty = False
+def content_that_counts_as_stored_before_it_is_written(patch):
+    whole = ContentWriter.append
 
-    patch.setattr(JournalFiles, "sync", sync)
+    async def append(self, records):
+        self.__dict__.setdefault("tasks", set()).add(asyncio.create_task(whole(self, records)))
+
+    patch.setattr(ContentWriter, "append", append)
 
 
-def a_checkpoint_that_is_ahead_of_the_disk(patch):
-    async def sync(self):
+def a_group_that_is_ready_before_its_content_is_stored(patch):
+    async def flush(self):
         return
 
-    patch.setattr(QueueService, "sync", sync)
+    patch.setattr(StoredRolloutLog, "flush", flush)
+
+
+def content_of_a_trained_group_that_is_removed_before_the_checkpoint(patch):
+    whole = GroupContents.trained
+
+    def trained(self, groups, *, train_step):
+        whole(self, groups, train_step=train_step)
+        self.__dict__.setdefault("tasks", set()).add(asyncio.create_task(self.drop(groups)))
+
+    patch.setattr(GroupContents, "trained", trained)
 
 
 def a_recovery_that_skips_a_ready_group(patch):
-    whole = restart.start_of_journal
+    def edit(groups):
+        ready = [group for group in groups if group.life == "ready"]
+        return [group for group in groups if group not in ready[-1:]]
 
-    def start(recovered, groups, **of):
-        return whole(replace(recovered, ready=recovered.ready[:-1]), groups, **of)
+    _patch_restarted(patch, edit=edit)
 
-    patch.setattr(restart, "start_of_journal", start)
+
+def _patch_restarted(patch, *, edit=list, after=lambda state: None):
+    whole = recovery._restarted
+
+    def restarted(header, groups, place, **of):
+        made = whole(header, edit(groups), place, **of)
+        after(made[0])
+        return made
+
+    patch.setattr(recovery, "_restarted", restarted)
 
 
 def a_recovery_that_forgets_what_was_generated(patch):
-    whole = Journal.read
+    whole = contents.read_groups
 
-    async def read(self, group, *, routing):
-        held = await whole(self, group, routing=routing)
-        if held.closed:
-            return held
-        return replace(held, trajectories=[Trajectory(routing=routing) for _ in held.trajectories])
+    def read(directory, groups, **of):
+        found = whole(directory, groups, **of)
+        for group in found.groups.values():
+            if not group.closed:
+                group.trajectories = [Trajectory(routing=of["routing"]) for _ in group.trajectories]
+        return found
 
-    patch.setattr(Journal, "read", read)
-
-
-def a_bad_checksum_that_is_ignored(patch):
-    patch.setattr(format_, "zlib", _NoChecksums)
+    patch.setattr(contents, "read_groups", read)
 
 
-class _NoChecksums:
-    @staticmethod
-    def crc32(data, value=0):
-        return 0
+def a_bad_checksum_of_an_event_that_is_ignored(patch):
+    patch.setattr(journal, "_with_checksum", lambda row: (*row, 0))
+
+
+def a_bad_checksum_of_content_that_is_ignored(patch):
+    for module in (content, content_reader):
+        patch.setattr(module, "checksum", lambda *of: b"")
+
+
+def damage_that_is_not_reported(patch):
+    whole = content_reader.read_groups
+    patch.setattr(contents, "read_groups", lambda *args, **of: whole(*args, **of)._replace(notes=[]))
 
 
 def a_restart_that_trains_again_what_the_checkpoint_holds(patch):
     def settle(self, train_step):
         self.settled_step = max(self.settled_step, train_step)
-        return []
 
-    whole = JournalState.restart
-    patch.setattr(JournalState, "end_by", lambda self, start: [])
+    whole = recovery.recover
+    patch.setattr(recovery, "_end_by_checkpoint", lambda state, place: [])
 
-    def restart_(self, start):
+    def recover(*args, **of):
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(JournalState, "_settle", settle)
-            return whole(self, start)
+            within.setattr(QueueState, "_settle", settle)
+            return whole(*args, **of)
 
-    patch.setattr(JournalState, "restart", restart_)
+    patch.setattr(recovery, "recover", recover)
 
 
 def batches_that_are_not_trained_again_as_they_were(patch):
-    patch.setattr(start, "_replayed", lambda *of, **by: ())
+    patch.setattr(recovery, "_replayed", lambda *of, **by: ())
+
+
+def _patch_restored(patch, edit):
+    whole = recovery._restored
+    patch.setattr(recovery, "_restored", lambda *args, **of: edit(whole(*args, **of)))
 
 
 def a_version_that_goes_back_at_a_restart(patch):
-    whole = restart.restored_of
-
-    def restored(recovered, start, groups):
-        made = whole(recovered, start, groups)
-        return replace(made, version=max(0, made.version - 1))
-
-    patch.setattr(restart, "restored_of", restored)
+    _patch_restored(patch, lambda made: replace(made, version=max(0, made.version - 1)))
 
 
 def weights_that_are_not_made_again_under_their_old_version(patch):
-    whole = restart.restored_of
-    patch.setattr(restart, "restored_of", lambda *of: replace(whole(*of), diverged=False))
+    _patch_restored(patch, lambda made: replace(made, diverged=False))
 
 
 def prompts_that_wait_for_their_turn_and_are_forgotten(patch):
     def prompts(self, order, restored):
-        start = self.state
-        again = [p for p in start.unfinished_prompts if restored.began or p not in start.queue.prompts]
+        again = restored.waiting if restored.began else ()
         return PromptSource(order, cursor=restored.prompt_cursor, unfinished=again)
 
     patch.setattr(Resume, "prompts", prompts)
-
-
-def a_record_that_was_cut_short_and_stays(patch):
-    def take_back(self, cause, *, what, size):
-        return disk_error(cause, what=what, path="")
-
-    patch.setattr(JournalFiles, "_take_back", take_back)
 
 
 def a_tool_that_runs_before_that_is_written_down(patch):
@@ -130,17 +149,6 @@ def a_tool_that_runs_before_that_is_written_down(patch):
         return
 
     patch.setattr(RecordedTrajectory, "begin_call", begin_call)
-
-
-def a_lost_queue_that_only_the_rollouts_notice(patch):
-    def lost_part(error):
-        if isinstance(error, BaseExceptionGroup):
-            return next(filter(None, map(lost_part, error.exceptions)), None)
-        while error is not None and not isinstance(error, TrainerLostError | QueueUnavailable):
-            error = error.__cause__
-        return error
-
-    patch.setattr(lives, "_lost_part", lost_part)
 
 
 def replicas_that_are_left_on_hold(patch):
@@ -158,7 +166,7 @@ def a_journal_that_fails_and_costs_a_group(patch):
         if self._failure is not None:
             raise self._failure
 
-    patch.setattr(QueueRolloutLog, "flush", flush)
+    patch.setattr(StoredRolloutLog, "flush", flush)
 
 
 def a_queue_that_is_lost_at_the_end_and_nobody_notices(patch):
@@ -185,21 +193,22 @@ def a_publish_that_is_cut_off_with_its_stage(patch):
 RESTART_MUTATIONS = (
     (a_publish_that_is_cut_off_with_its_stage, ("failure",), "queue dies"),
     (a_queue_that_answers_before_it_writes, ("exactly once",)),
-    (a_sync_that_does_nothing, ("exactly once",), "machine dies"),
-    (a_checkpoint_that_is_ahead_of_the_disk, ("exactly once",), "machine dies"),
+    (content_that_counts_as_stored_before_it_is_written, ("exactly once",)),
+    (a_group_that_is_ready_before_its_content_is_stored, ("exactly once",)),
+    (content_of_a_trained_group_that_is_removed_before_the_checkpoint, ("exactly once", "failure")),
     (a_recovery_that_skips_a_ready_group, ("exactly once",)),
     (a_recovery_that_forgets_what_was_generated, ("exactly once",)),
-    (a_bad_checksum_that_is_ignored, ("provenance", "rows", "failure"), "bits flip"),
+    (a_bad_checksum_of_an_event_that_is_ignored, ("provenance", "rows", "failure", "exactly once"), "bits flip"),
+    (a_bad_checksum_of_content_that_is_ignored, ("provenance", "rows", "failure"), "bits flip"),
+    (damage_that_is_not_reported, ("exactly once",), "bits flip"),
     (a_restart_that_trains_again_what_the_checkpoint_holds, ("exactly once",)),
     (batches_that_are_not_trained_again_as_they_were, ("exactly once", "versions")),
     (a_version_that_goes_back_at_a_restart, ("versions", "failure")),
     (weights_that_are_not_made_again_under_their_old_version, ("versions",), "bits flip"),
-    (prompts_that_wait_for_their_turn_and_are_forgotten, ("exactly once",), "machine dies"),
-    (a_record_that_was_cut_short_and_stays, ("failure", "exactly once"), "disk is full", "disk stays full"),
+    (prompts_that_wait_for_their_turn_and_are_forgotten, ("exactly once",)),
     (a_tool_that_runs_before_that_is_written_down, ("exactly once",)),
-    (a_lost_queue_that_only_the_rollouts_notice, ("failure",), "queue dies"),
     (replicas_that_are_left_on_hold, ("failure", "progress"), "queue dies"),
     (a_journal_that_fails_and_costs_a_group, ("failure",), "disk fails", "disk is full", "disk stays full"),
-    (a_queue_that_is_lost_at_the_end_and_nobody_notices, ("ledger",), "queue dies"),
+    (a_queue_that_is_lost_at_the_end_and_nobody_notices, ("ledger",), "queue dies", "queue hangs"),
     (a_lost_trainer_that_ends_the_run, ("failure",), "trainer dies"),
 )

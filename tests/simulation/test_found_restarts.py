@@ -1,7 +1,7 @@
 """Defects of a restart that the simulator found in the real code."""
 
-import errno
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,18 +10,18 @@ import pytest
 from async_rl.handles import TrainerLostError
 from async_rl.lives import _lost_part
 from async_rl.observe.rewind import rewind
-from async_rl.rollout.recorded import QueueRolloutLog, RolloutLogError
+from async_rl.rollout.recorded import RolloutLogError, StoredRolloutLog
 from async_rl.rollout.rollouter import Rollouter
-from message_queue.client import QueueUnavailable
-from message_queue.journal import JournalBroken, JournalFull
+from message_queue.contract import Admission, QueueSnapshot, QueueUnavailable
+from message_queue.disk_errors import JournalFull
+from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
+from message_queue.journal import StoredEvents
 from message_queue.policies import build_policy
+from message_queue.recovery import JournalPlace, recover
 from message_queue.staleness import StalenessConfig
-from message_queue.start import start_of_journal
+from message_queue.state import GroupState, StateHeader
+from message_queue.tokens import StopReason
 from tests.fakes import SPEC
-from tests.unit.groups import group_for
-from tests.unit.journal_calls import admission, finish, open_journal, prompt
-from tests.unit.journal_disk import FakeDisk
-from tests.unit.journal_model import opened
 
 
 def test_a_lost_queue_that_only_the_rollouts_noticed_is_a_lost_part():
@@ -43,73 +43,59 @@ async def test_a_rollout_that_cannot_be_written_down_is_no_failed_rollout():
             trajectory.observe(np.zeros(2, np.int32))
             await trajectory.begin_call("lookup")
 
-    rollouter = Rollouter(loop=Loop(), routing=SPEC, trajectories_per_group=2, log=QueueRolloutLog(Full()))
+    rollouter = Rollouter(loop=Loop(), routing=SPEC, trajectories_per_group=2, log=StoredRolloutLog(Full()))
     with pytest.raises(ExceptionGroup) as caught:
-        await rollouter.roll(SimpleNamespace(index=0), admission(0))
+        await rollouter.roll(
+            SimpleNamespace(index=0), Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
+        )
     assert caught.group_contains(RolloutLogError, match="written down any more: no room")
 
 
-async def test_a_disk_that_cannot_be_read_is_a_broken_journal():
-    class Unreadable(FakeDisk):
-        def open(self, name):
-            file = self.files[name]
-            file.duplicate = lambda: SimpleNamespace(read=self.fail, close=lambda: None)
-            return file
-
-        def create(self, name):
-            super().create(name)
-            return self.open(name)
-
-        def fail(self, offset, size):
-            raise OSError(errno.EIO, "Input/output error")
-
-    journal, _ = await open_journal(None, disk=Unreadable())
-    await prompt(journal, 0)
-    with pytest.raises(JournalBroken, match=r"could not read group 0 from the journal .Input/output error"):
-        await journal.read(0, routing=None)
-    await journal.close()
+def recovered(*groups, batch_groups, published, policy="wait", next_update=0):
+    header = StateHeader(next_group=len(groups), train_step=1, versions={0: 0, **published})
+    policy = build_policy(StalenessConfig(max_staleness=3, policy=policy), batch_groups=batch_groups)
+    stored = StoredEvents(empty=False, header=header, groups=groups)
+    snapshot = QueueSnapshot(next_group=len(groups), next_update=next_update)
+    place = JournalPlace(directory=Path("journal"), run="run", checkpoint=snapshot, train_step=min(next_update, 1))
+    return recover(stored, place, policy=policy)[1]
 
 
-def test_an_attempt_that_fails_hides_nothing_from_the_next():
-    disk = FakeDisk()
-    opened(disk)
-    left = disk.after_kill()
-    (name, file), *_ = left.files.items()
-    file.data += b"half a record"
-    left.capacity = sum(len(f.data) for f in left.files.values())
-    with pytest.raises(JournalFull):
-        opened(left)
-    assert len(file.data) == left.capacity, "what could not be read was cut before the journal was open"
-    left.capacity = None
-    _, recovered = opened(left)
-    assert [cut.size for cut in recovered.report.cut] == [len(b"half a record")]
-    assert bytes(left.files[name].data[-4:]) != b"cord"
+def finished(*, version, **of):
+    sequence = SequenceHead(length=4, spans=((version, 2),))
+    trajectory = TrajectoryHead(
+        length=4,
+        sequences=(sequence,),
+        num_segments=1,
+        num_aborts=0,
+        row_bytes=0,
+        missing_rows=0,
+        reward=1.0,
+        stop_reason=StopReason.STOP,
+    )
+    head = GroupHead(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=(trajectory,))
+    admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
+    return GroupState(admission=admission, head=head, tokens=2, newest_version=version, **of)
 
 
-async def test_weights_that_are_not_made_again_have_a_version_of_their_own():
-    disk = FakeDisk()
-    journal, _ = await open_journal(None, disk=disk)
-    await finish(journal, 0)
-    await journal.taken([0], update=0)
-    await journal.trained([0], train_step=1)
-    await journal.published(1, update=1)
-    await journal.close()
+def test_weights_that_are_not_made_again_have_a_version_of_their_own():
+    trained = finished(version=0, life="trained", taken_update=0, train_step=1, replay_update=0, trained_tokens=2)
     for size, diverged in ((1, False), (2, True)):  # batches of another size are not those that were trained
-        policy = build_policy(StalenessConfig(max_staleness=3), batch_groups=size)
-        journal, recovered = await open_journal(None, disk=disk.after_kill())
-        groups = {0: group_for(admission(0))}
-        start = start_of_journal(recovered, groups, next_update=0, policy=policy)
-        assert (start.served, start.diverged, len(start.replay)) == (1, diverged, 1 - diverged)
-        await journal.close()
+        restored = recovered(trained, batch_groups=size, published={1: 1})
+        assert (restored.version, restored.diverged, restored.replay) == (1, diverged, 1 - diverged)
 
 
-async def test_a_version_of_which_only_tokens_are_left_is_not_used_again():
-    journal, recovered = await open_journal(None, disk=FakeDisk())
-    await journal.close()
-    groups = {0: group_for(admission(0), versions=[4])}
-    policy = build_policy(StalenessConfig(max_staleness=3), batch_groups=1)
-    start = start_of_journal(recovered, groups, next_update=0, policy=policy)
-    assert start.served == 4 and start.versions[4] == 0 and start.diverged
+def test_a_version_of_which_only_tokens_are_left_is_not_used_again():
+    restored = recovered(finished(version=4, life="ready"), batch_groups=1, published={})
+    assert restored.version == 4 and restored.version_updates[4] == 0 and restored.diverged
+
+
+@pytest.mark.parametrize("policy", ["drop", "recycle"])
+def test_a_ready_group_too_old_at_a_restart_is_given_up(policy):
+    ready = finished(version=0, life="ready")
+    for next_update, given_up in ((3, set()), (4, {0})):
+        restored = recovered(ready, batch_groups=1, published={}, policy=policy, next_update=next_update)
+        assert restored.given_up == given_up and len(restored.ready) == 1 - len(given_up)
+        assert restored.waiting == ((0,) if given_up and policy == "recycle" else ())
 
 
 def test_a_group_that_goes_on_or_was_never_there_has_not_ended(tmp_path):

@@ -4,29 +4,18 @@ import gc
 
 import pytest
 
-from async_rl.simulate.oracle import INVARIANTS
 from async_rl.simulate.outcome import run_seed
 from async_rl.simulate.scenario import draw_scenario
+from async_rl.simulate.violations import INVARIANTS
 from tests.simulation.mutations import MUTATIONS
 
 SEEDS = 1000
 KNOWN = {  # a seed that finds it, tried first; for what takes more than a few dozen to find
-    "a_timeout_that_is_expiring_is_moved": 543,
-    "a_checkpoint_that_forgets_prompts_that_wait_to_be_admitted_again": 70,
-    "a_checkpoint_that_is_ahead_of_the_disk": 286,
-    "a_queue_that_is_lost_at_the_end_and_nobody_notices": 394,
-    "a_failed_validation_rollout_that_ends_the_run": 300,
-    "a_restart_that_forgets_how_often_a_prompt_was_recycled": 129,
-    "a_restart_that_forgets_rollouts_that_make_up_for_others": 404,
-    "ledger_records_that_are_forgotten_before_they_arrive": 741,
-    "weights_that_are_not_made_again_under_their_old_version": 489,
-    "a_group_that_is_ready_before_its_holder_has_it_on_the_disk": 447,
-    "holders_that_keep_content_of_groups_that_nobody_knows": 445,
-    "answers_that_are_taken_for_received_when_they_are_sent": 730,
-    "a_prompt_that_is_recycled_at_a_restart_and_forgotten": 85,
-    "weights_of_steps_that_were_not_made_again_that_get_younger": 833,
-    "a_restart_that_trains_again_what_takes_other_gradient_now": 96,
-    "a_restart_that_keeps_what_is_too_old_for_its_policy": 64,
+    "a_failed_validation_rollout_that_ends_the_run": 216,
+    "a_bad_checksum_of_content_that_is_ignored": 156,
+    "a_queue_that_is_lost_at_the_end_and_nobody_notices": 940,
+    "a_restart_that_forgets_rollouts_that_make_up_for_others": 225,
+    "weights_that_are_not_made_again_under_their_old_version": 209,
 }
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from message_queue.contract import Admission
+from message_queue.heads import head_of
 from message_queue.support import SamplingSupport
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
@@ -52,6 +53,11 @@ def trajectory(*segments, prompt=2, reward=1.0, routing=None):
         made.extend(part)
     made.close(stop_reason=StopReason.STOP, reward=reward)
     return made
+
+
+def head_for(admission: Admission, *, versions=None, tokens=3):
+    """The head of `group_for`."""
+    return head_of(group_for(admission, versions=versions, tokens=tokens))
 
 
 def group_for(admission: Admission, *, versions=None, tokens=3):

@@ -12,8 +12,9 @@ from async_rl.folders import partial_folder, publish_folder
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.rewind import ENDED_UNSEEN, RECORD_LOST, missing_records
 from async_rl.resume import Resume
+from async_rl.rollout.contents import StoredContent
+from message_queue.contract import QueueSnapshot
 from message_queue.ledger import LedgerCounts
-from message_queue.queue import QueueSnapshot
 from tests.unit.power_loss import Disk
 from tests.unit.test_observe import Null
 
@@ -210,7 +211,7 @@ async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tm
         config = load_config([f"output_dir={output_dir}", f"resume={resume}", "trainer.router_replay=R3"])
         console = Lines()
         recorder = Recorder(output_dir, console=console, scalars=Null())
-        Resume(config).rewind(restored, recorder)
+        Resume(config).rewind(restored, StoredContent(), recorder)
         recorder.close()
         return [note for note in console.notes if "lacks" in note]
 

@@ -1,287 +1,432 @@
-"""The journal as its callers see it: what a restart gives back, and what is refused."""
-
-from __future__ import annotations
+"""EventJournal: what a kill, another process, a full disk and damage leave of it."""
 
 import asyncio
-import errno
+import random
+import sqlite3
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from message_queue.journal import (
+from message_queue.disk_errors import (
+    JournalBroken,
     JournalBusy,
     JournalError,
     JournalFormatError,
+    JournalFull,
     JournalRunError,
-    JournalStart,
-    JournalStepError,
     JournalUnwritable,
 )
-from message_queue.ledger import LedgerCounts
-from message_queue.tokens import ContractError, StopReason
-from message_queue.trajectory import Trajectory
-from message_queue.wire import WireError, encode_segment, encode_trajectory
-from tests.unit.groups import SPEC, segment
-from tests.unit.journal_calls import admission, finish, open_journal, prompt
-from tests.unit.journal_disk import FakeDisk
+from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner, open_store
+from tests.unit.groups import head_for
+from tests.unit.queue_runs import CALLS, Drive, copied, opened, run
 
 
-@pytest.fixture
-async def journal(tmp_path):
-    journal, _ = await open_journal(tmp_path)
-    yield journal
-    await journal.close()
+async def admitted(directory, groups):
+    queue, journal, _ = await opened(directory, s=999)
+    admissions = [await queue.admit(prompt) for prompt in range(groups)]
+    return queue, journal, admissions
 
 
-# ---- what a restart gives back
+def edited(directory, *statements):
+    """Change the file of a closed journal."""
+    connection = sqlite3.connect(directory / FILE)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
 
 
-async def test_a_restart_continues_groups_in_every_state(tmp_path):
-    async with (await open_journal(tmp_path))[0] as journal:
-        await journal.published(1, update=1)
-        for group in range(5):
-            await finish(journal, group)
-        await prompt(journal, 5, trajectories=2)
-        await journal.sampled(5, segment(4, version=1, stop_reason=StopReason.ABORT), trajectory=1, at=2)
-        await journal.dropped(4, reason="expired: too old")
-        await journal.taken([1], update=1)
-        await journal.taken([0], update=2)
-        await journal.trained([1], train_step=2)
-    journal, recovered = await open_journal(tmp_path, start=JournalStart(train_step=1, update=1))
-    async with journal:
-        assert [g.admission.group for g in recovered.ready] == [1, 0, 2, 3]
-        assert recovered.trained == {1: 1}
-        (partial,) = recovered.open
-        assert partial.lengths == (2, 6)
-        assert (partial.num_segments, partial.num_tokens, partial.complete) == (1, 4, False)
-        assert (recovered.next_group, recovered.prompt_cursor, recovered.version) == (6, 6, 1)
-        assert recovered.version_updates == {0: 0, 1: 1}
-        assert recovered.is_settled(4)
-        assert not recovered.is_settled(5)
-        assert not recovered.is_settled(6)
-        assert recovered.ledger == LedgerCounts(
-            admitted=6, dropped=1, tokens=3, dropped_tokens=3, open=5, reasons={"expired": 1}
-        )
-        group = await journal.read(5, routing=None)
-        assert group.trajectories[1].param_versions().tolist() == [-1, -1, 1, 1, 1, 1]
-        assert group.trajectories[1].segments[0].stop_reason is StopReason.ABORT
-        assert (await journal.read(3, routing=None)).trajectories[0].reward == 3.0
+def rows(directory, table):
+    connection = sqlite3.connect(directory / FILE)
+    try:
+        return [row for (row,) in connection.execute(f"SELECT id FROM {table} ORDER BY id")]
+    finally:
+        connection.close()
 
 
-async def test_groups_of_steps_that_the_checkpoint_holds_are_settled(tmp_path):
-    async with (await open_journal(tmp_path))[0] as journal:
-        for group in range(2):
-            await finish(journal, group)
-            await journal.taken([group], update=group)
-            await journal.trained([group], train_step=group + 1)
-    journal, recovered = await open_journal(tmp_path, start=JournalStart(train_step=1))
-    await journal.close()
-    assert [g.admission.group for g in recovered.ready] == [1]
-    assert recovered.ledger == LedgerCounts(admitted=2, trained=1, tokens=3, trained_tokens=3, open=1)
+# ---- transactions
 
 
-async def test_a_checkpoint_settles_and_older_ones_are_refused(tmp_path):
-    async with (await open_journal(tmp_path))[0] as journal:
-        await finish(journal, 0)
-        await journal.taken([0], update=0)
-        await journal.trained([0], train_step=3)
-        await journal.checkpointed(3)
-        assert (await journal.stats()).live_groups == 0
-    with pytest.raises(JournalStepError, match="settled up to train step 3"):
-        await open_journal(tmp_path, start=JournalStart(train_step=2))
-    with pytest.raises(JournalStepError, match="ends at step 3"):
-        await open_journal(tmp_path, start=JournalStart(train_step=4))
-    journal, recovered = await open_journal(tmp_path, start=JournalStart(train_step=3))
-    await journal.close()
-    assert recovered.ready == ()
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from tests.unit.queue_runs import opened
+
+async def main():
+    queue, _, _ = await opened(Path(sys.argv[1]), s=10**6)
+    for prompt in range(10**6):
+        print((await queue.admit(prompt)).group, flush=True)
+
+asyncio.run(main())
+"""
 
 
-@pytest.mark.parametrize("resume_routing", ["append", "force", "replace", "split"])
-@pytest.mark.parametrize("encoded", [False, True])
-async def test_a_partial_trajectory_comes_back_with_its_rows(journal, resume_routing, encoded):
-    made = Trajectory(routing=SPEC, resume_routing=resume_routing)
-    await journal.admitted(admission(0), trajectories=1, resume_routing=resume_routing)
-    made.observe(np.arange(3, dtype=np.int32))
-    await journal.observed(0, np.arange(3, dtype=np.int32), trajectory=0, at=0)
-    for version, rows in ((0, (0, 5)), (1, (2, 8)), (2, (8, 11))):
-        part = segment(3, version=version, rows=rows, stop_reason=StopReason.ABORT)
-        await journal.sampled(
-            0,
-            encode_segment(part) if encoded else part,
-            trajectory=0,
-            at=len(made),
-            rows_held=made.num_rows if resume_routing in ("append", "force") else 0,
-        )
-        made.extend(part)
-    (found,) = (await journal.read(0, routing=SPEC)).trajectories
-    assert found.resume_routing == resume_routing
-    assert np.array_equal(found.routed_experts(), made.routed_experts())
-    assert np.array_equal(found.row_versions(), made.row_versions())
-    assert encode_trajectory(found) == encode_trajectory(made)
-
-
-async def test_rows_that_are_held_are_not_written_again(journal):
-    await prompt(journal, 0, tokens=100)
-    before = (await journal.stats()).live_bytes
-    await journal.sampled(0, segment(2, rows=(0, 101)), trajectory=0, at=100, rows_held=99)
-    assert (await journal.stats()).live_bytes - before < 200
-
-
-async def test_a_call_that_was_begun_is_given_back_until_its_result_is_recorded(tmp_path):
-    async with (await open_journal(tmp_path))[0] as journal:
-        await prompt(journal, 0, trajectories=2)
-        for i in range(2):
-            await journal.called(0, f"search #{i}", trajectory=i, at=2)
-        await journal.observed(0, np.array([7], np.int32), trajectory=0, at=2, durable=True)
-    journal, recovered = await open_journal(tmp_path)
-    await journal.close()
-    assert recovered.open[0].calls == {1: "search #1"}
-
-
-async def test_a_new_journal_starts_where_the_checkpoint_stands(tmp_path):
-    counts = LedgerCounts(admitted=9, trained=9)
-    start = JournalStart(train_step=5, next_group=9, prompt_cursor=11, version=5, update=5, ledger=counts)
-    journal, recovered = await open_journal(tmp_path, start=start)
-    async with journal:
-        assert (recovered.next_group, recovered.prompt_cursor, recovered.version) == (9, 11, 5)
-        assert recovered.ledger == counts
-        await journal.published(6, update=6)
-
-
-async def test_a_checkpoint_can_know_a_newer_version_than_the_journal(tmp_path):
-    await (await open_journal(tmp_path))[0].close()
-    journal, recovered = await open_journal(tmp_path, start=JournalStart(version=3, update=0))
-    await journal.close()
-    assert recovered.version == 3
-
-
-async def test_versions_go_on_after_a_restart_though_updates_go_back(tmp_path):
-    async with (await open_journal(tmp_path))[0] as journal:
-        await finish(journal, 0)
-        await journal.published(1, update=1)
-        await journal.published(2, update=2)
-    async with (await open_journal(tmp_path, start=JournalStart(version=1, update=1)))[0] as journal:
-        with pytest.raises(JournalError, match="version 2 with 2 updates after version 2 with 1"):
-            await journal.published(2, update=2)
-        await journal.published(3, update=2)
-
-
-# ---- what is refused
-
-
-async def test_records_that_do_not_follow_are_refused_and_change_nothing(journal):
-    await prompt(journal, 0, trajectories=2)
-    token = np.array([1], np.int32)
-    for call, message in (
-        (journal.admitted(admission(0), trajectories=1), "group 0 was admitted before"),
-        (journal.admitted(admission(1), trajectories=0), "0 trajectories"),
-        (journal.observed(9, token, trajectory=0, at=0), "group 9 is not live"),
-        (journal.observed(0, token, trajectory=4, at=0), "trajectories 0..3 at most; 4 is none"),
-        (journal.sampled(0, segment(), trajectory=0, at=1), "has 2 tokens in the journal"),
-        (journal.ready(0), r"trajectories \[0, 1\] are open"),
-        (journal.taken([0], update=0), "only one that is ready"),
-        (journal.trained([0], train_step=1), "only one that is taken"),
-        (journal.dropped(0, reason=""), "without a reason"),
-        (journal.published(0, update=0), "versions go up"),
-        (journal.checkpointed(1), "the last one that trained a group is 0"),
-        (
-            journal.closed(0, trajectory=0, at=2, stop_reason=StopReason.STOP, reward=float("nan")),
-            "rewards are finite",
-        ),
-        (
-            journal.closed(0, trajectory=0, at=2, stop_reason=StopReason.STOP, reward=1.0, info={"a": object()}),
-            "cannot be recorded",
-        ),
-        (journal.read(9, routing=None), "group 9 is not live"),
-    ):
-        with pytest.raises(JournalError, match=message):
-            await call
-    with pytest.raises(ContractError, match="need int32"):
-        await journal.observed(0, np.array([1]), trajectory=0, at=2)
-    with pytest.raises(WireError, match="cut"):
-        await journal.sampled(0, b"abc", trajectory=0, at=2)
-    await journal.sampled(0, segment(), trajectory=0, at=2)
-
-
-async def test_the_first_record_of_a_trajectory_is_its_prompt(journal):
-    await journal.admitted(admission(0), trajectories=1)
-    with pytest.raises(JournalError, match="record its prompt first"):
-        await journal.sampled(0, segment(), trajectory=0, at=0)
-
-
-async def test_a_segment_that_arrives_twice_is_recorded_once(journal):
-    await prompt(journal, 0)
-    results = await asyncio.gather(
-        *(journal.sampled(0, segment(), trajectory=0, at=2) for _ in range(2)), return_exceptions=True
+async def test_a_killed_process_loses_no_answered_call(tmp_path):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", KILLED, str(tmp_path), stdout=asyncio.subprocess.PIPE
     )
-    assert results[0] is None
-    assert isinstance(results[1], JournalError)
+    answered = [int(await process.stdout.readline()) for _ in range(50)]
+    process.kill()
+    answered += [int(line) for line in (await process.communicate())[0].splitlines() if line]
+    _, journal, restored = await opened(tmp_path, s=10**6, busy_s=30.0)
+    assert restored.live >= set(answered) and not restored.notes
+    assert restored.next_group - len(answered) in (0, 1), "at most the call that was not answered"
+    await journal.close()
+
+
+async def test_a_kill_inside_a_transaction_leaves_the_one_before(tmp_path):
+    _, journal, _ = await admitted(tmp_path / "a", 2)
+    connection = journal._store._connection
+    connection.execute("PRAGMA cache_size=1")  # pages are written before the commit
+    connection.execute("BEGIN")
+    connection.executemany("INSERT INTO events VALUES (?, ?, 0)", ((at, b"x" * 2000) for at in range(10, 60)))
+    left = copied(tmp_path / "a", tmp_path / "b")
+    assert (left / f"{FILE}-journal").stat().st_size, "the transaction is under way"
+    connection.execute("ROLLBACK")
+    await journal.close()
+    _, journal, restored = await opened(left, s=999)
+    assert (restored.live, restored.notes) == ({0, 1}, ())
+    await journal.close()
+
+
+async def test_events_that_wait_share_a_transaction_off_the_event_loop(tmp_path):
+    queue, journal, _ = await opened(tmp_path, s=99)
+    statements, threads, write = [], set(), journal._store.write
+    journal._store._connection.set_trace_callback(statements.append)
+    journal._store.write = lambda items: (threads.add(threading.get_ident()), write(items))
+    await asyncio.gather(*(queue.admit(prompt) for prompt in range(100)))
+    assert statements.count("COMMIT") < 20
+    assert threads and threading.get_ident() not in threads
+    await journal.close()
+
+
+async def test_a_cancelled_call_is_stored(tmp_path):
+    queue, journal, _ = await opened(tmp_path)
+    task = asyncio.ensure_future(queue.admit(0))
+    async with queue._changed:
+        await asyncio.sleep(0)  # the call waits for the condition
+    await asyncio.sleep(0)
+    assert queue.live == [0]
+    task.cancel()
+    assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+    await queue.sync()
+    await journal.close()
+    _, journal, restored = await opened(tmp_path)
+    assert [(a.group, a.prompt) for a in restored.open] == [(0, 0)]
+    await journal.close()
+
+
+async def test_sync_waits_until_events_are_stored(tmp_path):
+    queue, journal, _ = await opened(tmp_path)
+    written, write = threading.Event(), journal._store.write
+    journal._store.write = lambda items: (written.wait(), write(items))
+    admitting = asyncio.ensure_future(queue.admit(0))
+    syncing = asyncio.ensure_future(queue.sync())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not (admitting.done() or syncing.done())
+    written.set()
+    await asyncio.gather(admitting, syncing)
+    assert rows(tmp_path, "events") == [0]
+    await journal.close()
+
+
+async def test_a_checkpoint_deletes_the_events_before_it(tmp_path):
+    queue, journal, admissions = await admitted(tmp_path, 3)
+    for admission in admissions[:2]:
+        await queue.put(head_for(admission))
+    await queue.take()
+    await queue.trained([0, 1], train_step=1)
+    saved = await queue.snapshot()
+    assert rows(tmp_path, "events") and not rows(tmp_path, "groups")
+    await queue.checkpointed(1)
+    assert (rows(tmp_path, "events"), rows(tmp_path, "groups")) == ([], [2])
+    await journal.close()
+    _, journal, restored = await opened(tmp_path, step=1, checkpoint=saved)
+    assert restored.live == {2}
+    await journal.close()
+
+
+@pytest.mark.parametrize(("fsync", "synchronous"), [(False, 0), (True, 2)])
+async def test_fsync_sets_how_sqlite_synchronises(tmp_path, fsync, synchronous):
+    _, journal, _ = await opened(tmp_path, config=JournalConfig(fsync=fsync))
+    connection = journal._store._connection
+    assert connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
+    await journal.close()
+
+
+async def test_a_closed_journal_refuses_and_closes_again(tmp_path):
+    queue, journal, _ = await admitted(tmp_path, 1)
+    await journal.close()
+    await journal.close()
+    with pytest.raises(JournalError):
+        await queue.admit(1)
+
+
+# ---- refusals
+
+
+async def test_an_open_journal_is_busy_until_it_is_closed(tmp_path):
+    _, journal, _ = await admitted(tmp_path, 1)
+    with pytest.raises(JournalBusy):
+        await opened(tmp_path)
+    waiting = asyncio.ensure_future(opened(tmp_path, s=999, busy_s=60.0))
+    await asyncio.sleep(0)
+    await journal.close()
+    _, journal, restored = await waiting
+    assert restored.live == {0}
+    await journal.close()
 
 
 async def test_the_journal_of_another_run_is_refused(tmp_path):
-    await (await open_journal(tmp_path))[0].close()
-    with pytest.raises(JournalRunError, match=r"000000000001.journal is of run 'run-1', this run is 'run-2'"):
-        await open_journal(tmp_path, run="run-2")
-    with pytest.raises(ValueError, match="1 to 64 bytes"):
-        await open_journal(tmp_path, run="")
-
-
-async def test_a_journal_of_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("message_queue.journal.format.FORMAT", 99)
-    await (await open_journal(tmp_path))[0].close()
-    monkeypatch.undo()
-    with pytest.raises(JournalFormatError, match="format 99, this program reads 2"):
-        await open_journal(tmp_path)
-
-
-async def test_a_journal_that_is_open_is_refused_until_it_is_closed(tmp_path):
-    journal, _ = await open_journal(tmp_path)
-    with pytest.raises(JournalBusy, match="another process"):
-        await open_journal(tmp_path)
+    check_owner(tmp_path / "none", run="run")
+    _, journal, _ = await admitted(tmp_path, 1)
+    check_owner(tmp_path, run="run")
     await journal.close()
-    await (await open_journal(tmp_path))[0].close()
+    check_owner(tmp_path, run="run")
+    with pytest.raises(JournalRunError, match=r"'run'.*'other'"):
+        check_owner(tmp_path, run="other")
+    with pytest.raises(JournalRunError):
+        await opened(tmp_path, run="other")
+    _, journal, restored = await opened(tmp_path)
+    assert restored.live == {0}, "a refusal changes nothing"
+    await journal.close()
 
 
-async def test_a_directory_that_cannot_be_written_is_named(tmp_path):
-    disk = FakeDisk()
-    disk.errors["create"] = OSError(errno.EROFS, "Read-only file system")
-    with pytest.raises(JournalUnwritable, match=r"/run/journal/0+1\.journal .Read-only file system."):
-        await open_journal(tmp_path, disk=disk)
-    assert not disk.locked
+@pytest.mark.parametrize("change", [f"PRAGMA user_version = {FORMAT + 1}", "PRAGMA application_id = 7"])
+async def test_a_newer_or_foreign_format_is_refused(tmp_path, change):
+    _, journal, _ = await admitted(tmp_path, 1)
+    await journal.close()
+    edited(tmp_path, change)
+    for open_it in (lambda: opened(tmp_path), lambda: asyncio.to_thread(check_owner, tmp_path, run="run")):
+        with pytest.raises(JournalFormatError, match="output_dir"):
+            await open_it()
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / FILE).write_bytes(b"something else" * 400)
+    with pytest.raises(JournalFormatError):
+        await opened(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == b"something else" * 400
+
+
+async def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(JournalUnwritable, match="make the directory writable"):
-        await open_journal(tmp_path / "file" / "journal")
+    with pytest.raises(JournalUnwritable, match="output_dir"):
+        await opened(tmp_path / "file" / "journal")
 
 
-@pytest.mark.parametrize("max_file_bytes", [1 << 20, 1024], ids=["one file", "compacted"])
-async def test_prompts_that_wait_masked_tokens_and_grown_groups_survive_a_restart(tmp_path, max_file_bytes):
-    async with (await open_journal(tmp_path, max_file_bytes=max_file_bytes))[0] as journal:
-        for group in range(3):
-            await journal.admitted(admission(group, prompt=100 + group), trajectories=1)
-            await journal.dropped(group, reason="recycled: too old", again=True)
-        await journal.admitted(admission(3, prompt=101), trajectories=1)
-        await finish(journal, 4)
-        await journal.taken([4], update=0)
-        await journal.trained([4], train_step=1, masked=[2])
-        await prompt(journal, 5)
-        await journal.sampled(5, segment(2), trajectory=0, at=2)
-        await journal.closed(5, trajectory=0, at=4, stop_reason=StopReason.ERROR, reward=0.0)
-        await journal.observed(5, np.arange(2, dtype=np.int32), trajectory=1, at=0)
-        await journal.sampled(5, segment(3), trajectory=1, at=2)
-        for group in range(6, 30):  # files are cleaned meanwhile
-            await finish(journal, group)
-            await journal.dropped(group, reason="expired: too old")
-    start = JournalStart(train_step=1, update=1)
-    journal, recovered = await open_journal(tmp_path, start=start, max_file_bytes=max_file_bytes)
-    async with journal:
-        assert (recovered.waiting, recovered.recycles) == ((100, 102), {100: 1, 101: 1, 102: 1})
-        ledger = recovered.ledger
-        assert (ledger.trained_tokens, ledger.masked_tokens, ledger.token_error) == (1, 2, 0)
-        grown = next(g for g in recovered.open if g.admission.group == 5)
-        assert (grown.lengths, grown.num_tokens) == ((4, 5), 5)
-        assert [len(t) for t in (await journal.read(5, routing=None)).trajectories] == [4, 5]
-        await journal.admitted(admission(30, prompt=100), trajectories=1)
-        await journal.dropped(3, reason="expired: too often")
-    journal, recovered = await open_journal(tmp_path, start=start, max_file_bytes=max_file_bytes)
+async def test_a_read_only_file_is_refused(tmp_path, monkeypatch):
+    _, journal, _ = await admitted(tmp_path, 1)
     await journal.close()
-    assert (recovered.waiting, recovered.recycles) == ((102,), {100: 1, 102: 1})
+    connect = sqlite3.connect
+    read_only = lambda path, **options: connect(f"file:{path}?mode=ro", uri=True, **options)  # noqa: E731
+    monkeypatch.setattr(sqlite3, "connect", read_only)
+    with pytest.raises(JournalUnwritable, match=FILE):
+        await opened(tmp_path, s=999)
+
+
+async def test_a_full_disk_loses_no_answered_call(tmp_path):
+    queue, journal, _ = await admitted(tmp_path, 3)
+    connection = journal._store._connection
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    answered = 3
+    with pytest.raises(JournalFull, match="make room"):
+        while True:
+            await queue.admit(answered)
+            answered += 1
+    connection.execute("PRAGMA max_page_count = 100000")
+    for call in (queue.admit(9), queue.sync()):
+        with pytest.raises(JournalFull):  # the state is ahead of the file now
+            await call
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path, s=999)
+    assert (restored.next_group, restored.notes) == (answered, ())
+    assert (await queue.admit(answered)).group == answered
+    await journal.close()
+
+
+async def test_a_writer_that_fails_ends_every_call_that_waits(tmp_path, monkeypatch):
+    queue, journal, _ = await opened(tmp_path, s=99)
+
+    def fail(items):
+        raise MemoryError
+
+    monkeypatch.setattr(journal._store, "write", fail)
+    calls = [asyncio.ensure_future(queue.admit(prompt)) for prompt in range(3)]
+    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+    assert all(isinstance(result, JournalBroken) for result in results)
+    with pytest.raises(MemoryError):
+        await journal._flushing
+    await journal.close()
+
+
+# ---- damage
+
+
+async def driven(directory, *, seed, calls, policy="recycle"):
+    queue, journal, _ = await opened(directory, s=3, policy=policy)
+    drive = Drive(queue, rng=random.Random(seed))
+    for _ in range(calls):
+        await drive.call(*CALLS)
+    await journal.close()
+    return drive
+
+
+async def reopened(directory, drive):
+    options = {"s": 3, "policy": "recycle", "step": drive.saved, "checkpoint": drive.checkpoint}
+    queue, journal, restored = await opened(directory, **options)
+    counts = (await queue.snapshot()).ledger
+    assert (counts.error, counts.token_error) == (0, 0)
+    assert restored.next_group >= len(drive.groups), "ids are never reused"
+    prompts = [admission.prompt for admission in (await queue.snapshot()).unfinished]
+    assert len(set(prompts)) == len(prompts)
+    await journal.close()
+    return queue, restored
+
+
+def states(queue):
+    """Group -> its life and head."""
+    lives = (queue._state.open, queue._state.ready)
+    return {g: (entry.life, entry.head and entry.tokens) for groups in lives for g, entry in groups.items()}
+
+
+def groups_of(event):
+    match type(event).__name__:
+        case "Ready":
+            return {event.head.group}
+        case "Taken" | "Trained":
+            return set(event.groups)
+        case "Admitted" | "Dropped":
+            return {event.group}
+        case _:
+            return set()
+
+
+@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(seed=st.integers(0, 2**32), calls=st.integers(5, 90), data=st.data())
+def test_damage_of_any_row_costs_only_the_groups_it_touches(seed, calls, data):
+    async def check(directory):
+        drive = await driven(directory / "a", seed=seed, calls=calls)
+        places = [(t, row) for t in ("events", "groups", "head", "head_copy") for row in rows(directory / "a", t)]
+        table, row = data.draw(st.sampled_from(places))
+        left = copied(directory / "a", directory / "b")
+        store = await open_store(left, run="run", config=JournalConfig(), busy_s=0)
+        events = dict(zip(rows(left, "events"), store.read().events, strict=True))
+        store.close()
+        edited(left, f"UPDATE {table} SET data = x'00' || data WHERE id = {row}")
+        intact, before = await reopened(directory / "a", drive)
+        damaged, restored = await reopened(left, drive)
+        assert any(f"row {row} of table {table}" in note for note in restored.notes)
+        touched = {"events": groups_of(events.get(row)), "groups": {row}}.get(table, set())
+        if table == "events" and type(events[row]).__name__ in ("Taken", "Trained", "Published"):
+            touched |= before.live | restored.live  # which batches are trained again may change: see the counts only
+        untouched = (before.live | restored.live) - touched - before.given_up - restored.given_up
+        assert {g: states(damaged).get(g) for g in untouched} == {g: states(intact).get(g) for g in untouched}
+        assert (left / "events.damaged-1.sqlite").exists()
+        _, again = await reopened(left, drive)
+        assert not [note for note in again.notes if FILE in note], "the damage was reported once"
+        assert again.live == restored.live
+
+    with TemporaryDirectory() as directory:
+        run(check(Path(directory)))
+
+
+@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(seed=st.integers(0, 2**32), place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_a_damaged_page_is_reported_or_refused(seed, place, flip):
+    async def check(made):
+        drive = await driven(made / "a", seed=seed, calls=200)
+        directory = copied(made / "a", made / "b")
+        _, intact = await reopened(made / "a", drive)
+        data = bytearray((directory / FILE).read_bytes())
+        at = 4096 + int(place * (len(data) - 4096))
+        page = at // 4096 * 4096
+        data[page : page + 4096] = bytes(byte ^ flip for byte in data[page : page + 4096])
+        (directory / FILE).write_bytes(data)
+        try:
+            _, restored = await reopened(directory, drive)
+        except JournalBroken as error:
+            assert "remove the directory" in str(error)
+            assert (directory / FILE).read_bytes() == data, "a refusal changes nothing"
+        else:
+            assert restored.notes or restored == intact, "a page that is free holds nothing"
+
+    with TemporaryDirectory() as directory:
+        run(check(Path(directory)))
+
+
+async def test_newest_events_that_are_missing_are_reported(tmp_path):
+    _, journal, _ = await admitted(tmp_path, 4)
+    await journal.close()
+    edited(tmp_path, "DELETE FROM events WHERE id >= 2")
+    queue, journal, restored = await opened(tmp_path, s=999)
+    assert restored.live == {0, 1} and any("2 events cannot be read" in note for note in restored.notes)
+    assert (await queue.admit(9)).group == 4, "ids of groups that may have existed are not used again"
+    await journal.close()
+
+
+async def test_a_group_whose_admission_is_damaged_comes_from_its_head(tmp_path):
+    queue, journal, admissions = await admitted(tmp_path, 3)
+    await queue.put(head_for(admissions[1]))
+    await journal.close()
+    edited(tmp_path, "UPDATE events SET checksum = 0 WHERE id IN (0, 1)")
+    _, journal, restored = await opened(tmp_path, s=999)
+    assert ([a.group for a in restored.open], [a.group for a in restored.ready]) == ([2], [1])
+    assert any("group 0 is dropped" in note for note in restored.notes)
+    await journal.close()
+
+
+async def test_one_copy_of_the_head_is_enough(tmp_path):
+    _, journal, _ = await admitted(tmp_path, 2)
+    await journal.close()
+    edited(tmp_path, "UPDATE head SET checksum = 0")
+    _, journal, restored = await opened(tmp_path, s=999)
+    assert restored.live == {0, 1}
+    await journal.close()
+    edited(tmp_path, "UPDATE head SET checksum = 0", "UPDATE head_copy SET checksum = 0")
+    with pytest.raises(JournalBroken, match="both copies"):
+        await opened(tmp_path, s=999)
+
+
+async def test_a_damaged_header_is_replaced_by_the_checkpoint(tmp_path):
+    queue, journal, admissions = await admitted(tmp_path, 4)
+    for admission in admissions[:2]:
+        await queue.put(head_for(admission))
+    await queue.take()
+    await queue.trained([0, 1], train_step=1)
+    saved = await queue.snapshot()
+    await queue.checkpointed(1)
+    await queue.admit(4)
+    await journal.close()
+    change = "SET checksum = 0 WHERE id = 1"
+    edited(tmp_path, f"UPDATE head {change}", f"UPDATE head_copy {change}")
+    queue, journal, restored = await opened(tmp_path, s=999, step=1, checkpoint=saved)
+    assert (restored.live, restored.next_group) == ({2, 3, 4}, 5)
+    counts = (await queue.snapshot()).ledger
+    assert (counts.admitted, counts.trained, counts.error, counts.token_error) == (5, 2, 0, 0)
+    await journal.close()
+
+
+async def test_a_start_that_is_killed_keeps_the_damaged_journal(tmp_path, monkeypatch):
+    _, journal, _ = await admitted(tmp_path, 3)
+    await journal.close()
+    edited(tmp_path, "UPDATE events SET checksum = 0 WHERE id = 1")
+
+    def killed(self, target):
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(JournalBroken):
+            await opened(tmp_path, s=999)
+    _, journal, restored = await opened(tmp_path, s=999)
+    assert restored.live == {0, 2} and restored.notes
+    await journal.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,13 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
-from message_queue.wire import (
-    decode_segment,
-    decode_trajectory,
-    encode_segment,
-    encode_trajectory,
-    encoded_size,
-)
+from tests.stored import stored
 
 SPEC = RoutingSpec(layers=(0, 2), num_experts=5, top_k=2)
 SETS = st.permutations(range(SPEC.num_experts)).map(lambda p: tuple(p[: SPEC.top_k]))
@@ -115,8 +110,6 @@ class Schedule(RuleBasedStateMachine):
             if known is not None and data.draw(st.booleans()):
                 drawn[at] = tuple(tuple(data.draw(st.permutations(experts))) for experts in known[0])
         segment = segment_of(tokens, self.version, routed(first, drawn, unavailable))
-        if data.draw(st.booleans()):  # from an engine in another process
-            segment = decode_segment(encode_segment(segment), routing=SPEC)
         self.trajectory.extend(segment)
         self.model.extend(tokens, self.version, first, drawn, unavailable)
 
@@ -200,14 +193,9 @@ class Schedule(RuleBasedStateMachine):
         with pytest.raises(ContractError):
             self.trajectory.extend(segment_of(tokens, self.version, rows))
 
-    @rule(rank_coded=st.booleans())
-    def cross_the_wire(self, rank_coded):
-        data = encode_trajectory(self.trajectory, rank_coded=rank_coded)
-        size = encoded_size(data)
-        sent_once = {len(s.rows) - s.rows.count(None) for s in self.model.sequences}
-        if len(self.model.sequences) == 1:
-            assert {size.num_rows} == sent_once
-        self.trajectory = decode_trajectory(data, routing=SPEC)
+    @rule()
+    def write_and_read_back(self):
+        self.trajectory = asyncio.run(stored(self.trajectory))
 
     @precondition(lambda self: len(self.model.tokens) > 40)
     @rule()

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.micro_batch import Coordinates, held_tokens, pack_rows, padded_lengths, router_index, take_rows
+from async_rl.batch.micro_batch import Coordinates, pack_rows, take_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 PARTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3)])
@@ -19,37 +19,24 @@ def places(tensor, context):
 
 
 def rows_of_all_ranks(lengths, tensor, context, packing=True):
-    indices = list(range(len(lengths)))
-    return [
-        pack_rows(lengths, indices, row_length=max(lengths), at=at, packing=packing) for at in places(tensor, context)
-    ]
+    return [pack_rows(lengths, at=at, packing=packing) for at in places(tensor, context)]
 
 
 @given(LENGTHS, PARTS, st.booleans())
-def test_the_routers_of_all_ranks_see_every_token_once(lengths, parts, packing):
-    indices = list(range(len(lengths)))
-    seen = [router_index(lengths, indices, row_length=max(lengths), at=at, packing=packing) for at in places(*parts)]
-    tokens = torch.cat(seen)
-    expected = [s * max(lengths) + p for s, n in enumerate(lengths) for p in range(n)]
-    assert sorted(tokens[tokens >= 0].tolist()) == expected
+def test_the_rows_of_all_context_ranks_are_every_token_once(lengths, parts, packing):
+    tensor, _ = parts
+    tokens = torch.cat([rows.index for rows in rows_of_all_ranks(lengths, *parts, packing)[::tensor]])
+    assert sorted(tokens[tokens >= 0].tolist()) == list(range(sum(lengths)))
 
 
 @given(LENGTHS, PARTS, st.booleans())
-def test_a_router_sees_its_part_of_the_rows_and_of_a_context_rank_what_it_holds(lengths, parts, packing):
-    width = max(lengths)
-    whole = torch.arange(len(lengths) * width).view(len(lengths), width)
-    for at, rows in zip(places(*parts), rows_of_all_ranks(lengths, *parts, packing), strict=True):
-        indices = list(range(len(lengths)))
-        padded = padded_lengths(lengths, indices, at=at, packing=packing)
-        held = held_tokens(torch.tensor(lengths), padded, at=at)
-        positions = held.positions(width=width)
-        assert (positions.diff(dim=1)[positions[:, 1:] >= 0] > 0).all()
-        tokens = torch.where(positions < 0, -1, whole.gather(1, positions.clamp(min=0)))
-        seen = router_index(lengths, indices, row_length=width, at=at, packing=packing)
-        assert torch.equal(take_rows(tokens, rows.router_index, fill=-1), seen)
-        assert torch.equal(rows.router_index, rows.index.chunk(at.tensor)[at.tensor_rank])
-        read = torch.cat((rows.index, rows.next_index)).unique()
-        assert len(read[read >= 0]) == int(held.counts.sum()), "it holds what it reads or predicts, and nothing else"
+def test_a_row_says_of_which_sequence_and_position_its_token_is(lengths, parts, packing):
+    expected = [(s, p) for s, n in enumerate(lengths) for p in range(n)]
+    for rows in rows_of_all_ranks(lengths, *parts, packing):
+        real = rows.index >= 0
+        found = zip(rows.segments[real].tolist(), rows.positions[real].tolist(), strict=True)
+        assert list(found) == [expected[token] for token in rows.index[real].tolist()]
+        assert (rows.segments.diff() >= 0).all()
 
 
 @given(LENGTHS, PARTS)
@@ -64,14 +51,11 @@ def test_ranks_have_rows_of_equal_number_that_tensor_parallelism_divides(lengths
 def test_a_row_predicts_the_next_token_of_its_sequence(lengths, parts, packing):
     for rows in rows_of_all_ranks(lengths, *parts, packing):
         real = rows.index >= 0
-        sequence = rows.index[real] // max(lengths)
-        assert torch.equal(sequence, rows.segments[real])
-        assert torch.equal(rows.next_index[real] >= 0, rows.positions[real] < torch.tensor(lengths)[sequence] - 1)
+        last = torch.tensor(lengths)[rows.segments[real]] - 1
+        assert torch.equal(rows.next_index[real] >= 0, rows.positions[real] < last)
         assert (rows.next_index[~real] == -1).all()
         has_next = rows.next_index >= 0
         assert torch.equal(rows.next_index[has_next], rows.index[has_next] + 1)
-        if parts[1] == 1:
-            assert torch.equal(rows.index[real] % max(lengths), rows.positions[real])
 
 
 @given(LENGTHS, st.booleans())
@@ -100,17 +84,14 @@ def test_attention_slots_waste_little(lengths):
 
 def test_an_empty_micro_batch_is_padding():
     for at in (Coordinates(), Coordinates(tensor=2), Coordinates(tensor=2, context=2)):
-        rows = pack_rows([5], [], row_length=5, at=at)
+        rows = pack_rows([], at=at)
         assert len(rows) > 0
         assert (rows.index == -1).all()
 
 
 def test_rows_are_taken_with_a_fill_for_padding():
-    values = torch.arange(6).view(2, 3)
-    assert take_rows(values, torch.tensor([4, -1, 0]), fill=9).tolist() == [4, 9, 0]
-    deep = values.unsqueeze(-1).expand(2, 3, 2)
-    assert take_rows(deep, torch.tensor([-1, 5]), fill=-1).tolist() == [[-1, -1], [5, 5]]
+    assert take_rows(torch.arange(6), torch.tensor([4, -1, 0]), fill=9).tolist() == [4, 9, 0]
 
 
 def test_a_rank_without_tokens_takes_padding():
-    assert take_rows(torch.zeros(0, 1, 2, dtype=torch.int64), torch.tensor([-1, -1]), fill=7).tolist() == [[7, 7]] * 2
+    assert take_rows(torch.zeros(0, dtype=torch.int64), torch.tensor([-1, -1]), fill=7).tolist() == [7, 7]

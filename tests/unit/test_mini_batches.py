@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.batch.prepare import mini_batches_of, prepare
 from message_queue.contract import Admission, Batch
+from message_queue.heads import head_of
+from message_queue.sequence import content_of
 from tests.unit.groups import group_for
 
 
@@ -41,9 +43,10 @@ def admission(group, update):
 def prepared(*, min_update=0):
     """Four groups of the versions 2 and 3, which hold 4 and 6 updates, in two mini-batches from update 6 on."""
     groups = [group_for(admission(n, n % 2 + 2)) for n in range(4)]
-    batch = Batch(groups=groups, update=6, version_updates={2: 4, 3: 6}, min_update=min_update)
+    batch = Batch(groups=[head_of(g) for g in groups], update=6, version_updates={2: 4, 3: 6}, min_update=min_update)
     return prepare(
         batch,
+        [content_of(group) for group in groups],
         advantage=AdvantageConfig(name="reinforce_plus_plus"),
         version_updates={2: 4, 3: 6},
         kept_kv=False,
@@ -52,24 +55,29 @@ def prepared(*, min_update=0):
     )
 
 
+def loss_of(found):
+    """(mini-batch, group, tokens in the loss) of each sequence."""
+    batch = found.batch
+    return [(int(batch.mini_batch[n]), int(batch.index[n, 0]), batch.loss_tokens(n)) for n in range(len(batch))]
+
+
 def test_staleness_is_counted_at_the_mini_batch_that_trains_the_token():
     found = prepared()
-    tensors = found.tensors
-    age = tensors["mini_batch"] + 2 * (tensors["group"] % 2 == 0)
-    assert sorted(tensors["mini_batch"].tolist()) == [0, 0, 1, 1]
-    for row, lag, mask in zip(age.tolist(), tensors["lag"], tensors["loss_mask"], strict=True):
-        assert set(lag[mask].tolist()) == {row}
-    assert found.staleness_tokens == Counter({a: 3 * n for a, n in Counter(age.tolist()).items()})
-    assert found.metrics["staleness/max"] == int(age.max())
+    ages = [mini_batch + 2 * (group % 2 == 0) for mini_batch, group, _ in loss_of(found)]
+    assert sorted(found.batch.mini_batch.tolist()) == [0, 0, 1, 1]
+    for age, (_, _, loss) in zip(ages, loss_of(found), strict=True):
+        assert set(loss.lag.tolist()) == {age}
+    assert found.staleness_tokens == Counter({a: 3 * n for a, n in Counter(ages).items()})
+    assert found.metrics["staleness/max"] == max(ages)
 
 
 def test_only_the_first_mini_batch_has_tokens_of_the_current_weights():
-    tensors = prepared().tensors
-    pure = tensors["pure_lag0"].any(1)
-    assert bool((tensors["mini_batch"][pure] == 0).all())
+    assert all(mini_batch == 0 for mini_batch, _, loss in loss_of(prepared()) if loss.pure.any())
 
 
 def test_the_last_mini_batch_decides_which_tokens_are_too_old():
-    tensors = prepared(min_update=5).tensors
-    trained = tensors["loss_mask"].any(1)
-    assert trained.tolist() == (tensors["group"] % 2 == 1).tolist()
+    found = prepared(min_update=5)
+    assert [len(loss.positions) > 0 for *_, loss in loss_of(found)] == [
+        group % 2 == 1 for _, group, _ in loss_of(found)
+    ]
+    assert found.gradient_tokens == found.lengths == [0, 3, 0, 3]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from async_rl.observe.report import draw_curves, draw_layers, read_run, write_re
 from async_rl.observe.trace import Trace
 from async_rl.report import main as report
 from async_rl.rollout.validator import ValidationResult
+from message_queue.heads import head_of
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 
@@ -63,7 +65,7 @@ UPDATES = {4: 8, 5: 10}
 
 
 def test_batch_metrics_are_those_of_the_tokens(groups):
-    metrics = batch_metrics(groups, update=11, version_updates=UPDATES)
+    metrics = batch_metrics([head_of(group) for group in groups], update=11, version_updates=UPDATES)
     assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == 0.5
     assert metrics["staleness/max"] == metrics["staleness/p99"] == 3
     assert metrics["staleness/mean"] == pytest.approx((2 * 3 + 5 * 1) / 7)
@@ -80,7 +82,9 @@ def test_a_row_the_engine_could_not_give_is_missing(groups):
     trajectory.extend(segment(1, version=5, held=2, length=5, unavailable=2))
     trajectory.close(stop_reason=StopReason.STOP, reward=0.0)
     groups[0].trajectories.append(trajectory)
-    assert batch_metrics(groups, update=11, version_updates=UPDATES)["routing/missing_fraction"] == 2 / (7 + 3 + 5)
+    assert batch_metrics([head_of(group) for group in groups], update=11, version_updates=UPDATES)[
+        "routing/missing_fraction"
+    ] == 2 / (7 + 3 + 5)
 
 
 def closed(reward, *, reason=StopReason.STOP, info=None):
@@ -98,7 +102,7 @@ def metrics_of(*groups):
         PromptGroup(group=i, prompt=i, admitted_version=5, admitted_update=10, trajectories=list(trajectories))
         for i, trajectories in enumerate(groups)
     ]
-    return batch_metrics(made, update=11, version_updates=UPDATES)
+    return batch_metrics([head_of(group) for group in made], update=11, version_updates=UPDATES)
 
 
 def test_groups_without_signal_are_those_with_one_reward():
@@ -136,8 +140,22 @@ def test_info_of_a_trajectory_is_plain_numbers():
         closed(1.0, info={"own": "many"})
 
 
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=4))
+def test_the_percentile_of_staleness_is_that_of_the_tokens(tokens):
+    trajectory = Trajectory(routing=None)
+    trajectory.observe(np.zeros(1, np.int32))
+    for version, count in enumerate(tokens):
+        trajectory.extend(replace(segment(count, version=version, held=0, length=1), routed_experts=None))
+    trajectory.close(stop_reason=StopReason.STOP, reward=0.0)
+    group = PromptGroup(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=[trajectory])
+    metrics = batch_metrics([head_of(group)], update=10, version_updates={0: 0, 1: 3, 2: 4, 3: 10})
+    staleness = np.repeat([10, 7, 6, 0][: len(tokens)], tokens)
+    assert metrics["staleness/p99"] == np.quantile(staleness, 0.99, method="higher")
+    assert metrics["staleness/mean"] == pytest.approx(staleness.mean())
+
+
 def test_the_histogram_counts_sampled_tokens_by_staleness(groups):
-    assert staleness_histogram(groups, update=11, version_updates=UPDATES) == {1: 5, 3: 2}
+    assert staleness_histogram([head_of(group) for group in groups], update=11, version_updates=UPDATES) == {1: 5, 3: 2}
 
 
 class Null:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue.contract import Admission
-from message_queue.queue import QueueClosed
-from tests.unit.groups import group_for
+from message_queue.contract import Admission, QueueClosed
+from tests.unit.groups import head_for
 from tests.unit.test_queue import admit_many, make_queue
 
 
@@ -21,10 +20,10 @@ async def test_a_call_cancelled_at_any_await_changes_nothing_or_is_whole(call, y
     queue = make_queue(s=1, b=2, max_ready=2, policy="drop" if call == "wait_expired" else "wait")
     admissions = await admit_many(queue, 4)
     for admission in admissions[:2]:
-        await queue.put(group_for(admission))
+        await queue.put(head_for(admission))
     calls = {
         "admit": lambda: queue.admit(9),
-        "put": lambda: queue.put(group_for(admissions[2])),
+        "put": lambda: queue.put(head_for(admissions[2])),
         "take": queue.take,
         "wait_expired": queue.wait_expired,
     }
@@ -35,18 +34,18 @@ async def test_a_call_cancelled_at_any_await_changes_nothing_or_is_whole(call, y
     task = asyncio.ensure_future(calls[call]())
     for _ in range(yields):
         await asyncio.sleep(0)
-    before = queue.snapshot()
+    before = await queue.snapshot()
     assert not task.done()
     if contended:
         queue._changed.release()
     elif call != "wait_expired":
         # the change that the call waits for and the cancellation come together
         await unblock(queue, call, admissions)
-        before = queue.snapshot()
+        before = await queue.snapshot()
     task.cancel()
     results = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
-    assert queue.snapshot() == before
+    assert await queue.snapshot() == before
     assert before.ledger.error == 0
     assert not queue._changed.locked()
 
@@ -57,7 +56,7 @@ async def unblock(queue, call, admissions):
     elif call == "put":
         await queue.take()
     elif call == "take":
-        await queue.put(group_for(admissions[2]))
+        await queue.put(head_for(admissions[2]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,14 +85,14 @@ def test_concurrent_rollouts_and_training_close_the_ledger(seed, s, b, policy, m
         if rng.random() < 0.2:
             await queue.drop(admission.group, reason="rollout failed", segments=1, tokens=1)
         elif rng.random() < 0.2:
-            task = asyncio.ensure_future(queue.put(group_for(admission, versions=versions)))
+            task = asyncio.ensure_future(queue.put(head_for(admission, versions=versions)))
             await pause(4)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await queue.drop(admission.group, reason="cancelled")
         else:
             with contextlib.suppress(QueueClosed):
-                await queue.put(group_for(admission, versions=versions))
+                await queue.put(head_for(admission, versions=versions))
 
     async def feed(rollouts):
         prompt = 0
@@ -124,7 +123,7 @@ def test_concurrent_rollouts_and_training_close_the_ledger(seed, s, b, policy, m
             await pause(5)
             await queue.loaded(step)
             served[0] = step
-            assert queue.snapshot().ledger.error == 0
+            assert (await queue.snapshot()).ledger.error == 0
         await queue.close()
 
     async def run():
@@ -132,7 +131,7 @@ def test_concurrent_rollouts_and_training_close_the_ledger(seed, s, b, policy, m
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(feed(tasks))
                 tasks.create_task(train())
-        snapshot = queue.snapshot()
+        snapshot = await queue.snapshot()
         assert snapshot.ledger.error == 0
         assert (snapshot.ledger.trained, snapshot.taken) == (steps * b, 0)
         assert snapshot.ledger.admitted == len(ids)

@@ -1,328 +1,303 @@
-"""A queue that was killed after any call: all that it had answered is there, and nothing else."""
+"""open_queue after a kill: everything that was answered is there, and nothing else."""
 
-from __future__ import annotations
-
-import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import numpy as np
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue.client import QueueClient, QueueClientConfig
-from message_queue.contract import QueueError, QueueSnapshot
-from message_queue.journal import JournalConfig, JournalFull, JournalRunError, check_owner
-from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
-from message_queue.restart import JournalPlace
-from message_queue.service import QueueService
-from message_queue.shards.bookkeeper import Bookkeeper
-from message_queue.shards.holder import ContentHolder
-from message_queue.staleness import StalenessConfig
-from message_queue.start import HOPELESS
-from message_queue.tokens import StopReason
-from message_queue.wire import encode_segment
-from tests.unit.groups import group_for
-from tests.unit.journal_disk import FakeDisk
-from tests.unit.test_queue_client import Handle
+from message_queue.contract import QueueSnapshot
+from message_queue.disk_errors import JournalSettingsError, JournalStepError
+from message_queue.recovery import HOPELESS
+from message_queue.state import QueueState
+from tests.unit.groups import head_for
+from tests.unit.queue_runs import CALLS, Drive, copied, opened, run
 
-BATCH = 2
+POLICIES = st.sampled_from(["wait", "drop", "recycle", "mask"])
 
 
-def place(disk, *, step=0, checkpoint=None, **changes):
-    options = {
-        "directory": Path("journal"), "run": "run", "config": JournalConfig(fsync="never", max_file_bytes=4096),
-        "checkpoint": checkpoint, "train_step": step, "trajectories": 1, "busy_s": 0.0, "disk": disk,
-    }  # fmt: skip
-    return JournalPlace(**options | changes)
-
-
-async def opened(disk, *, s=1, b=BATCH, policy="wait", **options):
-    service = QueueService(
-        batch_groups=b, staleness=StalenessConfig(max_staleness=s, policy=policy), journal=place(disk, **options)
-    )
-    client = QueueClient(Handle(service), name="driver", routing=None, config=QueueClientConfig(slice_s=0.01))
-    return service, client, await client.open(timeout_s=5)
-
-
-def records(group):
-    """Of the trajectory of `group_for`: its prompt, its segment, its end."""
-    (trajectory,) = group.trajectories
-    (turn,) = trajectory.turns
-    (sampled,) = turn.segments
-    end = TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)
-    steps = (turn.observation, Sampled(encode_segment(sampled)), end)
-    places = (0, len(turn.observation), len(trajectory))
-    return [
-        RolloutRecord(group=group.group, trajectory=0, at=at, what=what) for at, what in zip(places, steps, strict=True)
-    ]
-
-
-class Run:
-    """Drives a queue, and knows in which state each group is."""
-
-    def __init__(self, service, client, *, make=group_for):
-        self.queue, self.client, self.groups, self.written = service._queue, client, {}, {}
-        self.make = make
-        self.step = self.version = self.prompt = self.saved = 0
-        self.batch, self.checkpoint = None, None
-
-    async def admit(self):
-        if not self.queue._schedule.can_admit(self.queue._versions.served_update):
-            return
-        admission = await self.client.admit(self.prompt)
-        self.prompt += 1
-        self.groups[admission.group], self.written[admission.group] = "open", (self.make(admission), 0)
-
-    async def append(self, rng):
-        group = self.pick(rng, lambda g: self.groups[g] == "open" and self.written[g][1] < 3)
-        if group is not None:
-            made, done = self.written[group]
-            more = rng.randrange(1, 4 - done)
-            await self.client.append(records(made)[done : done + more])
-            self.written[group] = (made, done + more)
-
-    async def put(self, rng):
-        group = self.pick(rng, lambda g: self.groups[g] == "open" and self.written[g][1] == 3)
-        if group is not None:
-            await self.client.put(self.written[group][0])
-            self.groups[group] = "ready"
-
-    async def drop(self, rng):
-        group = self.pick(rng, lambda g: self.groups[g] == "open")
-        if group is not None:
-            await self.client.drop(group, reason="rollout failed: why")
-            self.groups[group] = "dropped"
-
-    async def take(self):
-        if self.batch is None and self.queue._schedule.batch_ready():
-            self.batch = [group.group for group in (await self.client.take()).groups]
-            self.groups |= dict.fromkeys(self.batch, "taken")
-
-    async def train(self):
-        if self.batch is not None:
-            self.step += 1
-            await self.client.trained(self.batch, train_step=self.step)
-            self.groups |= dict.fromkeys(self.batch, self.step)
-            self.batch = None
-            self.version += 1
-            await self.client.publish(self.version, update=self.step)
-            await self.client.loaded(self.version)
-
-    async def save(self):
-        if self.batch is None:
-            await self.client.sync()
-            self.checkpoint, self.saved = await self.client.snapshot(), self.step
-            await self.client.checkpointed(self.step)
-
-    def pick(self, rng, wanted):
-        found = [g for g in self.groups if wanted(g)]
-        return rng.choice(found) if found else None
-
-    def of(self, *states):
-        return {g for g, state in self.groups.items() if state in states}
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32), calls=st.integers(1, 120))
-def test_a_queue_killed_after_any_call_has_all_that_it_answered(seed, calls):
-    async def run():
-        rng, disk = random.Random(seed), FakeDisk()
-        service, client, _ = await opened(disk, s=2)
-        drive = Run(service, client)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), calls=st.integers(1, 120), policy=POLICIES, p=st.integers(1, 2))
+def test_a_killed_queue_has_everything_that_it_answered(seed, calls, policy, p):
+    async def check(directory):
+        rng = random.Random(seed)
+        options = {"s": 3, "policy": policy, "p": p}
+        queue, journal, _ = await opened(directory / "a", **options)
+        drive = Drive(queue, rng=rng, p=p)
         for _ in range(calls):
-            name = rng.choices(("admit", "append", "put", "drop", "take", "train", "save"), (4, 8, 6, 1, 3, 3, 1))[0]
-            call = getattr(drive, name)
-            await (call(rng) if name in ("append", "put", "drop") else call())
-        later = {g for g, state in drive.groups.items() if isinstance(state, int) and state > drive.saved}
-        live = drive.of("open", "ready", "taken") | later
-        assert (await service._journal.stats()).live_groups == len(live), "a checkpoint gives room back"
-        left = disk.after_kill()
-        _, again, restored = await opened(left, s=2, step=drive.saved, checkpoint=drive.checkpoint)
-        await service.close_journal()
-        assert restored.live == live
-        assert {g.group for g in restored.open} == drive.of("open")
-        assert (restored.prompt_cursor, restored.next_group, restored.version) == (
-            drive.prompt, len(drive.groups), drive.version,
-        )  # fmt: skip
-        for group in restored.open:
-            made, done = drive.written[group.group]
-            assert len(group.trajectories[0].segments) == (done >= 2)
-            assert group.closed == (done == 3)
-            if done:
-                tokens = group.trajectories[0].token_ids()
-                assert np.array_equal(tokens, made.trajectories[0].token_ids()[: len(tokens)])
+            await drive.call(*CALLS)
+        left = copied(directory / "a", directory / "b")
+        before = await queue.snapshot()
+        await journal.close()
+        again, journal, restored = await opened(left, step=drive.saved, checkpoint=drive.checkpoint, **options)
+        assert restored.live | restored.given_up == drive.live
+        assert {a.group for a in restored.open} <= set(drive.of("open"))
+        assert (restored.prompt_cursor, restored.next_group) == (drive.prompt, len(drive.groups))
+        assert (restored.version, restored.replay) == (drive.version, (drive.step - drive.saved) // p)
+        assert not restored.diverged
         counts = (await again.snapshot()).ledger
-        assert (counts.error, counts.dropped) == (0, len(drive.of("dropped")))
-        assert counts.trained == len(drive.groups) - len(restored.live) - counts.dropped
-        assert restored.replay == drive.step - drive.saved
+        assert (counts.error, counts.token_error, counts.admitted) == (0, 0, before.ledger.admitted)
+        assert counts.dropped == len(drive.of("dropped")) + len(restored.given_up)
+        waiting = set(restored.waiting) - {a.prompt for a in drive.admissions.values() if a.group in restored.given_up}
+        assert waiting == set(before.waiting)
         for _ in range(restored.replay):
+            assert not again._can_admit()
             batch = await again.take()
-            assert {drive.groups[g.group] for g in batch.groups} == {batch.update + 1}
+            assert [g.group for g in batch.groups] == drive.batches[batch.update]
+        await journal.close()
 
-    asyncio.run(run())
+    with TemporaryDirectory() as directory:
+        run(check(Path(directory)))
 
 
-async def filled(disk, groups, **options):
-    service, client, _ = await opened(disk, **options)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), policy=POLICIES)
+def test_a_queue_that_is_killed_again_and_again_loses_nothing(seed, policy):
+    async def check(directory):
+        rng, prompts = random.Random(seed), set()
+        queue, journal, _ = await opened(directory / "0", s=2, policy=policy)
+        step, checkpoint = 0, None
+        drive = Drive(queue, rng=rng)
+        for life in range(1, 5):
+            for _ in range(rng.randrange(1, 60)):
+                await drive.call(*CALLS)
+            prompts |= {a.prompt for a in drive.admissions.values()}
+            if drive.checkpoint is not None:
+                step, checkpoint = drive.saved, drive.checkpoint
+            left = copied(directory / str(life - 1), directory / str(life))
+            await journal.close()
+            queue, journal, restored = await opened(left, s=2, policy=policy, step=step, checkpoint=checkpoint)
+            drive = await self_driven(queue, restored, rng=rng, step=step)
+            snapshot = await queue.snapshot()
+            assert (snapshot.ledger.error, snapshot.ledger.token_error) == (0, 0)
+            assert len({a.prompt for a in snapshot.unfinished}) == len(snapshot.unfinished)
+            ended = {r["group"] for r in await queue.drain_records()}
+            assert ended <= restored.given_up | {g for g, s in drive.groups.items() if isinstance(s, int)}
+        await journal.close()
+
+    with TemporaryDirectory() as directory:
+        run(check(Path(directory)))
+
+
+async def self_driven(queue, restored, *, rng, step):
+    """A drive that trains what is to be trained again, and publishes the weights."""
+    drive = Drive(queue, rng=rng)
+    drive.step = drive.saved = step
+    drive.prompt, drive.version = restored.prompt_cursor, restored.version
+    drive.admissions = {a.group: a for a in restored.open}
+    drive.groups = dict.fromkeys(drive.admissions, "open") | dict.fromkeys((a.group for a in restored.ready), "ready")
+    for _ in range(restored.replay):
+        await drive.take()
+        await queue.trained([g.group for g in drive.batch.groups], train_step=drive.step + 1)
+        drive.step += 1
+        drive.groups |= dict.fromkeys((g.group for g in drive.batch.groups), drive.step)
+        drive.batch = None
+    if rng.random() < 0.7 or not restored.replay:
+        drive.version += 1
+        await queue.publish(drive.version, update=drive.step)
+        await queue.loaded(drive.version)
+    return drive
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), policy=POLICIES)
+def test_following_the_events_gives_the_live_state_at_every_prefix(seed, policy):
+    async def check(directory):
+        queue, journal, _ = await opened(directory, s=2, policy=policy)
+        seen = []
+        record, rebase = journal.record, journal.rebase
+        journal.record = lambda events: (seen.extend(events), record(events))[1]
+        drive, dumps = Drive(queue, rng=random.Random(seed)), {0: queue._state.dump()}
+        journal.rebase = lambda header, groups: (seen.clear(), dumps.clear(), rebase(header, groups))[2]
+        for _ in range(60):
+            await drive.call(*CALLS)
+            dumps[len(seen)] = queue._state.dump()
+        stored = journal._store.read()
+        assert list(stored.events) == seen and not stored.damage
+        state = QueueState(stored.header, stored.groups)
+        for number, event in enumerate((None, *stored.events)):
+            if event is not None:
+                state.apply(event)
+            if number in dumps:
+                assert sorted_dump(state.dump()) == sorted_dump(dumps[number])
+        await journal.close()
+
+    with TemporaryDirectory() as directory:
+        run(check(Path(directory)))
+
+
+def sorted_dump(dump):
+    header, groups = dump
+    return msgspec.structs.replace(header, live=tuple(sorted(header.live))), sorted(groups, key=lambda g: g.group)
+
+
+async def filled(directory, groups, **options):
+    queue, journal, _ = await opened(directory, **options)
     for prompt in range(groups):
-        group = group_for(await client.admit(prompt))
-        await client.append(records(group))
-        await client.put(group)
-    return service, client
+        await queue.put(head_for(await queue.admit(prompt)))
+    return queue, journal
 
 
-async def test_batches_of_another_size_are_not_trained_again_as_they_were_but_as_ready_groups():
-    disk = FakeDisk()
-    service, client = await filled(disk, 4, s=1)
-    await client.trained([g.group for g in (await client.take()).groups], train_step=1)
-    await service.close_journal()
-    _, client, restored = await opened(disk.after_kill(), s=3, b=1)
-    assert restored.replay == 0
-    assert [(await client.take()).groups[0].group for _ in range(4)] == [0, 1, 2, 3]
+async def test_the_restart_repeats_batches_of_steps_after_the_checkpoint(tmp_path):
+    queue, journal = await filled(tmp_path, 4)
+    for step in (1, 2):
+        await queue.trained([g.group for g in (await queue.take()).groups], train_step=step)
+    await queue.publish(1, update=2)
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path)
+    assert (restored.replay, restored.version, restored.diverged) == (2, 1, False)
+    first = await queue.take()
+    assert ([g.group for g in first.groups], first.update) == ([0, 1], 0)
+    await queue.trained([0, 1], train_step=1)
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path)
+    assert restored.replay == 2, "the checkpoint is the same"
+    assert [[g.group for g in (await queue.take()).groups] for _ in range(2)] == [[0, 1], [2, 3]]
+    assert queue._can_admit()
+    await journal.close()
 
 
-async def test_prompts_of_groups_that_no_batch_within_a_smaller_bound_is_left_for_are_admitted_again():
-    disk = FakeDisk()
-    service, _ = await filled(disk, 6, s=2)
-    await service.close_journal()
-    left = disk.after_kill()
-    service, client, restored = await opened(left, s=0)
+async def test_groups_that_fit_no_batch_within_the_bound_are_recycled(tmp_path):
+    queue, journal = await filled(tmp_path, 6, s=2)
+    queue._state.next_update = 0
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path, s=0)
     assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5))
-    counts = (await client.snapshot()).ledger
+    counts = (await queue.snapshot()).ledger
     assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {"recycled": 4})
-    assert {r["reason"] for r in await client.drain_records()} == {HOPELESS}
-    assert {g.group for g in (await client.take()).groups} == {0, 1}
-    await service.close_journal()
-    _, client, restored = await opened(left.after_kill(), s=0)
-    assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5))
-    await client.take()
-    await client.trained([0, 1], train_step=1)
-    await client.publish(1, update=1)
-    await client.loaded(1)
-    assert [(await client.admit(prompt)).group for prompt in restored.waiting[:2]] == [6, 7]
+    assert {r["reason"] for r in await queue.drain_records()} == {HOPELESS}
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path, s=0)
+    assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5)), "until they are admitted"
+    await queue.take()
+    await queue.trained([0, 1], train_step=1)
+    await queue.publish(1, update=1)
+    await queue.loaded(1)
+    assert [(await queue.admit(prompt)).group for prompt in restored.waiting[:2]] == [6, 7]
+    await journal.close()
 
 
-async def test_a_queue_without_a_journal_left_goes_on_from_the_snapshot():
-    service, client = await filled(FakeDisk(), 3)
-    await client.trained([g.group for g in (await client.take()).groups], train_step=1)
-    snapshot = await client.snapshot()
-    await service.close_journal()
-    _, client, restored = await opened(FakeDisk(), step=1, checkpoint=snapshot)
+async def test_a_new_journal_continues_from_the_snapshot(tmp_path):
+    queue, journal = await filled(tmp_path / "a", 3)
+    await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
+    snapshot = await queue.snapshot()
+    await journal.close()
+    queue, journal, restored = await opened(
+        tmp_path / "b", step=1, checkpoint=snapshot, prompt_cursor=3, waiting=snapshot.prompts
+    )
     assert (restored.began, restored.live, restored.next_group) == (True, frozenset(), 3)
-    counts = (await client.snapshot()).ledger
+    assert (restored.prompt_cursor, restored.waiting) == (3, (2,))
+    counts = (await queue.snapshot()).ledger
     assert (counts.error, counts.admitted, counts.trained, counts.dropped) == (0, 3, 2, 1)
+    await journal.close()
 
 
-async def test_a_full_disk_is_named_and_a_restart_with_room_has_all_that_was_answered():
-    disk = FakeDisk()
-    service, client = await filled(disk, 2)
-    disk.capacity = sum(len(file.data) for file in disk.files.values())
-    with pytest.raises(JournalFull, match="make room"):
-        await client.admit(2)
-    await service.close_journal()
-    left = disk.after_kill()
-    _, client, restored = await opened(left)
-    assert (restored.live, restored.next_group) == ({0, 1}, 2)
-    assert (await client.admit(2)).group == 2
-
-
-async def test_the_journal_of_another_run_is_refused_before_anything_starts(tmp_path):
-    await (await opened(None, directory=tmp_path))[0].close_journal()
-    check_owner(tmp_path, run="run")
-    with pytest.raises(JournalRunError, match="is of run 'run', this run is 'other'"):
-        check_owner(tmp_path, run="other")
-    with pytest.raises(JournalRunError, match="is of run 'run', this run is 'other'"):
-        await opened(None, directory=tmp_path, run="other")
-
-
-async def test_an_empty_snapshot_is_a_start_from_nothing():
-    _, _, restored = await opened(FakeDisk(), checkpoint=QueueSnapshot())
+async def test_an_empty_snapshot_is_a_start_from_nothing(tmp_path):
+    _, journal, restored = await opened(tmp_path, checkpoint=QueueSnapshot())
     assert (restored.began, restored.version, restored.prompt_cursor) == (True, 0, 0)
+    await journal.close()
 
 
-async def test_a_call_that_was_begun_and_not_answered_is_given_back():
-    disk = FakeDisk()
-    _, client, _ = await opened(disk)
-    group = group_for(await client.admit(0))
-    before = records(group)[:2]
-    at = len(group.trajectories[0])
-    begun = RolloutRecord(group=0, trajectory=0, at=at, what=CallBegun("search"))
-    await client.append([*before, begun])
-    _, _, restored = await opened(disk.after_kill())
-    assert restored.open[0].trajectories[0].unsure_call == "search"
-    reply = RolloutRecord(group=0, trajectory=0, at=at, what=np.array([5], np.int32))
-    await client.append([reply])
-    _, _, restored = await opened(disk.after_kill())
-    assert restored.open[0].trajectories[0].unsure_call is None
-
-
-async def test_a_prompt_that_waits_to_be_admitted_again_survives_kills_and_counts_go_on_without_a_journal():
-    disk = FakeDisk()
-    service, client, _ = await opened(disk, s=0, b=1, policy="recycle")
-    expired = await client.admit(0)
-    assert await client.drop(expired.group, reason="expired: too slow", tokens=5, expired=True)
-    snapshot = await client.snapshot()
-    await service.close_journal()
-    service, client, restored = await opened(disk.after_kill(), s=0, b=1, policy="recycle")
-    left = service._place.disk
-    again = await client.snapshot()
+async def test_a_requeued_prompt_survives_kills(tmp_path):
+    queue, journal, _ = await opened(tmp_path, s=0, b=1, policy="recycle")
+    assert await queue.drop((await queue.admit(0)).group, reason="expired: too slow", tokens=5, expired=True)
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path, s=0, b=1, policy="recycle")
+    again = await queue.snapshot()
     assert (restored.waiting, again.recycles, restored.prompt_cursor) == ((0,), {0: 1}, 1)
-    assert again.waiting == (), "who restores asks for it"
-    assert (again.ledger.admitted, again.ledger.reasons, again.ledger.error) == (1, {"recycled": 1}, 0)
-    assert (await client.admit(0)).prompt == 0
-    await service.close_journal()
-    _, client, restored = await opened(left.after_kill(), s=0, b=1, policy="recycle")
-    assert [(group.prompt, group.group) for group in restored.open] == [(0, 1)]
-    assert ((await client.snapshot()).waiting, (await client.snapshot()).recycles) == ((), {0: 1})
-
-    assert snapshot.prompts == (0,), "a checkpoint names it among the unfinished"
-    _, client, restored = await opened(FakeDisk(), s=0, b=1, policy="recycle", checkpoint=snapshot)
-    gone = await client.snapshot()
-    assert (restored.began, gone.waiting, gone.recycles) == (True, (), {0: 1})
+    assert again.waiting == (), "the driver asks for it"
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path, s=0, b=1, policy="recycle")
+    assert restored.waiting == (0,)
+    assert (await queue.admit(0)).prompt == 0
+    await journal.close()
+    _, journal, restored = await opened(tmp_path, s=0, b=1, policy="recycle")
+    assert ([(a.prompt, a.group) for a in restored.open], restored.waiting) == ([(0, 1)], ())
+    await journal.close()
 
 
-async def test_masked_tokens_are_told_apart_after_a_restart():
-    disk = FakeDisk()
-    service, client, _ = await opened(disk, s=0, b=1, policy="mask")
-    group = group_for(await client.admit(0), versions=(0, 1))
-    service._queue._schedule.advance()
-    await client.publish(1, update=1)
-    await client.append([*records_of_two(group)])
-    await client.put(group)
-    assert (await client.take()).min_update == 1
-    await client.trained([group.group], train_step=1, tokens=[3])
-    await client.checkpointed(1)
-    await service.close_journal()
-    start = QueueSnapshot(next_group=1, next_update=2, version=1, update=1)
-    _, client, _ = await opened(disk.after_kill(), s=0, b=1, policy="mask", step=1, checkpoint=start)
-    ledger = (await client.snapshot()).ledger
-    assert (ledger.trained_tokens, ledger.masked_tokens, ledger.token_error) == (3, 3, 0)
+async def test_masked_tokens_survive_a_restart(tmp_path):
+    options = {"s": 0, "b": 1, "policy": "mask"}
+    queue, journal, _ = await opened(tmp_path, **options)
+    first = await queue.admit(0)
+    queue._policy.budget.max_staleness = 1
+    await queue.put(head_for(await queue.admit(1)))
+    await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
+    await queue.publish(1, update=1)
+    queue._policy.budget.max_staleness = 0
+    await queue.put(head_for(first, versions=(0, 1)))
+    assert (await queue.take()).min_update == 1
+    await queue.trained([first.group], train_step=2, tokens=[3])
+    await journal.close()
+    start = QueueSnapshot(next_group=2, next_update=2, version=1, update=1)
+    queue, journal, _ = await opened(tmp_path, step=2, checkpoint=start, **options)
+    ledger = (await queue.snapshot()).ledger
+    assert (ledger.trained_tokens, ledger.masked_tokens, ledger.token_error) == (6, 3, 0)
+    await journal.close()
 
 
-def records_of_two(group):
-    """Of a trajectory of one turn with two segments."""
-    (trajectory,) = group.trajectories
-    first, second = trajectory.segments
-    start = len(trajectory.turns[0].observation)
-    steps = [
-        (0, trajectory.turns[0].observation),
-        (start, Sampled(encode_segment(first))),
-        (start + len(first), Sampled(encode_segment(second))),
-        (len(trajectory), TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)),
-    ]
-    return [RolloutRecord(group=group.group, trajectory=0, at=at, what=what) for at, what in steps]
+async def test_groups_without_their_content_are_open_again(tmp_path):
+    queue, journal = await filled(tmp_path, 4)
+    await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
+    await journal.close()
+    queue, journal, restored = await opened(tmp_path, incomplete=frozenset({1, 3}))
+    assert ([a.group for a in restored.open], [a.group for a in restored.ready]) == ([1, 3], [0, 2])
+    assert restored.replay == 0
+    assert len([note for note in restored.notes if "open again" in note]) == 2
+    assert (await queue.snapshot()).ledger.token_error == 0
+    await journal.close()
 
 
-@pytest.mark.parametrize("kind", [QueueService, Bookkeeper, ContentHolder])
-async def test_a_journal_that_is_being_opened_is_not_opened_again_when_the_message_comes_twice(kind):
-    at = place(FakeDisk())
-    if kind is ContentHolder:
-        part = ContentHolder(at)
-    else:
-        part = kind(batch_groups=BATCH, staleness=StalenessConfig(max_staleness=1), journal=at)
-    first, second = await asyncio.gather(part.open(), part.open(), return_exceptions=True)
-    assert first.began
-    assert isinstance(second, QueueError) and "opened" in str(second)
-    await part.close_journal()
+async def test_versions_after_the_repeated_steps_count_as_of_their_end(tmp_path):
+    queue, journal = await filled(tmp_path, 4)
+    for step in (1, 2):
+        await queue.trained([g.group for g in (await queue.take()).groups], train_step=step)
+    await queue.publish(1, update=2)
+    await queue.loaded(1)
+    young = await queue.admit(4)
+    await journal.close()
+    _, journal, restored = await opened(tmp_path, incomplete=frozenset({2}))
+    assert (restored.replay, restored.version_updates, restored.diverged) == (1, {0: 0, 1: 1}, True)
+    assert replace(young, admitted_update=1) in restored.open
+    await journal.close()
+
+
+async def test_a_journal_of_another_checkpoint_is_refused(tmp_path):
+    queue, journal = await filled(tmp_path, 4)
+    await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
+    saved = await queue.snapshot()
+    await queue.checkpointed(1)
+    await journal.close()
+    for step, checkpoint in ((0, None), (2, saved)):
+        with pytest.raises(JournalStepError):
+            await opened(tmp_path, step=step, checkpoint=checkpoint)
+    _, journal, restored = await opened(tmp_path, step=1, checkpoint=saved)
+    assert restored.live == {2, 3}
+    await journal.close()
+
+
+async def test_a_changed_setting_is_refused_while_groups_are_in_flight(tmp_path):
+    queue, journal, _ = await opened(tmp_path, settings={"staleness.max_staleness": 1, "staleness.policy": "wait"})
+    group = (await queue.admit(0)).group
+    await journal.close()
+    new = {"staleness.max_staleness": 3, "staleness.policy": "wait"}
+    with pytest.raises(JournalSettingsError, match=r"staleness\.max_staleness was 1 and is 3.*1 groups"):
+        await opened(tmp_path, settings=new)
+    queue, journal, _ = await opened(tmp_path, settings={"staleness.max_staleness": 1})
+    await queue.drop(group, reason="stopped")
+    await journal.close()
+    _, journal, restored = await opened(tmp_path, settings=new)
+    assert not restored.began
+    await journal.close()
+
+
+async def test_a_new_journal_starts_without_damage_or_notes(tmp_path):
+    _, journal, restored = await opened(tmp_path)
+    await journal.close()
+    _, journal, again = await opened(tmp_path)
+    await journal.close()
+    assert (restored.began, again.began, restored.notes, again.notes) == (True, False, (), ())

@@ -1,16 +1,20 @@
 """Router replay of one layer: what is forced, what is counted, and which experts a threshold leaves out."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.routed_experts import RoutingError, rows_at
+from async_rl.batch.routed_experts import RoutingError, replayed_rows
 from async_rl.observe.metrics import metric_of
 from async_rl.train.metrics import routing_metrics, routing_sums
 from async_rl.train.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, layer_tables
+from message_queue.rows import RowRun
+from message_queue.sequence import TrainingSequence
 from message_queue.tokens import RoutingSpec
 from tests import numerics
 
@@ -175,15 +179,77 @@ def test_a_layer_without_rows_and_rows_of_another_shape_are_refused():
         routed(scores, recorded[:5])
 
 
-@pytest.mark.parametrize("layers", [(3,), (1, 4), (4, 1), ()])
-def test_rows_are_those_of_the_layers_asked_for_in_the_order_of_the_tokens(layers):
-    rows = torch.arange(2 * 4 * 3).view(2, 4, 3, 1).expand(-1, -1, -1, TOP_K).to(torch.int16)
-    index = torch.tensor([5, -1, 0])
-    part = rows_at(rows, index, given=ROUTING.layers, layers=layers)
-    assert (part.dtype, part.shape) == (torch.int16, (3, len(layers), TOP_K))
-    tables = layer_tables(part, layers=layers)
+def sequence_of(rows, *, length, row_runs=None):
+    """A sequence of `length` tokens over the rows uint8 [r, L, K]."""
+    return TrainingSequence(
+        token_ids=np.zeros(length, np.int32),
+        runs=(),
+        logprobs=np.zeros(0, np.float32),
+        rows=rows,
+        row_runs=row_runs or (RowRun(len(rows), 0),),
+    )
+
+
+def numbered_rows(length):
+    """uint8 [length, 3, K]: position, layer place and choice say which experts a row has."""
+    experts = np.arange(length)[:, None, None] + 2 * np.arange(3)[:, None] + np.arange(TOP_K)
+    return (experts % EXPERTS).astype(np.uint8)
+
+
+@pytest.mark.parametrize("layers", [(3,), (1, 3), (1, 4), (4, 1), ()])
+def test_replayed_rows_are_those_of_the_layers_and_tokens_asked_for(layers):
+    rows = numbered_rows(4)
+    runs = (RowRun(1, 3), RowRun(1, -1), RowRun(2, 3))
+    sequences = {4: sequence_of(rows[:2], length=3), 9: sequence_of(rows, length=5, row_runs=runs)}
+    of, positions = np.array([0, 0, 0, 1, 1, 1, 1, 2]), np.array([0, 1, 2, 0, 1, 3, 4, 0])
+    found, live = replayed_rows(sequences, of, positions, routing=ROUTING, layers=layers)
+    assert (found.dtype, found.shape) == (np.uint8, (8, len(layers), TOP_K))
+    assert live.tolist() == [False, False, True, False, True, False, True, True]
+    tables = layer_tables(torch.from_numpy(found), torch.from_numpy(live), layers=layers, to=torch.device("cpu"))
     assert tuple(tables) == layers
     for layer, table in tables.items():
-        place = ROUTING.layers.index(layer)
-        assert torch.equal(table[0], rows[1, 1, place].long()) and torch.equal(table[2], rows[0, 0, place].long())
-        assert (table[1] == -1).all(), "padding is left to the live router"
+        expected = rows[positions[~live], ROUTING.layers.index(layer)]
+        assert table[~torch.from_numpy(live)].tolist() == expected.tolist()
+        assert (table[torch.from_numpy(live)] == -1).all()
+
+
+def test_replayed_rows_of_many_experts_keep_ids_of_two_bytes():
+    spec = RoutingSpec(layers=(1,), num_experts=300, top_k=2)
+    rows = np.array([[[299, 7]]], np.uint16)
+    found, live = replayed_rows(
+        {0: sequence_of(rows, length=2)}, np.zeros(2, int), np.arange(2), routing=spec, layers=(1,)
+    )
+    tables = layer_tables(torch.from_numpy(found), torch.from_numpy(live), layers=(1,), to=torch.device("cpu"))
+    assert tables[1].tolist() == [[299, 7], [-1, -1]]
+
+
+def with_expert(rows, value):
+    rows[1, 2, 0] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (with_expert(numbered_rows(3), EXPERTS), "sequence 9, position 1, layer 4"),
+        (with_expert(numbered_rows(3), 6), "a duplicate expert.*position 1, layer 4"),
+        (numbered_rows(3)[:, 1:], r"layers \[1, 3, 4\]"),
+        (numbered_rows(3).astype(np.uint16), "uint16"),
+        (numbered_rows(5), "sequence 9 of 4 tokens"),
+        (None, "trainer.router_replay"),
+    ],
+    ids=["range", "duplicate", "layers", "type", "too many", "absent"],
+)
+def test_replayed_rows_that_do_not_fit_are_refused(rows, found):
+    bad = sequence_of(numbered_rows(3), length=4)
+    bad = replace(bad, rows=rows)
+    of, positions = np.repeat([0, 1], 4), np.tile(np.arange(4), 2)
+    with pytest.raises(RoutingError, match=found):
+        replayed_rows(
+            {4: sequence_of(numbered_rows(3), length=4), 9: bad}, of, positions, routing=ROUTING, layers=(3, 4)
+        )
+
+
+def test_replayed_rows_of_a_layer_that_the_batch_lacks_are_refused():
+    with pytest.raises(RoutingError, match=r"routes layers \[2\], but rows exist for layers \[1, 3, 4\]"):
+        replayed_rows({}, np.zeros(0, int), np.zeros(0, int), routing=ROUTING, layers=(2, 3))

@@ -1,6 +1,5 @@
 """The command line: exit codes, and how a failure reads."""
 
-import asyncio
 import shlex
 import shutil
 import subprocess
@@ -11,7 +10,8 @@ import pytest
 
 from async_rl.config import CONFIGS, RECIPES, load_config, recipe_overrides
 from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, log_ends, main, resume_command
-from message_queue.journal import Journal, JournalConfig, JournalStart
+from message_queue.journal import EventStore, JournalConfig
+from message_queue.state import StateHeader
 
 
 @pytest.mark.parametrize(
@@ -64,22 +64,15 @@ def test_a_directory_that_cannot_be_written_is_refused_with_the_way_out(capsys, 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"name": "other"}, "is of run 'other seed 0', this run is 'calculator seed 0'"),
-        ({"format": 99}, "has format 99, this program reads 2"),
+        ({"run": "other seed 0"}, "is of run 'other seed 0', this run is 'calculator seed 0'"),
+        ({"format": 99}, "has journal format 99, this program reads format 2"),
     ],
 )
-def test_a_journal_that_is_not_of_this_run_is_refused_before_any_process(
-    capsys, tmp_path, monkeypatch, damage, message
-):
-    monkeypatch.setattr("message_queue.journal.format.FORMAT", damage.get("format", 2))
-
-    async def begin():
-        run = f"{damage.get('name', 'calculator')} seed 0"
-        directory = tmp_path / "journal"
-        journal, _ = await Journal.open(directory, run=run, config=JournalConfig(), start=JournalStart())
-        await journal.close()
-
-    asyncio.run(begin())
+def test_journal_of_another_run_or_format_is_refused_before_any_process(capsys, tmp_path, monkeypatch, damage, message):
+    monkeypatch.setattr("message_queue.journal.FORMAT", damage.get("format", 2))
+    store = EventStore(tmp_path / "journal", run=damage.get("run", "calculator seed 0"), config=JournalConfig())
+    store.start(StateHeader(), [], settings={})
+    store.close()
     monkeypatch.undo()
     assert main([f"output_dir={tmp_path}"]) == EXIT_REFUSED
     assert message in capsys.readouterr().err

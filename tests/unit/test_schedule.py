@@ -22,6 +22,7 @@ from async_rl.rollout.schedule import (
     spans_of,
 )
 from message_queue.contract import Admission
+from message_queue.heads import head_of
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 
@@ -56,7 +57,11 @@ def scheduled(group, *spans, prompt=None, admitted=0, step=1):
 
 def test_spans_are_by_updates_and_join_over_turns_and_versions_of_the_same_update():
     made = trajectory([(0, 3), (1, 2)], [(1, 4), (2, 1)], [(4, 6)])
-    assert spans_of(made, {0: 0, 1: 2, 2: 2, 4: 5}) == [(0, 3), (2, 7), (5, 6)]
+    group = PromptGroup(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=[made])
+    (head,) = head_of(group).trajectories
+    segments = [(s.weights.version, len(s)) for s in made.segments]
+    for sampled in (head.spans, [*segments, (2, 0)]):
+        assert spans_of(sampled, {0: 0, 1: 2, 2: 2, 4: 5}) == ((0, 3), (2, 7), (5, 6))
 
 
 def test_what_is_written_is_what_is_read(tmp_path):
@@ -67,7 +72,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
         admitted_update=2,
         trajectories=[trajectory([(1, 2)]), trajectory([(2, 1)])],
     )
-    line = {"train_step": 1, "groups": scheduled_groups([group], version_updates={1: 2, 2: 3})}
+    line = {"train_step": 1, "groups": scheduled_groups([head_of(group)], version_updates={1: 2, 2: 3})}
     (tmp_path / "schedule.jsonl").write_text(json.dumps(line) + "\n")
     for path in (tmp_path, tmp_path / "schedule.jsonl"):
         schedule = read_schedule(path)

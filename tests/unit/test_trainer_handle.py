@@ -2,115 +2,129 @@
 
 import asyncio
 import json
-import pickle
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from ray.exceptions import RayTaskError
 
-from async_rl import handles
-from async_rl.batch.micro_batch import Coordinates
-from async_rl.batch.routed_experts import RoutingError
+from async_rl import actors, handles
 from async_rl.train.checkpoint import FORMAT
 from async_rl.train.losses import LossConfig
-from async_rl.train.model import ParallelConfig
-from async_rl.train.planning import Planner, RankPlace
-from message_queue.tokens import RoutingSpec
-from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, make_batch, make_supervised_batch
-
-ROUTING = RoutingSpec(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
+from async_rl.train.planning import Planner
+from tests.parallel.support import TRAINER, make_batch, make_supervised_batch, training_batch_of
 
 
 class FakeRank:
-    """Keeps what it is called with; stands for an actor and its method `call`."""
+    """Keeps the calls it gets; stands for an actor."""
 
     def __init__(self, number):
-        self.number, self.call, self.got = number, self, []
+        self.number, self.got = number, []
 
-    def remote(self, method, *args):
-        self.got.append((method, *args))
+    def __getattr__(self, method):
+        return Method(self, method)
+
+    def answer(self):
         answer = asyncio.get_running_loop().create_future()
         answer.set_result({"rank": self.number})
         return answer
 
 
+class Method:
+    def __init__(self, rank, name):
+        self._rank, self._name = rank, name
+
+    def remote(self, *args):
+        self._rank.got.append((self._name, *args))
+        return self._rank.answer()
+
+
+class Stored:
+    """What the object store has; stands for a reference."""
+
+    def __init__(self, value):
+        self.value, self.put_by = value, threading.current_thread()
+
+
 @pytest.fixture
 def puts(monkeypatch):
-    """What goes to the object store, which here hands it on as it is."""
+    """What goes to the object store."""
     seen = []
-    monkeypatch.setattr(handles.ray, "put", lambda value: seen.append(value) or value)
+    monkeypatch.setattr(handles.ray, "put", lambda value: seen.append(Stored(value)) or seen[-1])
+    monkeypatch.setattr(handles.ray, "ObjectRef", Stored)
     return seen
 
 
-def handle_of(places, **changes):
-    """A handle of fake ranks at `places`, and these."""
-    ranks = [FakeRank(i) for i in range(len(places))]
-    config = replace(TRAINER, ranks=len(places), **changes)
-    planner = Planner(config=config, loss=LossConfig(), routing=ROUTING, places=places)
+def handle_of(count, **changes):
+    """A handle of fake ranks, and these."""
+    ranks = [FakeRank(i) for i in range(count)]
+    planner = Planner(config=replace(TRAINER, ranks=count, **changes), loss=LossConfig())
     return handles.TrainerHandle(ranks, planner=planner, timeout_s=5), ranks
 
 
-def sent_to(rank):
-    ((_, share),) = rank.got
-    return share
-
-
-def row_bytes(share):
-    return sum(rows.numel() * rows.element_size() for update in share.updates for rows in update.rows or ())
-
-
-async def test_each_data_parallel_rank_is_sent_its_own_sequences_and_rows(puts):
-    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)], micro_batch_tokens=4096)
-    batch = make_batch((32,) * 64)
+async def test_trainer_handle_gives_all_ranks_one_plan_and_references_to_content(puts):
+    handle, ranks = handle_of(2)
+    batch = training_batch_of(make_batch())
     assert await handle.train(batch) == {"rank": 0}
-    assert [method for rank in ranks for method, _ in rank.got] == ["train", "train"]
-    shares = [sent_to(rank) for rank in ranks]
-    assert [len(update.per_sequence) for share in shares for update in share.updates] == [32, 32]
-    every_row = int(batch["lengths"].sum()) * len(LAYERS) * TOP_K * 2
-    assert [row_bytes(share) for share in shares] == [every_row // 2] * 2
-    assert sum(len(pickle.dumps(share)) for share in shares) < 1.15 * len(pickle.dumps(batch))
+    ((method, plan, contents),), other = ranks[0].got, ranks[1].got
+    assert method == "train" and other == [("train", plan, contents)]
+    assert [reference.value for reference in contents] == batch.contents
+    assert len(puts) == 1 + len(batch.contents)
+    assert plan.value.batch.contents == ()
+    assert plan.value.batch.lengths.tolist() == batch.lengths.tolist()
+    assert all(put.put_by is not threading.main_thread() for put in puts)
 
 
-async def test_stages_and_context_ranks_are_sent_the_rows_of_their_layers_and_tokens(puts):
-    at = [Coordinates(context=2, context_rank=i) for i in range(2)]
-    places = [RankPlace(at=a, layers=layers) for layers in ((1,), (2, 3)) for a in at]
-    handle, ranks = handle_of(places, parallel=ParallelConfig(pipeline=2, context=2))
-    batch = make_batch((24,) * 4)
-    await handle.train(batch)
-    layer = int(batch["lengths"].sum()) * TOP_K * 2
-    assert [row_bytes(sent_to(rank)) for rank in ranks] == [layer // 2, layer // 2, layer, layer]
-    assert len(puts) == 4
+async def test_trainer_handle_passes_references_through_as_they_came(puts):
+    handle, ranks = handle_of(2)
+    batch = training_batch_of(make_batch())
+    references = [Stored(content) for content in batch.contents]
+    await handle.train(replace(batch, contents=references))
+    assert ranks[0].got[0][2] == references
+    assert len(puts) == 1
 
 
-async def test_ranks_that_replay_nothing_of_the_batch_are_sent_no_rows_and_share_what_they_are_sent(puts):
-    places = [RankPlace(data_rank=d, at=Coordinates(tensor=2, tensor_rank=t)) for d in range(2) for t in range(2)]
-    handle, ranks = handle_of(places, parallel=ParallelConfig(tensor=2), router_replay="R2")
-    await handle.train(make_batch())
-    assert [row_bytes(sent_to(rank)) for rank in ranks] == [0] * 4
-    assert len(puts) == 2 and sent_to(ranks[0]) is sent_to(ranks[1]) is not sent_to(ranks[2])
-
-
-async def test_each_data_parallel_rank_is_sent_its_own_examples(puts):
-    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)])
+async def test_trainer_handle_gives_all_ranks_the_plan_of_a_supervised_batch(puts):
+    handle, ranks = handle_of(2)
     batch = make_supervised_batch()
     await handle.train_supervised(batch)
-    shares = [sent_to(rank) for rank in ranks]
-    assert sum(len(share.per_sequence) for share in shares) == len(batch)
-    assert all(len(share.per_sequence) < len(batch) and share.rows is None for share in shares)
+    ((method, plan, contents),) = ranks[1].got
+    assert method == "train_supervised" and len(contents) == 1
+    (update,) = plan.value.updates
+    assert sorted(n for of_rank in update.micro_batches for mb in of_rank for n in mb) == list(range(len(batch)))
+    assert all(any(mb for mb in of_rank) for of_rank in update.micro_batches)
+
+
+def test_a_trainer_rank_fetches_the_content_of_its_own_sequences_alone(monkeypatch):
+    batch = training_batch_of(make_batch((40, 40, 3)).set("group", torch.arange(3)))
+    plan = Planner(config=replace(TRAINER, ranks=2), loss=LossConfig()).policy(replace(batch, contents=()))
+    references = [Stored(content) for content in batch.contents]
+    for data_rank in range(2):
+        fetched = []
+        monkeypatch.setattr(actors.ray, "get", lambda refs, seen=fetched: seen.extend(refs) or [r.value for r in refs])
+        actor = object.__new__(actors.TrainerActor.__ray_actor_class__)
+        actor._rank = SimpleNamespace(data_rank=data_rank, train=lambda given: given.batch.contents)
+        groups = plan.groups_of(data_rank)
+        assert fetched == [] and actor.train(plan, references) == [
+            batch.contents[group] if group in groups else None for group in range(3)
+        ]
+        assert fetched == [references[group] for group in groups]
+    assert {len(plan.groups_of(data_rank)) for data_rank in range(2)} != {3}
 
 
 async def test_a_rank_that_raises_shows_the_end_of_its_log(puts, tmp_path):
     (tmp_path / "trainer-1.log").write_text("FloatingPointError: the gradient is not finite\n")
 
     class FailingRank(FakeRank):
-        def remote(self, method, *args):
+        def answer(self):
             raise_in_ray = asyncio.get_running_loop().create_future()
             raise_in_ray.set_exception(RayTaskError("call", "its traceback", FloatingPointError("not finite")))
             return raise_in_ray
 
     ranks = [FakeRank(0), FailingRank(1)]
-    config = replace(TRAINER, ranks=2)
-    planner = Planner(config=config, loss=LossConfig(), routing=ROUTING, places=[RankPlace(), RankPlace(data_rank=1)])
+    planner = Planner(config=replace(TRAINER, ranks=2), loss=LossConfig())
     handle = handles.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=tmp_path)
     with pytest.raises(handles.TrainerError, match="trainer rank 1: save failed: not finite") as raised:
         await handle.save(tmp_path)
@@ -121,26 +135,11 @@ async def test_a_rank_that_raises_shows_the_end_of_its_log(puts, tmp_path):
     ]
 
 
-async def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(puts):
-    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)])
-    batch = make_batch()
-    batch["routed_experts"][1, 2, 0] = EXPERTS
-    with pytest.raises(RoutingError, match=r"an expert id outside 0\.\.7: .* sequence 1, position 2, layer 1"):
-        await handle.train(batch)
-    assert not puts and not any(rank.got for rank in ranks)
-
-
 async def test_ranks_remove_versions_before_they_are_closed(puts, monkeypatch, tmp_path):
-    handle, ranks = handle_of([RankPlace(data_rank=i, layers=LAYERS) for i in range(2)])
+    handle, ranks = handle_of(2)
     monkeypatch.setattr(handles.ray, "kill", lambda actor: None)
     await handle.close(timeout_s=5, remove_updates=tmp_path)
     assert [rank.got for rank in ranks] == [[("remove_updates", tmp_path), ("close",)]] * 2
-
-
-def handle_elsewhere():
-    ranks = [FakeRank(i) for i in range(2)]
-    planner = Planner(config=replace(TRAINER, ranks=2), loss=LossConfig(), routing=ROUTING, places=())
-    return handles.TrainerHandle(ranks, planner=planner, timeout_s=5)
 
 
 @pytest.mark.parametrize("first_rank_is_here", [True, False])
@@ -151,6 +150,6 @@ async def test_a_checkpoint_that_ranks_wrote_elsewhere_is_refused(tmp_path, firs
         (tmp_path / "trainer.json").write_text(json.dumps(document | {"manifest": manifest}))
         (tmp_path / "__0_0.distcp").touch()
     with pytest.raises(handles.TrainerError) as caught:
-        await handle_elsewhere().save(tmp_path)
+        await handle_of(2)[0].save(tmp_path)
     assert "output_dir" in str(caught.value)
     assert ("__1_0.distcp" if first_rank_is_here else "trainer.json") in str(caught.value)

@@ -1,0 +1,29 @@
+"""What must hold in every run, and the error of a run in which it does not."""
+
+from __future__ import annotations
+
+INVARIANTS = {
+    "ledger": "admitted = trained + dropped + open, and each count is what an outsider counts",
+    "staleness": "no trained token is older than max_staleness optimizer updates, and its lag is told right",
+    "provenance": "each trained token and logprob is what the weights it names give after its context",
+    "rows": "a sequence of T tokens has T - 1 rows; each is of the forward pass that the merge rule names",
+    "versions": "versions go up, nothing is served or stamped that was not published, no token is older than its group",
+    "exactly once": "no group and no prompt is trained twice or skipped; no tool runs twice; no limit is exceeded",
+    "failure": "a run stops early, loses a replica or drops a group only where something was broken on purpose",
+    "progress": "a run ends: no deadlock, no standstill",
+}
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        assert invariant in INVARIANTS
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+
+def require(invariant: str, holds: bool, text: str, *values: object) -> None:
+    """Raise Violation unless `holds`; `text` is formatted with `values`."""
+    if not holds:
+        raise Violation(invariant, text.format(*values))

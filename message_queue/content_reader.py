@@ -1,0 +1,252 @@
+"""Content of groups, read from the files of all writers that `content` made.
+
+A group that moved has records of several writers. Their order is that of the clock: a writer that takes over a group
+has read what it continues, so a newer record replaces older ones from its position on. Trajectory 0 of a group, whose
+record at 20 could not be read when worker b took over:
+
+    worker a   at 0 (20 tokens)   at 20 (5)   at 25 (9)
+    worker b                                               at 20 (7)   at 27, closed
+    read       at 0                                        at 20       at 27
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from message_queue.content_format import IndexRow, checksum, connect, data_path, decode, index_run
+from message_queue.contract import Admission
+from message_queue.disk_errors import JournalRunError, disk_error
+from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.tokens import RoutingSpec
+from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
+
+_NO_ACCESS = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+)
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # errors of SQLite, the second for names that are no text
+
+
+class StoredGroups(NamedTuple):
+    """Groups as they were written."""
+
+    groups: dict[int, PromptGroup]
+    """All that were asked for; trajectories without a record are empty."""
+    calls: dict[int, dict[int, str]]
+    """Group -> trajectory -> the call that it started last and that nothing follows."""
+    notes: list[str]
+    """Damage that was found, each with group and file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A record that was read."""
+
+    number: int
+    record: RolloutRecord
+
+    @property
+    def end(self) -> int:
+        """Tokens that the trajectory held after it."""
+        match self.record.what:
+            case Sampled():
+                return self.record.at + len(self.record.what.segment)
+            case np.ndarray():
+                return self.record.at + len(self.record.what)
+            case _:
+                return self.record.at
+
+
+def read_groups(
+    directory: Path,
+    groups: Mapping[int, Admission],
+    *,
+    run: str,
+    trajectories: int,
+    routing: RoutingSpec | None,
+    resume_routing: ResumeRouting,
+) -> StoredGroups:
+    """Read groups from the files of all writers. A living writer is not disturbed.
+
+    A record that is damaged, and the later ones of the same writer and trajectory, are left out with a note.
+
+    Args:
+        groups: by id.
+        trajectories: of each group at least; more if more were written.
+
+    Raises:
+        JournalFormatError: a file of another format.
+        JournalRunError: a file of another run.
+        JournalError: a file cannot be opened.
+        ContractError: rows of another model than `routing` has.
+    """
+    notes: list[str] = []
+    stored: dict[int, dict[int, list[_Stored]]] = {group: {} for group in groups}
+    for path in _indexes(directory):
+        try:
+            with closing(connect(path)) as index:
+                found = index_run(index, path)
+                if found is None:
+                    continue
+                if found != run:
+                    raise JournalRunError(f"{path} is content of run {found!r}, not of {run!r}; move it away")
+                for group in groups:
+                    for one in _read_group(index, path, group, notes):
+                        stored[group].setdefault(one.record.trajectory, []).append(one)
+        except _UNREADABLE as error:
+            notes.append(_damage(error, path, "its records are left out"))
+    read: dict[int, PromptGroup] = {}
+    calls: dict[int, dict[int, str]] = {}
+    for group, admission in groups.items():
+        made = [
+            Trajectory(routing=routing, resume_routing=resume_routing)
+            for _ in range(max([trajectories, *(number + 1 for number in stored[group])]))
+        ]
+        for number, records in sorted(stored[group].items()):
+            dropped = _rebuild(made[number], records)
+            if dropped:
+                notes.append(
+                    f"trajectory {number} of group {group} has {dropped} records in {directory} that do not follow its "
+                    f"first {len(made[number])} tokens; they are left out"
+                )
+        read[group] = PromptGroup(
+            group=group,
+            prompt=admission.prompt,
+            admitted_version=admission.admitted_version,
+            admitted_update=admission.admitted_update,
+            trajectories=made,
+        )
+        unsure = {number: t.unsure_call for number, t in enumerate(made) if t.unsure_call is not None}
+        if unsure:
+            calls[group] = unsure
+    return StoredGroups(read, calls, notes)
+
+
+def remove_settled(directory: Path, live: Collection[int], *, keep: Collection[str]) -> None:
+    """Remove data files in which no live group has a record, and the index of a writer that has no file any more.
+
+    Args:
+        live: groups that may be read again.
+        keep: names of the writers that are open; their files stay.
+
+    Raises:
+        JournalFormatError: a file of another format.
+        JournalError: the disk refuses.
+    """
+    live = set(live)
+    for path in _indexes(directory):
+        if path.stem in keep:
+            continue
+        try:
+            with closing(connect(path)) as index:
+                written = index_run(index, path) is not None
+                rows = index.execute("SELECT DISTINCT file, group_id FROM records").fetchall() if written else []
+        except _UNREADABLE as error:
+            _damage(error, path, "it stays")
+            continue
+        needed = {data_path(directory, path.stem, file) for file, group in rows if group in live}
+        names = re.compile(rf"{re.escape(path.stem)}-\d{{6,}}\.data")
+        files = [file for file in directory.iterdir() if names.fullmatch(file.name)]
+        settled = [file for file in files if file not in needed]
+        if not needed:
+            settled += [path.with_name(f"{path.name}-journal"), path]  # the index last: it says which files there are
+        for file in settled:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise disk_error(error, what="remove", path=str(file)) from error
+
+
+def _indexes(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.sqlite"))
+
+
+def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[str]) -> Iterator[_Stored]:
+    """The records of one writer for a group, by trajectory and number, as far as they are whole."""
+    damaged: set[int] = set()
+    try:
+        rows = index.execute(
+            "SELECT * FROM records WHERE group_id = ? ORDER BY trajectory, number", (group,)
+        ).fetchall()
+    except _UNREADABLE as error:
+        notes.append(_damage(error, path, f"its records of group {group} are left out"))
+        return
+    for values in rows:
+        if values[1] in damaged:
+            continue
+        file = path
+        try:
+            row = msgspec.convert(values, type=IndexRow)
+            file = data_path(path.parent, path.stem, row.file)
+            yield _Stored(row.number, _read_record(row, file))
+        except PermissionError as error:
+            raise disk_error(error, what="read", path=str(file)) from error
+        except (OSError, ValueError) as error:
+            damaged.add(values[1])
+            notes.append(
+                f"group {group}: trajectory {values[1]} is damaged after {values[3]} tokens in {file} ({error}); its "
+                "later records there are left out"
+            )
+
+
+def _read_record(row: IndexRow, file: Path) -> RolloutRecord:
+    """A record whose checksum is right.
+
+    Raises:
+        OSError: the disk cannot read it.
+        ValueError: it is damaged.
+    """
+    with file.open("rb", buffering=0) as data:
+        data.seek(row.start)
+        arrays = memoryview(data.read(row.length)) if row.length else memoryview(b"")
+    if checksum((row.group, row.trajectory, row.number, row.at), row.kind, row.fields, [arrays]) != row.checksum:
+        raise ValueError("wrong checksum")
+    return RolloutRecord(group=row.group, trajectory=row.trajectory, at=row.at, what=decode(row, arrays))
+
+
+def _rebuild(trajectory: Trajectory, records: list[_Stored]) -> int:
+    """Append the records; how many do not follow the ones before."""
+    current: list[RolloutRecord] = []
+    replaced_from: float = float("inf")
+    for one in sorted(records, key=lambda one: one.number, reverse=True):
+        if one.end <= replaced_from:
+            current.append(one.record)
+        replaced_from = min(replaced_from, one.record.at)
+    for left, record in zip(range(len(current), 0, -1), reversed(current), strict=True):
+        if record.at != len(trajectory) or trajectory.closed:
+            return left
+        trajectory.unsure_call = None
+        match record.what:
+            case Sampled():
+                trajectory.extend(record.what.segment)
+            case CallBegun():
+                trajectory.unsure_call = record.what.call
+            case TrajectoryClosed() as end:
+                trajectory.close(stop_reason=end.stop_reason, reward=end.reward, info=dict(end.info))
+            case _:
+                trajectory.observe(record.what)
+    return 0
+
+
+def _damage(error: Exception, path: Path, consequence: str) -> str:
+    """The note of an index that is damaged.
+
+    Raises:
+        JournalError: it may be whole, but cannot be opened.
+    """
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    if isinstance(error, sqlite3.Error) and code in _NO_ACCESS:
+        raise disk_error(error, what="read", path=str(path)) from error
+    return f"{path} is damaged ({error}); {consequence}"

@@ -1,0 +1,316 @@
+"""RPC client that batches the calls of one event-loop iteration into one message, and their replies.
+
+    client.call(Service.method, ...) ──┐                            ┌── task
+    client.call(Service.method, ...) ──┴──> exchange([call, call]) ─┴── task
+                                       <─── replies so far
+                                   ───────> collect()
+                                       <─── replies that came later
+
+A message to another process costs far more than a call inside one. Messages are delivered at most once, and a message
+to a dead process raises, as Ray's actor calls do: nothing is sent again. While a call waits, one message is under way;
+the server answers it after `COLLECT_S` at the latest, which is its sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+
+COLLECT_S = 10.0  # longest wait of the server for a reply to send
+FORGET_S = 300.0  # silence after which the server drops a client
+GATHER_TURNS = 8  # iterations of the event loop in which replies gather once there is one
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Call(NamedTuple):
+    """A call on its way to the server."""
+
+    number: int
+    """Unique among all calls of a client's name."""
+    method: str
+    """Name of the method of the service."""
+    args: tuple[Any, ...]
+    """Positional arguments."""
+    kwargs: dict[str, Any]
+    """Keyword arguments."""
+
+
+class Reply(NamedTuple):
+    """A call on its way back."""
+
+    number: int
+    """Of the call."""
+    result: Any
+    """None if the call raised."""
+    error: Exception | None
+    """What the call raised."""
+
+
+class RemoteError(RuntimeError):
+    """A call failed in the other process; the message is its traceback."""
+
+
+class _Method(Protocol):
+    def remote(self, *args: Any) -> Awaitable[Sequence[Reply]]: ...
+
+
+class ServerHandle(Protocol):
+    """`BatchingServer` of another process: the handle of a Ray actor."""
+
+    @property
+    def exchange(self) -> _Method: ...
+    @property
+    def collect(self) -> _Method: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A call without a reply."""
+
+    method: str
+    """Name of the method."""
+    future: asyncio.Future[Any]
+    """Result of the call."""
+    sent: bool = False
+    """Whether the server has it, or had it."""
+
+
+class BatchingClient(Generic[S]):
+    """Calls the service of a server; used from one event loop.
+
+    Args:
+        handle: of the server.
+        name: of this client, unique among all clients of the server.
+        server: what errors call the server.
+        timeout_s: how much later than `COLLECT_S` the server may give its sign of life.
+        lost: makes the error of calls whose server died or is silent.
+    """
+
+    def __init__(
+        self, handle: ServerHandle, *, name: str, server: str, timeout_s: float, lost: Callable[[str], Exception]
+    ) -> None:
+        self._handle = handle
+        self._name = name
+        self._server = server
+        self._timeout_s = timeout_s
+        self._lost = lost
+        self._numbers = itertools.count(time.time_ns())  # a later process may have the same name
+        self._outbox: list[Call] = []
+        self._cancelled: list[int] = []
+        self._waiting: dict[int, _Waiting] = {}
+        self._messages: set[asyncio.Task[None]] = set()
+        self._send_scheduled = False
+
+    async def call(
+        self, method: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call a method of the service, and wait as long as the server gives signs of life.
+
+        If the caller is cancelled, a call that was sent is cancelled in the server too; it may have taken effect.
+
+        Args:
+            method: of the class of the service, such as `QueueService.admit`.
+
+        Raises:
+            Exception: a refusal of the server as it was raised, RemoteError for any other error of the method, or the
+                error that `lost` makes.
+        """
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._outbox.append(Call(number, method.__name__, args, kwargs))
+        waiting = self._waiting[number] = _Waiting(method.__name__, future)
+        self._schedule_send()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if waiting.sent:
+                self._cancelled.append(number)
+                self._schedule_send()
+            raise
+        finally:
+            del self._waiting[number]
+
+    def _schedule_send(self) -> None:
+        if not self._send_scheduled:
+            self._send_scheduled = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._send_scheduled = False
+        calls = [c for c in self._outbox if (w := self._waiting.get(c.number)) is not None and not w.future.done()]
+        self._outbox = []
+        cancelled, self._cancelled = self._cancelled, []
+        if not calls and not cancelled:
+            return
+        try:
+            replies = self._handle.exchange.remote(self._name, calls, cancelled)
+        except Exception as error:  # noqa: BLE001 - the message was not sent: other calls still wait
+            self._cancelled = [*cancelled, *self._cancelled]
+            for call in calls:
+                self._fail(call.number, error)
+            return
+        for call in calls:
+            self._waiting[call.number].sent = True
+        self._receive(replies)
+
+    def _receive(self, replies: Awaitable[Sequence[Reply]]) -> None:
+        task = asyncio.ensure_future(self._settle(replies))
+        self._messages.add(task)
+        task.add_done_callback(self._received)
+
+    def _received(self, task: asyncio.Task[None]) -> None:
+        """Keep a message under way while calls wait."""
+        self._messages.discard(task)
+        if task.cancelled() or self._messages or not self._sent():
+            return
+        try:
+            self._receive(self._handle.collect.remote(self._name))
+        except Exception as error:  # noqa: BLE001 - the callers raise it
+            self._fail_sent(f"could not be asked again ({error})", error)
+
+    async def _settle(self, replies: Awaitable[Sequence[Reply]]) -> None:
+        bound = COLLECT_S + self._timeout_s
+        deadline = asyncio.timeout(bound)
+        try:
+            async with deadline:
+                received = await replies
+        except Exception as error:  # noqa: BLE001 - the callers raise it
+            silent = isinstance(error, TimeoutError) and deadline.expired()
+            self._fail_sent(
+                f"gave no sign of life within {bound:g} s" if silent else f"died ({_first_line(error)})", error
+            )
+            return
+        for number, result, error in received:
+            if error is not None:
+                self._fail(number, error)
+            elif (waiting := self._waiting.get(number)) is not None and not waiting.future.done():
+                waiting.future.set_result(result)
+
+    def _sent(self) -> list[int]:
+        """Calls that were sent and wait."""
+        return [number for number, waiting in self._waiting.items() if waiting.sent and not waiting.future.done()]
+
+    def _fail_sent(self, what: str, cause: Exception) -> None:
+        numbers = self._sent()
+        methods = ", ".join(sorted({self._waiting[number].method for number in numbers}))
+        for number in numbers:
+            error = self._lost(f"{self._server} {what} while {methods} of {self._name} waited for a reply")
+            error.__cause__ = cause
+            self._fail(number, error)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting.future.done():
+            waiting.future.set_exception(error)
+
+
+def _first_line(error: Exception) -> str:
+    """Name and first line of an error; those of Ray have many."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """What the server keeps of a client."""
+
+    heard_at: float
+    """Time of the loop at its last message, or at the end of the wait of that."""
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, asyncio.Task[None]])
+    """Calls by number."""
+    replies: list[Reply] = field(default_factory=list[Reply])
+    """Replies that were not sent."""
+    has_reply: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set if there is one."""
+    asked: bool = False
+    """Whether a message waits for a reply to send."""
+
+
+class BatchingServer(Generic[S]):
+    """Runs calls on a service, in one event loop.
+
+    Args:
+        refusals: errors that travel unchanged; of others the traceback travels.
+    """
+
+    def __init__(self, service: S, *, refusals: tuple[type[Exception], ...]) -> None:
+        self._service = service
+        self._refusals = refusals
+        self._clients: dict[str, _Client] = {}
+
+    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
+        """Start calls in order, cancel others, and answer as `collect`."""
+        self._forget_silent()
+        state = self._client(client)
+        for number in cancelled:
+            if (task := state.running.get(number)) is not None:
+                task.cancel()
+        for call in calls:
+            task = state.running[call.number] = asyncio.create_task(self._run(state, call))
+            task.add_done_callback(lambda _, number=call.number: state.running.pop(number))
+        return await self.collect(client)
+
+    async def collect(self, client: str) -> list[Reply]:
+        """Replies for a client as soon as there is one, at the latest after `COLLECT_S`.
+
+        If another message of the client waits for that, this one only takes the replies that are about to come.
+        """
+        state = self._client(client)
+        if not state.asked:
+            state.asked = True
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(COLLECT_S):
+                        await state.has_reply.wait()
+            finally:
+                state.asked = False
+                state.heard_at = asyncio.get_running_loop().time()
+        known = 0
+        for _ in range(GATHER_TURNS):
+            await asyncio.sleep(0)
+            if known and len(state.replies) == known:
+                break
+            known = len(state.replies)
+        replies, state.replies = state.replies, []
+        state.has_reply.clear()
+        return replies
+
+    def forget_client(self, client: str) -> None:
+        """Cancel the calls of a client that died, and drop its replies."""
+        state = self._clients.pop(client, None)
+        for task in list(state.running.values()) if state is not None else ():
+            task.cancel()
+
+    def _client(self, name: str) -> _Client:
+        now = asyncio.get_running_loop().time()
+        state = self._clients.setdefault(name, _Client(now))
+        state.heard_at = now
+        return state
+
+    def _forget_silent(self) -> None:
+        oldest = asyncio.get_running_loop().time() - FORGET_S
+        for name in [n for n, c in self._clients.items() if not c.asked and c.heard_at < oldest]:
+            self.forget_client(name)
+
+    async def _run(self, client: _Client, call: Call) -> None:
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = await getattr(self._service, call.method)(*call.args, **call.kwargs)
+        except self._refusals as refusal:
+            error = refusal
+        except asyncio.CancelledError:
+            error = RemoteError(f"{call.method} was cancelled in the server")
+            raise
+        except Exception as failure:  # noqa: BLE001 - the caller raises it
+            error = RemoteError("".join(traceback.format_exception(failure)))
+        finally:
+            client.replies.append(Reply(call.number, result, error))
+            client.has_reply.set()

@@ -1,0 +1,65 @@
+"""Trajectories through the content store: what is appended, and what comes back."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from message_queue.content import ContentWriter
+from message_queue.content_reader import StoredGroups, read_groups
+from message_queue.contract import Admission
+from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.tokens import RoutingSpec
+from message_queue.trajectory import ResumeRouting, Trajectory
+
+RUN = "run"
+
+
+def admission(group: int) -> Admission:
+    """Of a group whose fields all differ."""
+    return Admission(group=group, prompt=10 * group + 1, admitted_version=group + 2, admitted_update=group + 3)
+
+
+def records_of(trajectory: Trajectory, *, group: int = 0, number: int = 0) -> list[RolloutRecord]:
+    """What was appended to a trajectory, in order."""
+    records: list[RolloutRecord] = []
+    at = 0
+    for turn in trajectory.turns:
+        records.append(RolloutRecord(group=group, trajectory=number, at=at, what=turn.observation))
+        at += len(turn.observation)
+        for segment in turn.segments:
+            records.append(RolloutRecord(group=group, trajectory=number, at=at, what=Sampled(segment)))
+            at += len(segment)
+    if trajectory.stop_reason is not None and trajectory.reward is not None:
+        end = TrajectoryClosed(stop_reason=trajectory.stop_reason, reward=trajectory.reward, info=dict(trajectory.info))
+        records.append(RolloutRecord(group=group, trajectory=number, at=at, what=end))
+    return records
+
+
+def read(
+    directory: Path,
+    *groups: int,
+    trajectories: int = 1,
+    routing: RoutingSpec | None = None,
+    resume_routing: ResumeRouting = "append",
+) -> StoredGroups:
+    """Groups of the run, from the files of all writers."""
+    return read_groups(
+        directory,
+        {group: admission(group) for group in groups},
+        run=RUN,
+        trajectories=trajectories,
+        routing=routing,
+        resume_routing=resume_routing,
+    )
+
+
+async def stored(trajectory: Trajectory) -> Trajectory:
+    """The trajectory, written and read back."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = await ContentWriter.open(Path(folder), name="writer", run=RUN, fsync=False)
+        await writer.append(records_of(trajectory))
+        await writer.close()
+        found = read(Path(folder), 0, routing=trajectory.routing, resume_routing=trajectory.resume_routing)
+    assert not found.notes
+    return found.groups[0].trajectories[0]

@@ -1,0 +1,349 @@
+"""Calls that travel together: each gets its own reply once, whatever ends first, is cancelled or dies."""
+
+import asyncio
+import pickle
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from message_queue import rpc
+from message_queue.rpc import BatchingClient, BatchingServer, RemoteError
+
+
+class Refusal(RuntimeError):
+    pass
+
+
+class LateRefusal(Refusal):
+    pass
+
+
+class Lost(RuntimeError):
+    pass
+
+
+class Service:
+    """Replies when a test lets it."""
+
+    def __init__(self):
+        self.started, self.cancelled, self.gates = [], [], {}
+
+    async def echo(self, value, *, turns=0):
+        self.started.append(value)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return value
+
+    async def wait(self, value):
+        self.started.append(value)
+        try:
+            await self.gates.setdefault(value, asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(value)
+            raise
+        return value
+
+    async def refuse(self):
+        error = LateRefusal("no")
+        error.add_note("ask later")
+        raise error
+
+    async def fail(self):
+        raise KeyError("what")
+
+    async def cancel_itself(self):
+        raise asyncio.CancelledError
+
+
+class Handle:
+    """A server in the same loop, reached through bytes as an actor is.
+
+    dead: what every message raises. unsendable: what sending raises. silent: messages are never answered. jitter:
+    loop iterations before a message arrives.
+    """
+
+    def __init__(self, server, *, jitter=lambda: 0):
+        self.server, self.jitter = server, jitter
+        self.dead = self.unsendable = None
+        self.silent = False
+        self.sent = []
+
+    @property
+    def exchange(self):
+        return Remote(self, "exchange")
+
+    @property
+    def collect(self):
+        return Remote(self, "collect")
+
+    @property
+    def exchanges(self):
+        return self.sent.count("exchange")
+
+
+class Remote:
+    def __init__(self, handle, name):
+        self.handle, self.name = handle, name
+
+    def remote(self, *args):
+        if self.handle.unsendable is not None:
+            raise self.handle.unsendable
+        self.handle.sent.append(self.name)
+        return asyncio.ensure_future(self.run(pickle.loads(pickle.dumps(args))))
+
+    async def run(self, args):
+        for _ in range(self.handle.jitter()):
+            await asyncio.sleep(0)
+        if self.handle.dead is not None:
+            raise self.handle.dead
+        replies = await getattr(self.handle.server, self.name)(*args)
+        if self.handle.silent:
+            await asyncio.Event().wait()
+        return pickle.loads(pickle.dumps(replies))
+
+
+def make(*, timeout_s=60.0):
+    service = Service()
+    handle = Handle(BatchingServer(service, refusals=(Refusal,)))
+    return client_of(handle, timeout_s=timeout_s), handle, service
+
+
+def client_of(handle, name="driver", *, timeout_s=60.0):
+    return BatchingClient(handle, name=name, server="the service", timeout_s=timeout_s, lost=Lost)
+
+
+async def until(condition):
+    """Return once a condition holds."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - of many kinds
+            await asyncio.sleep(0)
+
+
+async def waiting(client, service, *values):
+    """Calls of `wait` that are under way in the service."""
+    calls = [asyncio.create_task(client.call(Service.wait, value)) for value in values]
+    await until(lambda: set(values) <= set(service.started))
+    return calls
+
+
+async def outcomes(*calls):
+    async with asyncio.timeout(30):
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_rpc_calls_of_one_iteration_are_one_message_and_start_in_order():
+    client, handle, service = make()
+    assert await asyncio.gather(*(client.call(Service.echo, i) for i in range(5))) == [0, 1, 2, 3, 4]
+    assert handle.sent == ["exchange"]
+    assert service.started == [0, 1, 2, 3, 4]
+    assert await client.call(Service.echo, "alone", turns=1) == "alone"
+    assert handle.sent == ["exchange"] * 2
+
+
+async def test_rpc_call_that_waits_holds_up_no_other():
+    client, handle, service = make()
+    (slow,) = await waiting(client, service, "slow")
+    assert await client.call(Service.echo, "fast") == "fast"
+    assert not slow.done()
+    service.gates["slow"].set()
+    assert await outcomes(slow) == ["slow"]
+    assert handle.exchanges == 2
+
+
+async def test_rpc_replies_that_stand_together_travel_together():
+    client, handle, service = make()
+    calls = await waiting(client, service, *range(50))
+    before = len(handle.sent)
+    for gate in service.gates.values():
+        gate.set()
+    assert await outcomes(*calls) == list(range(50))
+    assert len(handle.sent) <= before + 1
+
+
+async def test_rpc_replies_of_neighbouring_iterations_travel_together():
+    client, handle, _ = make()
+    assert await asyncio.gather(*(client.call(Service.echo, i, turns=i) for i in range(6))) == list(range(6))
+    assert handle.sent == ["exchange"]
+
+
+async def test_rpc_call_without_a_bound_waits_while_the_server_lives(monkeypatch):
+    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+    client, handle, service = make()
+    (slow,) = await waiting(client, service, "slow")
+    await until(lambda: handle.sent.count("collect") > 3)
+    assert not slow.done()
+    service.gates["slow"].set()
+    assert await outcomes(slow) == ["slow"]
+
+
+async def test_rpc_call_that_was_not_sent_is_not_sent_when_cancelled():
+    client, handle, service = make()
+    first = asyncio.create_task(client.call(Service.echo, "first"))
+    second = asyncio.create_task(client.call(Service.echo, "second"))
+    asyncio.get_running_loop().call_soon(first.cancel)  # after both were called, before the message
+    assert [type(o) for o in await outcomes(first, second)] == [asyncio.CancelledError, str]
+    assert (service.started, handle.exchanges) == (["second"], 1)
+
+
+async def test_rpc_call_that_was_sent_is_cancelled_in_the_server():
+    client, handle, service = make()
+    kept, *others = await waiting(client, service, "kept", "a", "b")
+    for task in others:
+        task.cancel()
+    await outcomes(*others)
+    await until(lambda: len(service.cancelled) == 2)
+    assert handle.exchanges == 2, "one message cancels both"
+    assert not kept.done()
+    service.gates["kept"].set()
+    assert await outcomes(kept) == ["kept"]
+    (state,) = handle.server._clients.values()
+    assert (client._waiting, state.running, state.replies) == ({}, {}, [])
+
+
+async def test_rpc_call_that_is_cancelled_before_it_started_leaves_nothing():
+    _, handle, service = make()
+    await handle.server.exchange("driver", [rpc.Call(1, "echo", (1,), {})], [])
+    exchange = asyncio.create_task(handle.server.exchange("driver", [rpc.Call(2, "wait", (2,), {})], []))
+    await asyncio.sleep(0)  # its task is made and has not run
+    (task,) = handle.server._clients["driver"].running.values()
+    task.cancel()
+    await outcomes(task)
+    assert (handle.server._clients["driver"].running, service.started) == ({}, [1])
+    exchange.cancel()
+    await outcomes(exchange)
+
+
+async def test_rpc_caller_may_bound_its_call():
+    client, _, service = make()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await client.call(Service.wait, "long")
+    await until(lambda: service.cancelled == service.started)
+    assert await client.call(Service.echo, "next") == "next"
+
+
+async def test_rpc_refusals_travel_unchanged_and_other_errors_as_text():
+    client, _, _ = make()
+    refused, failed, cancelled = await outcomes(
+        client.call(Service.refuse), client.call(Service.fail), client.call(Service.cancel_itself)
+    )
+    assert (type(refused), str(refused), refused.__notes__) == (LateRefusal, "no", ["ask later"])
+    assert isinstance(failed, RemoteError)
+    assert "KeyError: 'what'" in str(failed)
+    assert "in fail" in str(failed)
+    assert isinstance(cancelled, RemoteError)
+
+
+async def test_rpc_server_that_died_fails_every_call_that_was_sent():
+    client, handle, service = make()
+    long = await waiting(client, service, "long", "longer")
+    handle.dead = OSError("the actor died")
+    results = await outcomes(*long, client.call(Service.echo, 1))
+    assert [type(result) for result in results] == [Lost] * 3
+    assert {result.__cause__ for result in results} == {handle.dead}
+    assert "echo, wait" in str(results[0])
+    handle.dead = None
+    assert await client.call(Service.echo, 2) == 2
+
+
+async def test_rpc_server_that_dies_while_replies_are_collected_fails_calls(monkeypatch):
+    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+    client, handle, service = make()
+    (long,) = await waiting(client, service, "long")
+    await until(lambda: "collect" in handle.sent)
+    handle.dead = OSError("the actor died")
+    assert [type(o) for o in await outcomes(long)] == [Lost]
+
+
+async def test_rpc_server_without_a_sign_of_life_fails_calls_by_name(monkeypatch):
+    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+    client, handle, _ = make(timeout_s=0.01)
+    handle.silent = True
+    (lost,) = await outcomes(client.call(Service.echo, 1))
+    assert isinstance(lost, Lost)
+    for part in ("driver", "echo", "0.011 s"):
+        assert part in str(lost)
+
+
+async def test_rpc_message_that_cannot_be_sent_fails_its_calls_and_no_other():
+    client, handle, service = make()
+    (long,) = await waiting(client, service, "long")
+    handle.unsendable = MemoryError("the object store is full")
+    assert await outcomes(client.call(Service.echo, 1)) == [handle.unsendable]
+    handle.unsendable = None
+    assert await client.call(Service.echo, 2) == 2
+    service.gates["long"].set()
+    assert await outcomes(long) == ["long"]
+
+
+async def test_rpc_replies_go_to_their_client_only():
+    client, handle, service = make()
+    other = client_of(handle, "other")
+    (mine,), (theirs,) = await waiting(client, service, "mine"), await waiting(other, service, "theirs")
+    service.gates["theirs"].set()
+    assert await outcomes(theirs) == ["theirs"]
+    assert not mine.done()
+    service.gates["mine"].set()
+    assert await outcomes(mine) == ["mine"]
+
+
+async def test_rpc_client_that_died_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+    client, handle, service = make()
+    assert await handle.server.exchange("dead", [rpc.Call(1, "wait", ("long",), {})], []) == []
+    monkeypatch.setattr(rpc, "FORGET_S", -1.0)
+    assert await client.call(Service.echo, 1) == 1
+    assert list(handle.server._clients) == ["driver"]
+    await until(lambda: service.cancelled == ["long"])
+
+
+async def test_rpc_client_can_be_forgotten_by_name():
+    client, handle, service = make()
+    (long,) = await waiting(client, service, "long")
+    handle.server.forget_client("driver")
+    handle.server.forget_client("driver")
+    await until(lambda: service.cancelled == ["long"])
+    assert handle.server._clients == {}
+    long.cancel()
+    await outcomes(long)
+
+
+async def test_rpc_client_of_the_same_name_gets_no_reply_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+    client, handle, service = make()
+    number = next(client._numbers)
+    assert await handle.server.exchange("driver", [rpc.Call(number, "wait", ("old",), {})], []) == []
+    service.gates["old"].set()
+    again = client_of(handle)
+    assert await outcomes(*(again.call(Service.echo, i) for i in range(3))) == [0, 1, 2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_rpc_every_call_gets_its_own_reply_once(seed):
+    rng = random.Random(seed)
+
+    async def run():
+        service = Service()
+        handle = Handle(BatchingServer(service, refusals=()), jitter=lambda: rng.randrange(5))
+        clients = [client_of(handle, name) for name in ("a", "b")]
+
+        async def one(number):
+            for _ in range(rng.randrange(6)):
+                await asyncio.sleep(0)
+            call = asyncio.create_task(rng.choice(clients).call(Service.echo, number, turns=rng.randrange(30)))
+            if rng.random() < 0.3:
+                for _ in range(rng.randrange(20)):
+                    await asyncio.sleep(0)
+                call.cancel()
+            (outcome,) = await asyncio.gather(call, return_exceptions=True)
+            assert outcome == number or isinstance(outcome, asyncio.CancelledError)
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(one(number) for number in range(20)))
+        assert len(service.started) == len(set(service.started))
+        assert not any(client._waiting or client._outbox for client in clients)
+
+    asyncio.run(run())
