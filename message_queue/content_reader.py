@@ -44,8 +44,6 @@ class StoredGroups(NamedTuple):
 
     groups: dict[int, PromptGroup]
     """All that were asked for; trajectories without a record are empty."""
-    calls: dict[int, dict[int, str]]
-    """Group -> trajectory -> the call that it started last and that nothing follows."""
     notes: list[str]
     """Damage that was found, each with group and file."""
 
@@ -108,7 +106,6 @@ def read_groups(
         except _UNREADABLE as error:
             notes.append(_damage(error, path, "its records are left out"))
     read: dict[int, PromptGroup] = {}
-    calls: dict[int, dict[int, str]] = {}
     for group, admission in groups.items():
         made = [
             Trajectory(routing=routing, resume_routing=resume_routing)
@@ -128,10 +125,7 @@ def read_groups(
             admitted_update=admission.admitted_update,
             trajectories=made,
         )
-        unsure = {number: t.unsure_call for number, t in enumerate(made) if t.unsure_call is not None}
-        if unsure:
-            calls[group] = unsure
-    return StoredGroups(read, calls, notes)
+    return StoredGroups(read, notes)
 
 
 def remove_settled(directory: Path, live: Collection[int], *, keep: Collection[str]) -> None:

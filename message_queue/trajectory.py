@@ -137,12 +137,8 @@ class Trajectory:
         self.turns.append(Turn(observation=token_ids))
         self._length += len(token_ids)
 
-    def extend(self, segment: TokenOutput, *, rows_replaced: int = 0) -> None:
+    def extend(self, segment: TokenOutput) -> None:
         """Append a segment that was decoded right after the tokens held so far, and merge its rows.
-
-        Args:
-            rows_replaced: rows at the end of the segment's that are left out, because a later segment of a trajectory
-                that is read back replaces them.
 
         Raises:
             ContractError: no turn is open, rows are missing, overlap the future, or leave a gap. Nothing is changed.
@@ -150,11 +146,10 @@ class Trajectory:
         self._require_open()
         if not self.turns:
             raise ContractError("a segment came before the prompt; call observe first")
-        rows = self._checked_rows(segment, rows_replaced)
+        rows = self._checked_rows(segment)
         if rows is not None and self._rows is not None:
             held = self._held_before(rows, self._rows)
             held.add(rows, version=segment.weights.version)
-            held.add_unavailable(rows_replaced)
         self.turns[-1].segments.append(segment)
         self._length += len(segment)
         self._num_segments += 1
@@ -166,7 +161,7 @@ class Trajectory:
             ContractError: as of `extend`.
         """
         self._require_open()
-        self._checked_rows(segment, 0)
+        self._checked_rows(segment)
 
     async def begin_call(self, call: str) -> None:
         """Something outside is about to be called that is to happen once. Whoever records the trajectory notes it."""
@@ -292,12 +287,8 @@ class Trajectory:
                 self._strands.append(Strand(self._num_segments, self._length, kept))
                 return kept
 
-    def _checked_rows(self, segment: TokenOutput, replaced: int) -> RoutedExperts | None:
+    def _checked_rows(self, segment: TokenOutput) -> RoutedExperts | None:
         """The rows that `segment` brings to the merge; None where it brings none."""
-        if replaced and self.resume_routing != "replace":
-            raise ContractError(
-                f"rows_replaced is {replaced} with resume_routing {self.resume_routing!r}; only 'replace' replaces rows"
-            )
         given = segment.routed_experts
         if self.routing is None:
             if given is not None:
@@ -314,7 +305,7 @@ class Trajectory:
                 f"expected rows {self.num_rows}..{self._length + len(segment) - 2}"
             )
         given.check(self.routing)
-        self._check_extent(segment, given, end=given.end_position + replaced)
+        self._check_extent(segment, given, end=given.end_position)
         return given if len(segment) or self.resume_routing in ("append", "force") else None
 
     def _check_extent(self, segment: TokenOutput, given: RoutedExperts, *, end: int) -> None:

@@ -100,9 +100,9 @@ class CountedTrajectory(Trajectory):
         vars(self).update(vars(held))
         self._count = count
 
-    def extend(self, segment: TokenOutput, *, rows_replaced: int = 0) -> None:
+    def extend(self, segment: TokenOutput) -> None:
         """See Trajectory."""
-        super().extend(segment, rows_replaced=rows_replaced)
+        super().extend(segment)
         self._count(len(segment))
 
 
@@ -139,10 +139,10 @@ class RecordedTrajectory(CountedTrajectory):
         super().observe(token_ids)
         self._record(at, token_ids)
 
-    def extend(self, segment: TokenOutput, *, rows_replaced: int = 0) -> None:
+    def extend(self, segment: TokenOutput) -> None:
         """See Trajectory."""
         at = len(self)
-        super().extend(segment, rows_replaced=rows_replaced)
+        super().extend(segment)
         self._record(at, Sampled(segment))
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:

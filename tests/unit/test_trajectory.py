@@ -294,8 +294,6 @@ def test_rows_to_force_end_before_the_first_that_is_unavailable():
 def test_what_no_mode_allows_is_refused():
     with pytest.raises(ContractError, match="resume_routing is 'newest'; choose one of append, force, replace, split"):
         Trajectory(routing=SPEC, resume_routing="newest")
-    with pytest.raises(ContractError, match="rows_replaced is 1 with resume_routing 'append'"):
-        opened(2).extend(segment(2, rows=(0, 2)), rows_replaced=1)
     with pytest.raises(ContractError, match="routed_experts with 3 rows, but the trajectory captures no routing"):
         opened(2, routing=None).extend(segment(2, rows=(0, 3)))
 
