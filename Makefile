@@ -103,6 +103,7 @@ bench: setup
 	$(BIN)/python benchmarks/queue_throughput.py
 	$(BIN)/python benchmarks/queue_groups.py
 	$(BIN)/python benchmarks/journal.py
+	$(BIN)/python benchmarks/batch_building.py
 
 clean:
 	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -19,7 +19,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -56,7 +55,7 @@ def build_micro_batches(trainer: TrainerRank, batch: TrainingBatch, config: Trai
         plan.batch,
         update,
         at=Coordinates(),
-        device=torch.device("cpu"),
+        device=next(trainer.model.chunks[0].parameters()).device,
         packing=True,
         replay="none",
         routing=None,

@@ -48,6 +48,7 @@ class ProcessGroups:
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
+                device_id=self.device if self.device.type == "cuda" else None,
             )
             _cut_into_groups(config)
         elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size) or _layout() != _wanted(config):

@@ -14,9 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ELEMENTS_AT_ONCE = 1 << 25  # 128 MiB in float32
+
 
 class _LogprobEntropy(torch.autograd.Function):
-    """One pass over the logits; what is kept for backward is the probabilities, and the log-probabilities for entropy.
+    """Works on a few rows of the logits at a time, so that no copy of all of them in float32 is made.
+
+    Kept for backward are the logits and one number per row; the probabilities are computed again.
 
     d logprob_t / d z_j = 1[j = t] - p_j
     d entropy   / d z_j = -p_j (log p_j + entropy)
@@ -26,26 +30,31 @@ class _LogprobEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
+        rows: Tensor,
         targets: Tensor,
         group: dist.ProcessGroup | None,
         full_columns: int,
+        temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         split = group is not None and group.size() > 1
         size = logits.shape[-1]
-        z = logits.float()
-        top = z.amax(-1, keepdim=True)
+        top = torch.cat([logits[part].amax(-1) for part in _parts(rows, size)]).float() / temperature
         if split:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        z = z - top
-        exp = z.exp()
         local = targets - (group.rank() * full_columns if split and group is not None else 0)
         elsewhere = (local < 0) | (local >= size)
         local = local.masked_fill(elsewhere, 0)
-        sums = [exp.sum(-1), z.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0.0)]
-        if with_entropy:
-            sums.append(torch.linalg.vecdot(exp, z))
+        chosen = (logits[rows, local].float() / temperature - top).masked_fill_(elsewhere, 0.0)
+        exp_sums, entropy_sums = list[Tensor](), list[Tensor]()
+        for part, part_top in zip(_parts(rows, size), _parts(top, size), strict=True):
+            z = logits[part].float().div_(temperature).sub_(part_top.unsqueeze(-1))
+            exp = z.exp()
+            exp_sums.append(exp.sum(-1))
+            if with_entropy:
+                entropy_sums.append(torch.linalg.vecdot(exp, z))
+        sums = [torch.cat(exp_sums), chosen, *([torch.cat(entropy_sums)] if with_entropy else [])]
         if split:
             packed = torch.stack(sums)
             dist.all_reduce(packed, group=group)
@@ -53,28 +62,45 @@ class _LogprobEntropy(torch.autograd.Function):
         total, chosen = sums[0], sums[1]
         log_total = total.log()
         entropy = log_total - sums[2] / total if with_entropy else torch.zeros_like(total)
-        probs = exp.div_(total.unsqueeze(-1))
-        log_probs = z.sub_(log_total.unsqueeze(-1)) if with_entropy else None
-        ctx.save_for_backward(probs, log_probs, local, elsewhere, entropy)
-        ctx.logits_dtype = logits.dtype
+        ctx.save_for_backward(logits, rows, top + log_total, local, elsewhere, entropy)
+        ctx.temperature = temperature
         return chosen - log_total, entropy
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
-        probs, log_probs, local, elsewhere, entropy = ctx.saved_tensors
-        grad = torch.zeros_like(probs)
-        if grad_entropy is not None and log_probs is not None:
-            grad -= probs * (grad_entropy.unsqueeze(-1) * (log_probs + entropy.unsqueeze(-1)))
-        if grad_logprob is not None:
-            grad.addcmul_(probs, grad_logprob.unsqueeze(-1), value=-1)
-            grad.scatter_add_(-1, local.unsqueeze(-1), grad_logprob.masked_fill(elsewhere, 0.0).unsqueeze(-1))
-        return grad.to(ctx.logits_dtype), None, None, None, None
+    ) -> tuple[Tensor | None, ...]:
+        logits, rows, log_total, local, elsewhere, entropy = ctx.saved_tensors
+        size, grad = logits.shape[-1], torch.zeros_like(logits)
+        zeros = torch.zeros_like(log_total)
+        each = (
+            rows,
+            log_total,
+            local,
+            elsewhere,
+            entropy,
+            *(zeros if g is None else g for g in (grad_logprob, grad_entropy)),
+        )
+        for part, shift, at, absent, mean, of_logprob, of_entropy in zip(*(_parts(x, size) for x in each), strict=True):
+            log_probs = logits[part].float().div_(ctx.temperature).sub_(shift.unsqueeze(-1))
+            probs = log_probs.exp()
+            weight = of_logprob.unsqueeze(-1)
+            if grad_entropy is not None:
+                weight = log_probs.add_(mean.unsqueeze(-1)).mul_(of_entropy.unsqueeze(-1)).add_(weight)
+            z_grad = probs.mul_(weight).neg_()
+            z_grad.scatter_add_(-1, at.unsqueeze(-1), of_logprob.masked_fill(absent, 0.0).unsqueeze(-1))
+            grad[part] = z_grad.div_(ctx.temperature).to(grad.dtype)
+        return grad, None, None, None, None, None, None
+
+
+def _parts(rows: Tensor, columns: int) -> tuple[Tensor, ...]:
+    """Of a tensor with an entry per row of logits: pieces of as many rows as are worked on at a time."""
+    return rows.split(max(1, ELEMENTS_AT_ONCE // columns))
 
 
 def logprobs_and_entropy(
     logits: Tensor,
+    rows: Tensor,
     targets: Tensor,
     *,
     group: dist.ProcessGroup | None = None,
@@ -82,19 +108,18 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """float32 [...] logprob of `targets` and entropy in nats (zeros where not asked for), both differentiable.
+    """float32 [n] logprob of `targets` and entropy in nats (zeros where not asked for), both differentiable.
 
     Args:
-        logits: [..., V / tensor], this rank's part of the vocabulary without padding columns; not changed.
-        targets: int64 [...], ids in the whole vocabulary.
+        logits: [t, V / tensor], this rank's part of the vocabulary without padding columns; not changed.
+        rows: int64 [n], the row of logits of each target, each at most once.
+        targets: int64 [n], ids in the whole vocabulary.
         group: the tensor-parallel group; None for one rank.
         full_columns: columns of a rank with padding, which say where its ids begin; None for as many as given.
         temperature: the logits are divided by it.
     """
-    if temperature != 1.0:
-        logits = logits / temperature
-    logprobs, entropy = _LogprobEntropy.apply(logits, targets, group, full_columns or logits.shape[-1], with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs, entropy
+    columns = full_columns or logits.shape[-1]
+    return _LogprobEntropy.apply(logits, rows, targets, group, columns, temperature, with_entropy)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -251,9 +251,7 @@ class Objective:
 
         def over_all(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             vocabulary = logits[0, :, : self.vocab_columns]
-            return logprobs_and_entropy(
-                vocabulary.index_select(0, rows), targets, full_columns=logits.shape[-1], **settings
-            )
+            return logprobs_and_entropy(vocabulary, rows, targets, full_columns=logits.shape[-1], **settings)
 
         if kept is None:
             return over_all(rows, targets)

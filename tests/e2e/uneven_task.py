@@ -13,7 +13,7 @@ from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
 
 LATE_EVERY = 8  # of so many prompts one is late
 LATE_STEPS = 3  # train steps that pass between its two turns
-FIRST_TURN = 300  # tokens, so that a publish finds rollouts in the engine
+FIRST_TURN = 900  # tokens: decoding them takes longer than a train step, so that a publish finds rollouts in the engine
 REPLY = np.array([11, 12, 13], np.int32)
 
 

@@ -120,8 +120,7 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
             world_size=ranks_of(cell),
         )
     metrics = trainer.train(parity_batch(cell))
-    grads = {name: gradient.cpu() for name, gradient in gradients(trainer).items()}
-    return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": grads}
+    return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": gradients(trainer)}
 
 
 def move_routers(chunks) -> None:

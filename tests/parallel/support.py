@@ -205,7 +205,8 @@ def given_reference(passes, batch):
 
     def reference(micro_batches, _weights):
         for micro_batch in micro_batches:
-            micro_batch.columns["reference_logprobs"] = given[micro_batch.numbers]
+            columns = micro_batch.columns
+            columns["reference_logprobs"] = given[micro_batch.numbers].to(columns["behaviour_logprobs"].device)
 
     with mock.patch.object(passes, "reference", reference):
         yield
@@ -234,13 +235,14 @@ def padded_rank():
 
 
 def gradients(trainer):
-    """Hugging Face name -> gradient of the last update."""
+    """Hugging Face name -> gradient of the last update, on the CPU."""
     from async_rl.train.convert import export_weights
 
     model = trainer.model
     for chunk in model.wrapped:
         gather_gradients(chunk)
-    return dict(export_weights(model.chunks, shape=model.shape, read=lambda p: p.main_grad.detach()))
+    exported = export_weights(model.chunks, shape=model.shape, read=lambda p: p.main_grad.detach())
+    return {name: gradient.cpu() for name, gradient in exported}
 
 
 def gather_gradients(wrapped):

@@ -13,14 +13,23 @@ from tests import numerics
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
+LOSS_ROWS = torch.tensor([3, 0, 14, 9, 10, 1, 7])  # of 15 rows; any order, not all
+
+
+@pytest.fixture(autouse=True)
+def few_rows_at_a_time(monkeypatch):
+    """Two rows of 11 columns, so that 7 rows are worked on in four parts, the last one smaller."""
+    monkeypatch.setattr("async_rl.train.logprobs.ELEMENTS_AT_ONCE", 22)
+
+
 def example(dtype=torch.float32):
     g = torch.Generator().manual_seed(0)
-    return torch.randn(5, 3, 11, generator=g, dtype=dtype) * 3, torch.randint(0, 11, (5, 3), generator=g)
+    return torch.randn(15, 11, generator=g, dtype=dtype) * 3, torch.randint(0, 11, (7,), generator=g)
 
 
 def by_log_softmax(logits, targets, temperature=1.0):
     """Logprobs and entropy of the targets."""
-    scores = (logits / temperature).log_softmax(-1)
+    scores = (logits[LOSS_ROWS] / temperature).log_softmax(-1)
     return scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(scores.exp() * scores).sum(-1)
 
 
@@ -37,7 +46,7 @@ def assert_near(found, compute, logits, *arguments):
 def test_both_equal_log_softmax(temperature):
     logits, targets = example()
     kept = logits.clone()
-    found = logprobs_and_entropy(logits, targets, temperature=temperature)
+    found = logprobs_and_entropy(logits, LOSS_ROWS, targets, temperature=temperature)
     assert_near(found, by_log_softmax, logits, targets, temperature)
     assert torch.equal(logits, kept)
 
@@ -45,7 +54,7 @@ def test_both_equal_log_softmax(temperature):
 def test_gradients_equal_those_of_log_softmax():
     logits, targets = example()
     ours = logits.clone().requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(ours, targets, temperature=0.7)
+    logprobs, entropy = logprobs_and_entropy(ours, LOSS_ROWS, targets, temperature=0.7)
     (logprobs.sum() + 0.3 * entropy.square().sum()).backward()
 
     def gradient(logits):
@@ -60,16 +69,16 @@ def test_gradients_are_the_derivative(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda self: self)  # gradcheck needs the float64 it gives
     logits, targets = example(torch.float64)
     logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, targets), (logits,))
-    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, targets)[0], (logits,))
-    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, targets)[1], (logits,))
+    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, LOSS_ROWS, targets), (logits,))
+    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, LOSS_ROWS, targets)[0], (logits,))
+    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, LOSS_ROWS, targets)[1], (logits,))
 
 
 def test_entropy_is_zero_where_it_is_not_asked_for():
     logits, targets = example()
-    logprobs, entropy = logprobs_and_entropy(logits, targets, with_entropy=False)
+    logprobs, entropy = logprobs_and_entropy(logits, LOSS_ROWS, targets, with_entropy=False)
     assert not entropy.any()
-    assert torch.equal(logprobs, logprobs_and_entropy(logits, targets)[0])
+    assert torch.equal(logprobs, logprobs_and_entropy(logits, LOSS_ROWS, targets)[0])
 
 
 class ThreadGroup:
@@ -102,7 +111,7 @@ def test_a_vocabulary_split_over_ranks_with_padding_gives_the_same(monkeypatch):
         group.local.rank = rank
         part = logits[..., :6] if rank == 0 else logits[..., 6:]  # 6 + 5 columns: the second rank has one of padding
         part = part.clone().requires_grad_()
-        found = logprobs_and_entropy(part, targets, group=group, full_columns=6)
+        found = logprobs_and_entropy(part, LOSS_ROWS, targets, group=group, full_columns=6)
         # Autograd would run both backward passes on one thread; they need no exchange.
         results[rank] = (*found, torch.autograd.grad(found[0].sum() + found[1].sum(), part)[0])
 
@@ -215,3 +224,18 @@ def test_kept_tokens_are_of_the_positions_that_were_cut():
     assert (kept.cut.tolist(), kept.whole.tolist(), kept.counts.tolist()) == ([0, 2], [1], [2, 1])
     assert kept.num_containing(torch.tensor([7, 9, 4])) == 1
     assert KeptTokens.of(torch.zeros(3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)) is None
+
+
+def test_no_copy_of_all_logits_is_made(monkeypatch):
+    from tests.parallel.ranks import LiveTensors  # imports megatron
+
+    logits = torch.randn(400, 50).bfloat16().requires_grad_()
+    rows, at_once = torch.arange(400), 4 * 50
+    monkeypatch.setattr("async_rl.train.logprobs.ELEMENTS_AT_ONCE", at_once)
+    with LiveTensors(known=[logits]) as live:
+        logprobs, entropy = logprobs_and_entropy(logits, rows, torch.zeros(400, dtype=torch.int64))
+        forward = live.most
+        torch.autograd.grad(logprobs.sum() + entropy.sum(), logits)
+    numbers_per_row = 32 * len(rows)
+    assert forward <= 8 * at_once + numbers_per_row
+    assert live.most <= logits.numel() + 8 * at_once + numbers_per_row

@@ -1,0 +1,228 @@
+"""TrainerRank.train in bfloat16 on one GPU, with layers of the size of Qwen3-30B-A3B's (random weights, fewer layers).
+
+Ways: a bare megatron loop (forward, cross entropy, backward, update, on micro-batches built before the clock starts),
+the trainer with the live routers, with R3, with R3 and padded micro-batches, with R3 and full recomputation. The rows
+that R3 replays are drawn at random, so that experts get the same work as from untrained routers.
+
+The share of the peak counts 6 floating-point operations per token and weight that the token passes (the embedding not),
+and those of causal attention; recomputed operations are not counted. Building is what TrainerRank.train does before its
+first kernel: rows, columns and rotary angles of all micro-batches, and their way to the GPU. Export writes the weights
+as a version into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to host.
+
+    python benchmarks/gpu_training.py [--layers 3] [--tokens 32768] [--longest 8192] [--micro-batch-tokens 8192]
+        [--rounds 3] [--peak 989e12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from async_rl.batch.training_batch import TrainingBatch
+from async_rl.model_info import read_model_info
+from async_rl.train.losses import LossConfig
+from async_rl.train.model import TrainerConfig
+from async_rl.train.optimizer import OptimizerConfig
+from async_rl.train.planning import Planner
+from async_rl.train.worker import TrainerRank
+from benchmarks.support import Variant, markdown_table, show, trainers_side_by_side
+from benchmarks.train_steps import random_batch
+from benchmarks.train_throughput import bare_step, build_micro_batches
+
+ADAM = OptimizerConfig(lr=1e-6)
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD, EXPERTS, TOP_K, EXPERT = 151936, 2048, 32, 4, 128, 128, 8, 768
+MEDIAN, SIGMA = 1000, 1.0
+
+
+def save_slice(folder: Path, *, layers: int) -> Path:
+    """A checkpoint in bfloat16 of `layers` layers as Qwen3-30B-A3B has them."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, head_dim=HEAD, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        moe_intermediate_size=EXPERT, intermediate_size=6144, norm_topk_prob=True, tie_word_embeddings=False,
+        max_position_embeddings=40960, decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "slice")
+    return folder / "slice"
+
+
+def long_tailed_batch(checkpoint: Path, *, tokens: int, longest: int) -> TrainingBatch:
+    """Random sequences of log-normal lengths, `tokens` in all but for the last one."""
+    rng, lengths = np.random.default_rng(0), list[int]()
+    while sum(lengths) < tokens:
+        lengths.append(int(np.clip(rng.lognormal(np.log(MEDIAN), SIGMA), 2, longest)))
+    info = read_model_info(checkpoint)
+    assert info.routing is not None
+    return random_batch(lengths, vocab=info.vocab_size, routing=info.routing)
+
+
+def operations(lengths: Sequence[int], *, layers: int) -> float:
+    """Floating-point operations of forward and backward."""
+    attention = HIDDEN * HEAD * (2 * HEADS + 2 * KV_HEADS)
+    weights = layers * (attention + HIDDEN * EXPERTS + TOP_K * 3 * HIDDEN * EXPERT) + HIDDEN * VOCAB
+    return 6.0 * weights * sum(lengths) + layers * 6.0 * HEADS * HEAD * sum(n * n for n in lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Seconds of a step in each round, and the most memory allocated in them, in bytes."""
+
+    seconds: list[float]
+    memory: int
+
+
+def measure(step: Callable[[], object], *, rounds: int) -> Figure:
+    """After one step that warms up."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    seconds: list[float] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return Figure(seconds, torch.cuda.max_memory_allocated())
+
+
+def with_trainer(config: TrainerConfig, checkpoint: Path, use: Callable[[TrainerRank], Any]) -> Any:
+    """What `use` gives of a trainer; the GPU is empty before and after."""
+    with trainers_side_by_side({"one": Variant(config=config)}, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+        found = use(trainers["one"])
+        del trainers["one"]
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def bare(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig, *, rounds: int) -> Figure:
+    """The loop without the trainer's work."""
+    micro_batches = build_micro_batches(trainer, batch, config)
+    optimizer = trainer._optimizer  # pyright: ignore[reportPrivateUsage]  # a second one has no room
+    figure = measure(lambda: bare_step(trainer, optimizer, micro_batches), rounds=rounds)
+    trainer.model.release_graph()
+    return figure
+
+
+def building_seconds(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig) -> float:
+    """Of the micro-batches of a step."""
+    plan = Planner(config=config, loss=LossConfig()).policy(batch)
+    taken: list[float] = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for update in plan.updates:
+            assert update is not None
+            trainer._micro_batches(plan, update)  # pyright: ignore[reportPrivateUsage]
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def export_seconds(trainer: TrainerRank) -> tuple[float, float, int]:
+    """Seconds of an export, of a copy of as many bytes from GPU to host, and the bytes; medians of three."""
+    exports, copies, size = list[float](), list[float](), 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for version in range(1, 4):
+            start = time.perf_counter()
+            update = trainer.export(Path(folder), version=version, keep_version=version)
+            exports.append(time.perf_counter() - start)
+            assert update is not None
+            size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    to = torch.empty(held.shape, dtype=torch.uint8)
+    for _ in range(3):
+        start = time.perf_counter()
+        to.copy_(held)
+        copies.append((time.perf_counter() - start) * size / len(held))
+    return statistics.median(exports), statistics.median(copies), size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--longest", type=int, default=8192)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peak", type=float, default=989e12, help="operations/s of the GPU in dense bfloat16")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+
+    def config(**changes: Any) -> TrainerConfig:
+        return TrainerConfig(dtype="bfloat16", threads=8, micro_batch_tokens=arguments.micro_batch_tokens, **changes)
+
+    ways = {
+        "trainer, no replay": config(router_replay="none"),
+        "trainer, R3": config(),
+        "trainer, R3, padded": config(packing=False),
+        "trainer, R3, full recomputation": config(recompute="full"),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save_slice(Path(folder), layers=arguments.layers)
+        gc.collect()
+        torch.cuda.empty_cache()
+        batch = long_tailed_batch(checkpoint, tokens=arguments.tokens, longest=arguments.longest)
+        lengths: list[int] = batch.lengths.tolist()
+        tokens, work = sum(lengths), operations(lengths, layers=arguments.layers)
+        show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.layers} layers")
+        show(
+            f"{len(lengths)} sequences of 2 to {max(lengths)} tokens, {tokens} in all; medians of {arguments.rounds}\n"
+        )
+        figures: dict[str, Figure] = {
+            "bare megatron loop": with_trainer(
+                ways["trainer, no replay"],
+                checkpoint,
+                lambda t: bare(t, batch, ways["trainer, no replay"], rounds=arguments.rounds),
+            )
+        }
+        for name, settings in ways.items():
+            figures[name] = with_trainer(
+                settings, checkpoint, lambda t: measure(lambda: t.train(batch), rounds=arguments.rounds)
+            )
+            say_figure(name, figures[name], tokens)
+        r3 = ways["trainer, R3"]
+        building, (export, copy, size) = with_trainer(
+            r3, checkpoint, lambda t: (building_seconds(t, batch, r3), export_seconds(t))
+        )
+    base = statistics.median(figures["bare megatron loop"].seconds)
+    rows = [
+        (
+            name,
+            f"{tokens / statistics.median(figure.seconds):.0f}",
+            f"{base / statistics.median(figure.seconds):.3f}",
+            f"{work / statistics.median(figure.seconds) / arguments.peak:.1%}",
+            f"{figure.memory / 2**30:.1f} GiB",
+            ", ".join(f"{s:.2f}" for s in figure.seconds),
+        )
+        for name, figure in figures.items()
+    ]
+    show(markdown_table(("way", "tokens/s", "over the bare loop", "of the peak", "memory", "seconds"), rows))
+    step = statistics.median(figures["trainer, R3"].seconds)
+    show(f"\nbuilding the micro-batches: {building:.3f} s, {building / step:.1%} of a step with R3")
+    show(f"export of {size / 1e9:.2f} GB: {export:.2f} s; copying it from GPU to host: {copy:.2f} s")
+
+
+def say_figure(name: str, figure: Figure, tokens: int) -> None:
+    """Progress, as a step of a large model takes long."""
+    rate = tokens / statistics.median(figure.seconds)
+    sys.stderr.write(f"{name}: {rate:.0f} tokens/s, {figure.memory / 2**30:.1f} GiB\n")
+
+
+if __name__ == "__main__":
+    main()
