@@ -1,8 +1,7 @@
 """Every Ray actor of a run and where it is placed; `handles.py`, `queue_handle.py` have the typed driver side of each.
 
-The classes are plain and tested without Ray; an actor only wraps one. An async actor runs each concurrency group on an
-event loop of its own, so control calls (pause, abort, load) are not queued behind requests; they are carried over to
-the loop that owns the engine.
+The classes are plain and tested without Ray; an actor only wraps one. Queue and replica are async actors: Ray runs up
+to 1,000 messages at a time on one event loop, of which each client has one that waits and one that brings calls.
 """
 
 from __future__ import annotations
@@ -11,39 +10,46 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import ray
 from pydantic import Field
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from agent_loop.engine import GenerateRequest
-from async_rl.engines.inbox import Answer, RequestInbox
-from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
+from agent_loop.engine import EngineError
+from async_rl.engines.replica import Replica
 from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.logs import log_failure, open_log
 from async_rl.weights.transport import WeightUpdate
+from message_queue.rpc import BatchingServer, Call, Reply
 from message_queue.service import QueueHost
-from message_queue.tokens import WeightVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agent_loop.loop import Prompt
     from async_rl.batch.training_batch import TrainingBatch
+    from async_rl.config import RunConfig
+    from async_rl.handles import ReplicaAddress
+    from async_rl.rollout.contents import ContentPlace
+    from async_rl.rollout.validator import ValidationRound
+    from async_rl.rollout.worker import RolledGroup, WorkerEvent
     from async_rl.train.losses import LossConfig
     from async_rl.train.model import TrainerConfig
     from async_rl.train.optimizer import OptimizerConfig
     from async_rl.train.planning import BatchPlan
+    from message_queue.contract import Admission
+    from message_queue.sequence import GroupContent
+    from message_queue.trajectory import Trajectory
 
-T = TypeVar("T")
 EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
-_remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know their own keyword arguments
-MAX_QUEUE_CALLS = 64  # concurrent messages to the queue, each with any number of calls
-MAX_BULK_CALLS = 64  # concurrent calls that hand requests over or wait for answers, of one replica
+_remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know all of their arguments
+MAX_ROLLOUTS = 1 << 16  # concurrent calls of a rollout worker: one per group that it rolls out
+EVENTS_S = 10.0  # longest wait of a rollout worker for something to report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,7 @@ class PlacementError(RuntimeError):
 
 
 class Placement:
-    """One bundle per actor: trainer ranks first, then replicas, then the queue.
+    """One bundle per actor: trainer ranks first, then replicas, then rollout workers, then the queue.
 
     Args:
         gpus_per_replica: of one replica; see ClusterConfig.
@@ -118,14 +124,16 @@ class Placement:
         TimeoutError: from `ready`, when the cluster cannot hold the run.
     """
 
-    def __init__(self, config: ClusterConfig, *, ranks: int, replicas: int, gpus_per_replica: float) -> None:
+    def __init__(
+        self, config: ClusterConfig, *, ranks: int, replicas: int, workers: int, gpus_per_replica: float
+    ) -> None:
         rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
         replica = _without_zero({"CPU": config.cpus_per_replica, "GPU": gpus_per_replica})
         _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
         _require_node(replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel)")
-        self._ranks, self._queue = ranks, ranks + replicas
+        self._ranks, self._replicas, self._queue = ranks, replicas, ranks + replicas + workers
         self._config, self._gpus_per_replica = config, gpus_per_replica
-        self._bundles = [*[rank] * ranks, *[replica] * replicas, {"CPU": 1.0}]
+        self._bundles = [*[rank] * ranks, *[replica] * replicas, *[{"CPU": 1.0}] * (workers + 1)]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
 
     async def ready(self) -> None:
@@ -146,10 +154,10 @@ class Placement:
             PlacementError: one is not.
         """
         nodes = self._nodes()
-        away = [i for i in range(self._queue - self._ranks) if nodes[self._ranks + i] != nodes[0]]
+        away = [i for i in range(self._replicas) if nodes[self._ranks + i] != nodes[0]]
         if away:
             raise PlacementError(
-                f"sync.transport is 'shm', but of {self._queue - self._ranks} replicas {len(away)} are on other nodes "
+                f"sync.transport is 'shm', but of {self._replicas} replicas {len(away)} are on other nodes "
                 "than trainer rank 0, whose shared memory they cannot read; set sync.transport=disk "
                 "sync.directory=<a directory that all nodes see>"
             )
@@ -189,6 +197,10 @@ class Placement:
         """Actor options of replica `index`."""
         return self._options(self._ranks + index, cpus=self._config.cpus_per_replica, gpus=self._gpus_per_replica)
 
+    def worker(self, index: int) -> dict[str, Any]:
+        """Actor options of rollout worker `index`."""
+        return self._options(self._ranks + self._replicas + index, cpus=1.0, gpus=0.0)
+
     def queue(self) -> dict[str, Any]:
         """Actor options of the queue."""
         return self._options(self._queue, cpus=1.0, gpus=0.0)
@@ -200,20 +212,22 @@ class Placement:
 
 # ---- queue
 
-# One group for every call: the service lives on one event loop.
-QueueActor = _remote(max_concurrency=MAX_QUEUE_CALLS)(QueueHost)
+QueueActor = _remote(QueueHost)
 
 
 # ---- replica
 
 
 class ReplicaHost:
-    """A replica in a process of its own. log: file for its output and that of its engine; None leaves it to Ray."""
+    """A replica in a process of its own, called through `BatchingClient`. Runs in one event loop.
+
+    Args:
+        log: file for its output and that of its engine; None leaves it to Ray.
+    """
 
     def __init__(self, *, log: Path | None = None) -> None:
         open_log(log)
 
-    @_method(concurrency_group="generate")
     async def start(
         self,
         config: EngineConfig,
@@ -224,6 +238,7 @@ class ReplicaHost:
         force_routing: bool,
         capture_support: bool,
     ) -> None:
+        """Start the engine, before any other call."""
         self._serve(
             await start_replica(
                 config,
@@ -236,70 +251,102 @@ class ReplicaHost:
         )
 
     def _serve(self, replica: Replica) -> None:
-        """Take calls from now on, on the event loop of the caller."""
-        self._home = asyncio.get_running_loop()
-        self._replica = replica
-        self._inbox = RequestInbox(replica)
+        self._server = BatchingServer(replica, refusals=(EngineError,))
 
-    @_method(concurrency_group="generate")
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._inbox.submit(requests)
+    async def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
-    @_method(concurrency_group="generate")
-    async def collect(self, timeout_s: float) -> list[tuple[str, Answer]]:
-        return await self._inbox.collect(timeout_s=timeout_s)
+    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
+        """See `BatchingServer`."""
+        return await self._server.exchange(client, calls, cancelled)
 
-    @_method(concurrency_group="generate")
-    async def cancel(self, request_ids: Sequence[str]) -> None:
-        self._inbox.cancel(request_ids)
+    async def collect(self, client: str) -> list[Reply]:
+        """See `BatchingServer`."""
+        return await self._server.collect(client)
 
-    @_method(concurrency_group="control")
-    async def pause(self) -> None:
-        await self._on_home(self._replica.pause())
+    async def forget_client(self, client: str) -> None:
+        """Abort the requests of a client that died; they are gone from the engine when this returns."""
+        if calls := self._server.forget_client(client):
+            await asyncio.wait(calls)
 
-    @_method(concurrency_group="control")
-    async def abort(self) -> int:
-        return await self._on_home(self._replica.abort())
 
-    @_method(concurrency_group="control")
-    async def drain(self) -> None:
-        await self._on_home(self._replica.drain())
+ReplicaActor = _remote(ReplicaHost)
 
-    @_method(concurrency_group="control")
-    async def freeze(self) -> int:
-        return await self._on_home(self._replica.freeze())
 
-    @_method(concurrency_group="control")
-    async def load(self, update: WeightUpdate, kv: KeptKV) -> WeightVersion:
-        return await self._on_home(self._replica.load(update, kv=kv))
+# ---- rollout worker
 
-    @_method(concurrency_group="control")
-    async def checksum(self) -> str:
-        return await self._on_home(self._replica.checksum())
 
-    @_method(concurrency_group="control")
-    async def resume(self) -> None:
-        await self._on_home(self._replica.resume())
+class RolloutHost:
+    """A worker in a process of its own. log: file for its output; None leaves it to Ray.
 
-    @_method(concurrency_group="control")
-    async def stats(self) -> ReplicaStats:
-        return await self._on_home(self._replica.stats())
+    For each call without a text see `RolloutWorker`.
+    """
 
-    @_method(concurrency_group="control")
-    async def close(self) -> None:
-        await self._on_home(self._replica.close())
+    def __init__(self, *, log: Path | None = None) -> None:
+        open_log(log)
 
-    @_method(concurrency_group="control")
+    async def start(
+        self, config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
+    ) -> None:
+        """Build the worker."""
+        from async_rl.rollout_workers import build_remote_worker  # which imports this module
+
+        self._worker, self._fleet = build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas)
+
     async def pid(self) -> int:
         return os.getpid()
 
-    async def _on_home(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the event loop that owns the engine."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+    async def follow(self, replicas: Mapping[str, ReplicaAddress]) -> None:
+        """Use exactly these replicas from now on."""
+        self._fleet.follow(replicas, client=self._worker.name)
+
+    async def open(self, place: ContentPlace, *, writer: str) -> None:
+        await self._worker.open(place, writer=writer)
+
+    @_method(num_returns=2)
+    async def roll(
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory]
+    ) -> tuple[RolledGroup, GroupContent | None]:
+        return await self._worker.roll(prompt, admission, held)
+
+    async def stop(self, group: int) -> None:
+        """End the rollouts of a group for which nobody waits any more."""
+        self._worker.stop(group)
+
+    async def cancel(self, group: int, *, reason: str) -> None:
+        await self._worker.cancel(group, reason=reason)
+
+    async def flush(self) -> None:
+        await self._worker.flush()
+
+    async def forget(self, groups: Collection[int]) -> None:
+        await self._worker.forget(groups)
+
+    async def pause_tools(self) -> None:
+        await self._worker.pause_tools()
+
+    async def resume_tools(self) -> None:
+        await self._worker.resume_tools()
+
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+        return await self._worker.validate(prompts, number=number)
+
+    async def answers(self) -> Mapping[str, int]:
+        return self._fleet.answers()
+
+    async def events(self) -> list[WorkerEvent]:
+        try:
+            async with asyncio.timeout(EVENTS_S):
+                return await self._worker.events()
+        except TimeoutError:
+            return []
+
+    async def end(self) -> None:
+        await self._worker.end()
 
 
-REPLICA_GROUPS = {"generate": MAX_BULK_CALLS, "control": 16}
-ReplicaActor = _remote(concurrency_groups=REPLICA_GROUPS)(ReplicaHost)
+RolloutActor = _remote(max_concurrency=MAX_ROLLOUTS)(RolloutHost)
 
 
 # ---- trainer

@@ -71,6 +71,8 @@ class RolloutConfig:
 
     groups_per_batch: int
     trajectories_per_group: int
+    workers: int = 1
+    """Processes that run agent loops; they share the replicas."""
     on_update: OnUpdate = "resume"
     kv: KeptKV = "recompute"
     resume_routing: ResumeRouting = "append"
@@ -80,7 +82,7 @@ class RolloutConfig:
     limits: TurnLimits
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_batch", "trajectories_per_group", "max_failed_groups"):
+        for name in ("groups_per_batch", "trajectories_per_group", "workers", "max_failed_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} is {getattr(self, name)}; must be >= 1")
         if self.kv == "keep" and self.on_update != "keep":

@@ -44,6 +44,11 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"{every - 1} steps old before any wait; raise the bound to at least that (to {every + per_batch - 1} so "
             "that rollouts run one batch ahead), publish more often, or make fewer updates per batch"
         )
+    if rollout.workers > 1 and config.schedule is not None:
+        yield (
+            f"rollout.workers is {rollout.workers} with a schedule, to which only rollouts in the process of the "
+            "driver keep; set rollout.workers=1"
+        )
     if config.total_train_steps % per_batch:
         yield (
             f"total_train_steps is {config.total_train_steps} with trainer.updates_per_batch={per_batch}; train steps "

@@ -1,23 +1,22 @@
-"""Typed driver side of the actors: every call is bounded, every failure names who failed at what."""
+"""Typed client side of the actors: every call is bounded, every failure names who failed at what."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from torch import Tensor
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.batch.training_batch import TrainingBatch
-from async_rl.engines.inbox import Answer
-from async_rl.engines.replica import KeptKV, ReplicaStats
+from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.logs import log_end
 from async_rl.train.losses import LossConfig
@@ -25,10 +24,11 @@ from async_rl.train.model import TrainerConfig, rank_environment
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.planning import BatchPlan, Planner
 from async_rl.weights.transport import WeightUpdate
+from message_queue.rpc import BatchingClient
 from message_queue.tokens import TokenOutput, WeightVersion
 
+P = ParamSpec("P")
 T = TypeVar("T")
-COLLECT_S = 10.0  # longest wait for answers in one call
 
 
 class TrainerError(RuntimeError):
@@ -39,34 +39,47 @@ class TrainerLostError(TrainerError):
     """A trainer rank is dead or silent; another set of ranks may go on from a checkpoint."""
 
 
-class ReplicaHandle:
-    """Driver side of a replica: an Engine, and the control calls of the publisher.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAddress:
+    """How to reach a replica; may be sent to other processes."""
 
-    Requests made in one turn of the event loop travel in one call, and answers that stand together in another.
+    actor: Any
+    """Handle of a `ReplicaHost`."""
+    name: str
+    """Of the replica."""
+    generate_timeout_s: float
+    """Bound on one request, and on a drain."""
+    control_timeout_s: float
+    """Bound on any other call, and silence after which the replica counts as dead."""
+    log: Path | None = None
+    """File with the output of its process; its end becomes a note of an error of a start or a death."""
+
+
+class ReplicaHandle:
+    """Calls the `Replica` in another process: an Engine, and the control calls of the publisher.
+
+    If a caller is cancelled or out of time, its call is cancelled in the replica too.
 
     Args:
-        log: file with the output of the process; its end becomes a note of an error of a start or a death.
+        address: of the replica.
+        client: name of this handle, unique among all handles of the replica.
+
+    Raises:
+        ReplicaLostError: from every method, if the process is dead or silent.
+        EngineError: from every method, if the call failed.
     """
 
-    def __init__(
-        self,
-        actor: ActorHandle[Any],
-        *,
-        name: str,
-        generate_timeout_s: float,
-        control_timeout_s: float,
-        log: Path | None = None,
-    ) -> None:
-        self.name = name
-        self._log = log
+    def __init__(self, address: ReplicaAddress, *, client: str = "driver") -> None:
+        self.address = address
+        self.name = address.name
         self._log_end = ""
-        self._actor = actor
-        self._generate_timeout_s = generate_timeout_s
-        self._control_timeout_s = control_timeout_s
-        self._outbox: list[GenerateRequest] = []
-        self._withdrawn: list[str] = []
-        self._waiting: dict[str, asyncio.Future[list[TokenOutput]]] = {}
-        self._collecting: asyncio.Task[None] | None = None
+        self._calls: BatchingClient[Replica] = BatchingClient(
+            address.actor,
+            name=client,
+            server=address.name,
+            timeout_s=address.control_timeout_s,
+            lost=ReplicaLostError,
+        )
 
     @classmethod
     async def start(
@@ -89,11 +102,13 @@ class ReplicaHandle:
         environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
         handle = cls(
-            actor,
-            name=name,
-            generate_timeout_s=config.generate_timeout_s,
-            control_timeout_s=config.load_timeout_s,
-            log=log,
+            ReplicaAddress(
+                actor=actor,
+                name=name,
+                generate_timeout_s=config.generate_timeout_s,
+                control_timeout_s=config.load_timeout_s,
+                log=log,
+            )
         )
         started = actor.start.remote(
             config,
@@ -104,111 +119,93 @@ class ReplicaHandle:
             capture_support=capture_support,
         )
         try:
-            await handle._call("start", started, config.start_timeout_s)
+            await handle._answer_of_host("start", started, config.start_timeout_s)
         except BaseException:
             ray.kill(actor)  # it holds the place of the next one
             raise
         return handle
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """See `agent_loop.engine.Engine`; cancelling the caller aborts the request."""
-        name = request.request_id
-        if name in self._waiting:
-            raise EngineError(f"{self.name}: request {name} is already in flight; ids are unique while in flight")
-        answer = self._waiting[name] = asyncio.get_running_loop().create_future()
-        self._outbox.append(request)
-        self._send_soon()
+        """See `agent_loop.engine.Engine`."""
+        bound = self.address.generate_timeout_s
         try:
-            async with asyncio.timeout(self._generate_timeout_s):
-                return await answer
+            async with asyncio.timeout(bound):
+                return await self._call(Replica.generate, request)
         except TimeoutError as error:
             raise EngineError(
-                f"{self.name}: request {name} took longer than engine.generate_timeout_s={self._generate_timeout_s}"
+                f"{self.name}: request {request.request_id} took longer than engine.generate_timeout_s={bound}"
             ) from error
-        finally:
-            del self._waiting[name]
-            if not answer.done() or answer.cancelled():
-                self._withdrawn.append(name)
-                self._send_soon()
 
     async def pause(self) -> None:
-        await self._call("pause", self._actor.pause.remote(), self._control_timeout_s)
+        await self._control(self.address.control_timeout_s, Replica.pause)
 
     async def abort(self) -> int:
-        return await self._call("abort", self._actor.abort.remote(), self._control_timeout_s)
+        return await self._control(self.address.control_timeout_s, Replica.abort)
 
     async def drain(self) -> None:
-        await self._call("drain", self._actor.drain.remote(), self._generate_timeout_s)
+        await self._control(self.address.generate_timeout_s, Replica.drain)
 
     async def freeze(self) -> int:
-        return await self._call("freeze", self._actor.freeze.remote(), self._control_timeout_s)
+        return await self._control(self.address.control_timeout_s, Replica.freeze)
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
-        return await self._call("load", self._actor.load.remote(update, kv), self._control_timeout_s)
+        return await self._control(self.address.control_timeout_s, Replica.load, update, kv=kv)
 
     async def checksum(self) -> str:
-        return await self._call("checksum", self._actor.checksum.remote(), self._control_timeout_s)
+        return await self._control(self.address.control_timeout_s, Replica.checksum)
 
     async def resume(self) -> None:
-        await self._call("resume", self._actor.resume.remote(), self._control_timeout_s)
+        await self._control(self.address.control_timeout_s, Replica.resume)
 
     async def stats(self) -> ReplicaStats:
-        return await self._call("stats", self._actor.stats.remote(), self._control_timeout_s)
+        return await self._control(self.address.control_timeout_s, Replica.stats)
 
     async def pid(self) -> int:
         """Process id of the actor."""
-        return await self._call("pid", self._actor.pid.remote(), self._control_timeout_s)
+        return await self._answer_of_host("pid", self.address.actor.pid.remote(), self.address.control_timeout_s)
+
+    async def forget_client(self, client: str) -> None:
+        """Abort the requests of a client that died; they are gone from the engine when this returns."""
+        actor, timeout_s = self.address.actor, self.address.control_timeout_s
+        await self._answer_of_host("forget_client", actor.forget_client.remote(client), timeout_s)
 
     async def close(self, *, timeout_s: float) -> None:
-        """Close the engine; a replica that does not answer is killed."""
-        if self._collecting is not None:
-            self._collecting.cancel()
+        """Close the engine, and end the process whether it answers or not."""
         try:
-            await self._call("close", self._actor.close.remote(), timeout_s)
+            await self._control(timeout_s, Replica.close)
         finally:
-            ray.kill(self._actor)
+            ray.kill(self.address.actor)
 
-    # ---- in bulk
-
-    def _send_soon(self) -> None:
-        """Hand over what this turn of the event loop brings, and have somebody wait for the answers."""
-        if len(self._outbox) + len(self._withdrawn) == 1:
-            asyncio.get_running_loop().call_soon(self._send)
-        if self._waiting and (self._collecting is None or self._collecting.done()):
-            self._collecting = asyncio.create_task(self._collect())
-
-    def _send(self) -> None:
-        requests = [r for r in self._outbox if r.request_id in self._waiting]
-        unsent = {r.request_id for r in self._outbox}
-        withdrawn = [name for name in self._withdrawn if name not in unsent]
-        self._outbox, self._withdrawn = [], []
-        if requests:
-            self._actor.submit.remote(requests)
-        if withdrawn:
-            self._actor.cancel.remote(withdrawn)
-
-    async def _collect(self) -> None:
-        """Hand every answer to its caller while anyone waits; a replica that cannot be asked fails them all."""
+    async def _control(
+        self,
+        timeout_s: float,
+        method: Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """A call without whose answer in time the replica counts as dead."""
         try:
-            while self._waiting:
-                asked = self._actor.collect.remote(COLLECT_S)
-                for name, answer in await self._call("collect", asked, COLLECT_S + self._control_timeout_s):
-                    self._settle(name, answer)
+            async with asyncio.timeout(timeout_s):
+                return await self._call(method, *args, **kwargs)
+        except TimeoutError as cause:
+            error = ReplicaLostError(f"{self.name}: {method.__name__} took longer than {timeout_s} s")
+            self._explain(error)
+            raise error from cause
+
+    async def _call(
+        self, method: Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        try:
+            return await self._calls.call(method, *args, **kwargs)
         except EngineError as error:
-            for name in list(self._waiting):
-                self._settle(name, type(error)(str(error)))
+            self._explain(error)
+            raise
+        except Exception as cause:
+            last_line = str(cause).rstrip().rpartition("\n")[2]  # of a traceback: the error
+            raise EngineError(f"{self.name}: {method.__name__} failed: {last_line}") from cause
 
-    def _settle(self, name: str, answer: Answer) -> None:
-        waiting = self._waiting.get(name)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(answer, EngineError):
-            self._explain(answer)
-            waiting.set_exception(answer)
-        else:
-            waiting.set_result(answer)
-
-    async def _call(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
+    async def _answer_of_host(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
         try:
             return await _answer(
                 ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError, dead=ReplicaLostError
@@ -219,8 +216,9 @@ class ReplicaHandle:
 
     def _explain(self, error: EngineError, *, starting: bool = False) -> None:
         """Add the end of the log to the error of a replica that did not start or died; it is read once."""
-        if self._log is not None and (starting or isinstance(error, ReplicaLostError)):
-            self._log_end = self._log_end or log_end(self._log)
+        log = self.address.log
+        if log is not None and (starting or isinstance(error, ReplicaLostError)):
+            self._log_end = self._log_end or log_end(log)
             error.add_note(self._log_end)
 
 
@@ -403,5 +401,5 @@ async def _answer(
     except RayActorError as cause:
         raise dead(f"{who}: process died during {what}") from cause
     except RayTaskError as cause:
-        kind = dead if isinstance(cause.cause, dead) else error
+        kind = dead if isinstance(cause.cause, dead | ObjectLostError) else error
         raise kind(f"{who}: {what} failed: {cause.cause}") from cause.cause  # Ray's own text repeats the traceback

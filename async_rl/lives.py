@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from agent_loop.loop import AgentLoop, Prompt
-from agent_loop.tools import PauseGate
+from agent_loop.loop import Prompt
 from async_rl.checkpoints import Checkpoints
 from async_rl.config import RunConfig
 from async_rl.data.prompts import PromptOrder
@@ -28,15 +27,12 @@ from async_rl.pipeline import Pipeline
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Conducts
 from async_rl.rollout.contents import ContentPlace, GroupContents, StoredContent, read_content
-from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
-from async_rl.rollout.recorded import StoredRolloutLog
-from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.dispatcher import Dispatcher
+from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.supervisor import RestartLimit, StartsReplica, Supervisor
-from async_rl.rollout.validator import Validator
 from async_rl.weights.probe import Probe
 from async_rl.weights.publisher import Publisher
 from message_queue.contract import QueueUnavailable
-from message_queue.disk_errors import JournalError
 from message_queue.ledger import LedgerRecord, LedgerTotal
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.tokens import RoutingSpec
@@ -70,7 +66,7 @@ class StartsParts(Protocol[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lasting(Generic[T]):
-    """What outlives a trainer or a queue. conductor: decides when things happen; `loop` goes through it.
+    """What outlives a trainer or a queue. conductor: decides when things happen; the rollouts go through it.
 
     probe: compares engines and trainer at equal weights; None compares nothing.
     """
@@ -78,7 +74,7 @@ class Lasting(Generic[T]):
     workers: StartsParts[T]
     publisher: Publisher
     replicas: Supervisor
-    loop: AgentLoop
+    rollouts: Dispatcher
     routing: RoutingSpec | None
     recorder: Recorder
     trace: Trace
@@ -88,24 +84,18 @@ class Lasting(Generic[T]):
 
 
 def supervised(
-    config: RunConfig,
-    replicas: Sequence[FleetReplica],
-    *,
-    tools: PauseGate,
-    start: StartsReplica,
-    recorder: Recorder,
-) -> tuple[ReplicaFleet, Publisher, Supervisor]:
-    """The replicas as the router, the publisher and the pipeline see them."""
-    fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
+    config: RunConfig, fleet: ReplicaFleet, *, rollouts: Dispatcher, start: StartsReplica, recorder: Recorder
+) -> tuple[Publisher, Supervisor]:
+    """The replicas as the trainer and the pipeline see them."""
     publisher = Publisher(
         fleet,
         on_update=config.rollout.on_update,
         kv=config.rollout.kv,
-        tools=tools,
+        rollouts=rollouts,
         timeout_s=config.sync.timeout_s,
     )
     supervisor = Supervisor(fleet, publisher, start=start, config=config.supervision, note=recorder.warn)
-    return fleet, publisher, supervisor
+    return publisher, supervisor
 
 
 class Lives(Generic[T]):
@@ -168,10 +158,10 @@ class Lives(Generic[T]):
     async def _run_once(self, trainer: T) -> bool:
         lasting, place = self._lasting, self._resume.content(self._lasting.routing)
         queue, restored, stored = await self._open_queue(place)
-        contents: GroupContents | None = None
         try:
             self._resume.rewind(restored, stored, lasting.recorder)
-            contents = await GroupContents.open(place, restored, stored)
+            await lasting.rollouts.open(place, live=restored.live)
+            contents = GroupContents.of_restart(restored, stored, forget=lasting.rollouts.forget)
             if self._resume.checkpoint is not None:
                 await trainer.restore(self._resume.checkpoint / "trainer")
             self._pipeline = self._build_pipeline(queue, contents, trainer, restored)
@@ -190,9 +180,7 @@ class Lives(Generic[T]):
             return finished
         finally:
             queue.kill()
-            if contents is not None:
-                with contextlib.suppress(JournalError):
-                    await contents.close()
+            await lasting.rollouts.end()
 
     async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
         """The queue with what a restart continues. Groups that were ready and miss a part of their content are open."""
@@ -217,12 +205,6 @@ class Lives(Generic[T]):
 
     def _build_pipeline(self, queue: RunQueue, contents: GroupContents, trainer: T, restored: Restored) -> Pipeline:
         config, lasting = self._config, self._lasting
-        loop, routing = lasting.loop, lasting.routing
-        validator = None
-        if self._held_out:
-            validator = Validator(
-                loop=loop, routing=routing, prompts=self._held_out, resume_routing=config.rollout.resume_routing
-            )
         return Pipeline(
             config=PipelineConfig(
                 total_train_steps=config.total_train_steps,
@@ -239,19 +221,11 @@ class Lives(Generic[T]):
             prompts=self._resume.prompts(self._order, restored),
             queue=queue,
             contents=contents,
-            rollouter=Rollouter(
-                loop=loop,
-                routing=routing,
-                trajectories_per_group=config.rollout.trajectories_per_group,
-                resume_routing=config.rollout.resume_routing,
-                log=StoredRolloutLog(contents),
-                failure=config.rollout.failure,
-                note=lasting.recorder.warn,
-            ),
+            rollouts=lasting.rollouts,
             trainer=trainer,
             publisher=lasting.publisher,
             replicas=lasting.replicas,
-            validator=validator,
+            held_out=self._held_out,
             checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
             recorder=lasting.recorder,
             trace=lasting.trace,

@@ -14,6 +14,7 @@
     validate  requests              held-out success      engines                       train
     expire    hopeless groups       cancelled rollouts    the bound (drop, recycle)     train
     watch     signs of life         lost replicas         time                          (nothing)
+    workers   their reports         new workers           rollout workers               (nothing)
 
 All but train are endless and run in the background; train is finite and is the body. A failed
 rollout is data (a dropped group with its reason); a failed stage is a crash with its cause. Only this module passes
@@ -43,12 +44,12 @@ from async_rl.observe.trace import Trace
 from async_rl.parts import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, StageError, Trainer
 from async_rl.rollout.bell import Bell
 from async_rl.rollout.conductor import Conducts, Free
-from async_rl.rollout.contents import GroupContents
+from async_rl.rollout.contents import GroupContents, fetched
+from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.fleet import Member
-from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.tokens import require_closed
 from async_rl.rollout.validations import Validations, is_due
-from async_rl.rollout.validator import Validator
 from async_rl.weights.probe import Probe
 from async_rl.weights.publisher import Publisher, PublishReport
 from async_rl.weights.transport import WeightUpdate
@@ -76,11 +77,11 @@ class Pipeline:
         prompts: PromptSource,
         queue: GroupQueue,
         contents: GroupContents,
-        rollouter: Rollouter,
+        rollouts: Dispatcher,
         trainer: Trainer,
         publisher: Publisher,
         replicas: Replicas,
-        validator: Validator | None,
+        held_out: Sequence[Prompt],
         checkpoints: Checkpoints,
         recorder: Recorder,
         trace: Trace,
@@ -93,7 +94,7 @@ class Pipeline:
         self._prompts = prompts
         self._queue = queue
         self._contents = contents
-        self._rollouter = rollouter
+        self._rollouts = rollouts
         self._trainer = trainer
         self._publisher = publisher
         self._replicas = replicas
@@ -110,7 +111,7 @@ class Pipeline:
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
         self._validations = Validations(
-            validator,
+            partial(rollouts.validate, held_out) if held_out else None,
             every=config.validate_every,
             per_batch=config.updates_per_batch,
             last=config.total_train_steps,
@@ -143,23 +144,24 @@ class Pipeline:
                 self._probe.cancel()
 
     async def _run(self) -> bool:
-        if (restored := self._restored) is not None:
-            await self._stage("catch up", lambda: self._catch_up(restored))
-        if self._train_step == 0 and (self._restored is None or self._restored.began):
-            await self._validations.now(0)
         timeout_s = self._config.replica_timeout_s
         async with asyncio.TaskGroup() as background:
-            stages = {
-                name: background.create_task(self._stage(name, work), name=name)
-                for name, work in (
-                    ("feed", self._feed),
-                    ("rollout", self._rollout),
-                    ("expire", self._expire),
-                    ("publish", self._publish),
-                    ("validate", self._validations.run),
-                    ("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s)),
-                )
-            }
+
+            def begin(name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+                stages[name] = background.create_task(self._stage(name, work), name=name)
+
+            stages: dict[str, asyncio.Task[None]] = {}
+            begin("workers", self._rollouts.watch)
+            if (restored := self._restored) is not None:
+                await self._stage("catch up", lambda: self._catch_up(restored))
+            if self._train_step == 0 and (self._restored is None or self._restored.began):
+                await self._validations.now(0)
+            begin("feed", self._feed)
+            begin("rollout", self._rollout)
+            begin("expire", self._expire)
+            begin("publish", self._publish)
+            begin("validate", self._validations.run)
+            begin("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
             try:
                 await self._stage("train", self._train)
             except StageError:
@@ -188,7 +190,7 @@ class Pipeline:
         """End the rollouts, with all that they generated written down."""
         if self._restored is not None:
             await self._publisher.interrupt()
-            await self._rollouter.flush()
+            await self._rollouts.flush()
         stages["rollout"].cancel()
         await asyncio.wait({stages["rollout"]})
         if self._restored is not None:
@@ -248,7 +250,7 @@ class Pipeline:
 
     async def _roll(self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()) -> None:
         with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
-            outcome = await self._rollouter.roll(prompt, admission, held=held)
+            outcome, content = await self._rollouts.roll(prompt, admission, held=held)
         if isinstance(outcome, DroppedGroup):
             too_many = not outcome.expired and self._count_failed(prompt)
             self._conductor.dropped(outcome.group, reason=outcome.reason)
@@ -273,7 +275,8 @@ class Pipeline:
         self._failed_row.clear()
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         await self._conductor.may_put(outcome.prompt)
-        put = await self._queue.put(self._contents.add(outcome))
+        self._contents.add(outcome.group, content)
+        put = await self._queue.put(outcome)
         if not put.accepted:
             await self._contents.drop([outcome.group])
 
@@ -289,7 +292,7 @@ class Pipeline:
         while True:
             hopeless = await self._queue.wait_expired(known=known)
             for group in hopeless:
-                self._rollouter.cancel(group, reason="expired: no batch within the staleness bound is left for it")
+                self._rollouts.cancel(group, reason="expired: no batch within the staleness bound is left for it")
             known = {*hopeless, *known} & set(await self._queue.expired())
 
     async def _train(self) -> None:
@@ -375,7 +378,8 @@ class Pipeline:
         """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
         if self._probe is None or self._probe.has_prompts or self._train_step < self._replayed:
             return
-        self._probe.take_prompts(self._contents.of(head.group for head in batch.groups))
+        groups = [head.group for head in batch.groups]
+        self._probe.take_prompts(await fetched(self._contents.of(groups[: self._probe.num_prompts])))
         await self._trainer.hold()
         self._unscored = self._loaded_version
         self._probe.ask_all(version=self._loaded_version)
@@ -416,7 +420,7 @@ class Pipeline:
         records = await self._queue.drain_records()
         self._recorder.ledger(records)
         await self._contents.drop([record["group"] for record in records if record["outcome"] == "dropped"])
-        require_closed(snapshot.ledger, wrong=self._rollouter.tokens.settle(records))
+        require_closed(snapshot.ledger, wrong=self._rollouts.tokens.settle(records))
 
     async def _save(self) -> None:
         """Checkpoint between two batches; nothing is taken then."""

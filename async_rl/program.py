@@ -1,7 +1,8 @@
 """Topology of a run: builds, places, starts and stops every part. Nobody else constructs.
 
-driver: Pipeline, Rollouter, Publisher, Validator, Recorder        one event loop
-actors: queue | trainer rank 0..R-1 | engine replica 0..N-1        one process each (an engine may add its own)
+driver: Pipeline, Dispatcher, Publisher, Recorder                                        one event loop
+actors: queue | trainer rank 0..R-1 | engine replica 0..N-1 | rollout worker 0..W-1      one process each (an engine
+                                                                                         may add its own)
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from pathlib import Path
 
 import ray
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoTokenizer
 
-from agent_loop.tools import PauseGate
 from async_rl.actors import Placement, start_ray
 from async_rl.config import RunConfig
 from async_rl.config_record import record_config
@@ -32,10 +31,12 @@ from async_rl.observe.report import read_run, write_report
 from async_rl.observe.trace import Trace
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Conductor, Conducts, Free
+from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule, read_schedule
+from async_rl.rollout_workers import build_worker
 from async_rl.weights.pretrained import keep_model_files
 from async_rl.weights.probe import Probe
 from async_rl.weights.transport import remove_directory
@@ -89,6 +90,7 @@ class Program:
                 config.cluster,
                 ranks=config.trainer.ranks,
                 replicas=config.engine.replicas,
+                workers=config.rollout.workers,
                 gpus_per_replica=config.gpus_per_replica,
             )
             await placement.ready()
@@ -107,7 +109,7 @@ class Program:
             trainer, replicas, checkpoint = await workers.start(console)
             keep_model_files(checkpoint, self._directory / "model")
             await trainer.remove_updates(weights_directory)  # those of a killed run
-            lasting = self._build_lasting(workers, replicas, checkpoint, recorder, trace)
+            lasting = await self._build_lasting(workers, replicas, checkpoint, recorder, trace)
             held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
             lives = Lives(config, lasting, order=self._order, held_out=held_out, resume=self._resume)
             async with stop_on_interrupt(lives.request_stop, note=recorder.note):
@@ -146,7 +148,7 @@ class Program:
         name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
         return parent / f"async_rl-weights-{name}"
 
-    def _build_lasting(
+    async def _build_lasting(
         self,
         workers: Workers,
         replicas: Sequence[ReplicaHandle],
@@ -155,23 +157,23 @@ class Program:
         trace: Trace,
     ) -> Lasting[TrainerHandle]:
         config = self._config
-        tools = PauseGate()
-        fleet, publisher, supervisor = supervised(
-            config, replicas, tools=tools, start=workers.replace_replica, recorder=recorder
+        fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
+        rollouts = Dispatcher(
+            await self._start_rollout_workers(workers, fleet, checkpoint),
+            fleet=fleet,
+            processes=workers if self._conductor.free else None,
+            config=config.supervision,
+            note=recorder.warn,
         )
-        loop = self._task.build_loop(
-            engine=self._conductor.engine(ReplicaRouter(fleet)),
-            tokenizer=AutoTokenizer.from_pretrained(checkpoint),
-            sampling=config.rollout.sampling,
-            limits=config.rollout.limits,
-            gate=tools,
+        publisher, supervisor = supervised(
+            config, fleet, rollouts=rollouts, start=workers.replace_replica, recorder=recorder
         )
         routing = read_model_info(checkpoint).routing
         return Lasting(
             workers=workers,
             publisher=publisher,
             replicas=supervisor,
-            loop=self._conductor.loop(loop),
+            rollouts=rollouts,
             routing=routing if config.captures_routing else None,
             recorder=recorder,
             trace=trace,
@@ -179,6 +181,15 @@ class Program:
             conductor=self._conductor,
             probe=self._build_probe(fleet, routing),
         )
+
+    async def _start_rollout_workers(self, workers: Workers, fleet: ReplicaFleet, checkpoint: Path) -> Sequence[Worker]:
+        """Processes; if the run keeps to a schedule, one worker in this process, where the conductor is."""
+        if self._conductor.free:
+            return await workers.start_rollout_workers(fleet)
+        engine = ReplicaRouter(fleet)
+        return [
+            build_worker(self._config, name="worker-0", checkpoint=checkpoint, engine=engine, conductor=self._conductor)
+        ]
 
     def _build_probe(self, fleet: ReplicaFleet, routing: RoutingSpec | None) -> Probe | None:
         config = self._config

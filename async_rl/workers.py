@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from agent_loop.engine import EngineError
 from async_rl.actors import Placement
 from async_rl.config import RunConfig
 from async_rl.data.task import Task
@@ -21,13 +22,15 @@ from async_rl.engines.select import check_engine
 from async_rl.handles import ReplicaHandle, TrainerHandle
 from async_rl.observe.recorder import Console
 from async_rl.queue_handle import QueueHandle, start_queue
-from async_rl.rollout.fleet import FleetReplica
+from async_rl.rollout.dispatcher import Worker
+from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
+from async_rl.rollout_workers import WorkerHandle
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.warm_start import run_warm_start, warm_start_folder
 
 
 class Workers:
-    """The trainer's ranks, the replicas and the queue.
+    """The trainer's ranks, the replicas, the rollout workers and the queue.
 
     Args:
         stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0.
@@ -56,6 +59,7 @@ class Workers:
         self._console: Console | None = None
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
+        self._fleet: ReplicaFleet | None = None
 
     async def start(self, console: Console) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
         """Trainer and replicas on the checkpoint that RL starts from, warm-started first where that is asked for."""
@@ -96,6 +100,24 @@ class Workers:
         """See `async_rl.rollout.supervisor.StartsReplica`."""
         await self._closing(cast(ReplicaHandle, lost).close)()
         return await self._start_replica(slot=slot, name=name)
+
+    async def start_rollout_workers(self, fleet: ReplicaFleet) -> list[WorkerHandle]:
+        """As many as `rollout.workers`, on the replicas of `fleet`."""
+        self._fleet = fleet
+        async with asyncio.TaskGroup() as starts:
+            tasks = [
+                starts.create_task(self.start_worker(slot=i, name=f"worker-{i}"))
+                for i in range(self._config.rollout.workers)
+            ]
+        return [task.result() for task in tasks]
+
+    async def remove_worker(self, lost: Worker) -> None:
+        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
+        assert self._fleet is not None
+        await self._closing(cast(WorkerHandle, lost).close)()
+        for member in self._fleet.live_or_none:
+            with contextlib.suppress(EngineError):  # a replica that is lost too has no requests either
+                await cast(ReplicaHandle, member.replica).forget_client(lost.name)
 
     async def start_queue(self) -> QueueHandle:
         """The queue; `open` comes first."""
@@ -170,6 +192,21 @@ class Workers:
         self._stack.push_async_callback(self._closing(replica.close))
         self._name({name: await replica.pid()})
         return replica
+
+    async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
+        assert self._fleet is not None
+        worker = await WorkerHandle.start(
+            self._config,
+            name=name,
+            checkpoint=self._checkpoint,
+            replicas=[member.replica for member in await self._fleet.serving()],
+            options=self._placement.worker(slot),
+            log=self._logs / f"{name}.log",
+        )
+        self._stack.push_async_callback(self._closing(worker.close))
+        self._name({name: await worker.pid()})
+        return worker
 
     def _name(self, processes: dict[str, int]) -> None:
         self._processes |= processes

@@ -282,11 +282,13 @@ class BatchingServer(Generic[S]):
         state.has_reply.clear()
         return replies
 
-    def forget_client(self, client: str) -> None:
-        """Cancel the calls of a client that died, and drop its replies."""
+    def forget_client(self, client: str) -> list[asyncio.Task[None]]:
+        """Cancel the calls of a client that died, which are returned, and drop its replies."""
         state = self._clients.pop(client, None)
-        for task in list(state.running.values()) if state is not None else ():
+        calls = [] if state is None else list(state.running.values())
+        for task in calls:
             task.cancel()
+        return calls
 
     def _client(self, name: str) -> _Client:
         now = asyncio.get_running_loop().time()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from message_queue.content import ContentWriter
-from message_queue.content_reader import read_groups, remove_settled
-from message_queue.heads import GroupHead, head_of
-from message_queue.progress import RolloutRecord
+from message_queue.content_reader import read_groups
+from message_queue.contract import Admission
 from message_queue.recovery import Restored
 from message_queue.sequence import GroupContent, content_of
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting
+
+ContentOrRef = GroupContent | Any
+"""Content of a group, or the reference of Ray to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,68 +55,68 @@ async def read_content(place: ContentPlace, restored: Restored) -> StoredContent
     Raises:
         JournalError: a file is of another run or format, or cannot be opened.
     """
-    admissions = {admission.group: admission for admission in (*restored.open, *restored.ready)}
-    if not admissions or not place.directory.is_dir():
-        missing = frozenset(admission.group for admission in restored.ready)
-        return StoredContent(incomplete=missing)
+    found = await read_stored(place, (*restored.open, *restored.ready))
+    incomplete = (a.group for a in restored.ready if a.group not in found.groups or not found.groups[a.group].closed)
+    return replace(found, incomplete=frozenset(incomplete))
+
+
+async def read_stored(place: ContentPlace, admissions: Iterable[Admission]) -> StoredContent:
+    """What is stored of groups; none of them is called incomplete.
+
+    Raises:
+        JournalError: as of `read_content`.
+    """
+    wanted = {admission.group: admission for admission in admissions}
+    if not wanted or not place.directory.is_dir():
+        return StoredContent()
     found = await asyncio.to_thread(
         read_groups,
         place.directory,
-        admissions,
+        wanted,
         run=place.run,
         trajectories=place.trajectories,
         routing=place.routing,
         resume_routing=place.resume_routing,
     )
-    ready = (found.groups[admission.group] for admission in restored.ready)
-    return StoredContent(
-        groups=found.groups,
-        incomplete=frozenset(group.group for group in ready if not group.closed),
-        notes=tuple(found.notes),
-    )
+    return StoredContent(groups=found.groups, notes=tuple(found.notes))
 
 
 class GroupContents:
-    """Stores content and hands it to the trainer.
+    """Content of groups between their rollout and their training, as the driver has it.
 
     Args:
-        writer: stores the records of rollouts; None stores nothing.
         unfinished: groups whose rollouts continue, by id.
+        forget: removes the stored content of groups.
     """
 
     def __init__(
-        self, writer: ContentWriter | None = None, *, unfinished: Mapping[int, PromptGroup] | None = None
+        self,
+        *,
+        unfinished: Mapping[int, PromptGroup] | None = None,
+        forget: Callable[[Collection[int]], Awaitable[None]] | None = None,
     ) -> None:
         self.unfinished = dict(unfinished or {})
-        self._writer = writer
-        self._finished: dict[int, GroupContent] = {}
+        self._forget = forget
+        self._finished: dict[int, ContentOrRef] = {}
         self._trained: dict[int, int] = {}  # group -> train step
 
     @classmethod
-    async def open(cls, place: ContentPlace, restored: Restored, stored: StoredContent) -> GroupContents:
-        """Contents of a run that continues from `stored`, with a writer of their own."""
-        name = await asyncio.to_thread(_new_name, place.directory)
-        writer = await ContentWriter.open(place.directory, name=name, run=place.run, fsync=place.fsync)
-        await asyncio.to_thread(partial(remove_settled, place.directory, restored.live, keep={name}))
-        contents = cls(
-            writer, unfinished={a.group: stored.groups[a.group] for a in restored.open if a.group in stored.groups}
-        )
+    def of_restart(
+        cls, restored: Restored, stored: StoredContent, *, forget: Callable[[Collection[int]], Awaitable[None]]
+    ) -> GroupContents:
+        """Contents of a run that continues from `stored`."""
+        groups = stored.groups
+        contents = cls(unfinished={a.group: groups[a.group] for a in restored.open if a.group in groups}, forget=forget)
         for admission in restored.ready:
-            contents.add(stored.groups[admission.group])
+            contents.add(admission.group, content_of(groups[admission.group]))
         return contents
 
-    async def append(self, records: Sequence[RolloutRecord]) -> None:
-        """Store records; they survive a kill of this process when this returns."""
-        if self._writer is not None:
-            await self._writer.append(records)
+    def add(self, group: int, content: ContentOrRef) -> None:
+        """Keep the content of a finished group until it is trained."""
+        self.unfinished.pop(group, None)
+        self._finished[group] = content
 
-    def add(self, group: PromptGroup) -> GroupHead:
-        """Keep the content of a finished group until it is trained; returns its head."""
-        self.unfinished.pop(group.group, None)
-        self._finished[group.group] = content_of(group)
-        return head_of(group)
-
-    def of(self, groups: Iterable[int]) -> list[GroupContent]:
+    def of(self, groups: Iterable[int]) -> list[ContentOrRef]:
         """Content of finished groups."""
         return [self._finished[group] for group in groups]
 
@@ -124,8 +125,8 @@ class GroupContents:
         for group in groups:
             self.unfinished.pop(group, None)
             self._finished.pop(group, None)
-        if self._writer is not None and groups:
-            await self._writer.forget(groups)
+        if self._forget is not None and groups:
+            await self._forget(groups)
 
     def trained(self, groups: Iterable[int], *, train_step: int) -> None:
         """The trainer does not need these any more, unless a restart trains them again."""
@@ -140,13 +141,18 @@ class GroupContents:
             del self._trained[group]
         await self.drop(settled)
 
-    async def close(self) -> None:
-        """Store what waits. Idempotent."""
-        if self._writer is not None:
-            await self._writer.close()
+
+async def fetched(contents: Iterable[ContentOrRef]) -> list[GroupContent]:
+    """The contents themselves."""
+    return [await content if isinstance(content, Awaitable) else content for content in contents]
 
 
-def _new_name(directory: Path) -> str:
-    """A name that no writer of the directory has had."""
+def next_writer(directory: Path) -> int:
+    """Number of a writer that the directory has not seen, nor any after it; `writer_name` makes its name."""
     numbers = [int(path.stem.removeprefix("rollout-").partition("-")[0]) for path in directory.glob("rollout-*.sqlite")]
-    return f"rollout-{max(numbers, default=-1) + 1:04d}"
+    return max(numbers, default=-1) + 1
+
+
+def writer_name(number: int) -> str:
+    """Of the files of a writer."""
+    return f"rollout-{number:04d}"

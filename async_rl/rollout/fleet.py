@@ -43,14 +43,13 @@ class Member:
     """A replica of the fleet.
 
     slot: its place among the replicas that the run was given. in_flight: requests that the router has there.
-    num_answers: those answered; answered: rings with each. busy_seconds: as last read. calls: what `lose` ends.
+    num_answers: those answered. busy_seconds: as last read. calls: what `lose` ends.
     """
 
     replica: FleetReplica
     slot: int
     in_flight: int = 0
     num_answers: int = 0
-    answered: Bell = field(default_factory=Bell)
     busy_seconds: float = 0.0
     calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])  # in the order they began
 
@@ -61,7 +60,6 @@ class Member:
     def note_answer(self) -> None:
         """A request was answered."""
         self.num_answers += 1
-        self.answered.ring()
 
 
 class ReplicaFleet:
@@ -69,6 +67,8 @@ class ReplicaFleet:
 
     Args:
         on_lost: called once per lost replica, with what a person should read.
+
+    changed: rings when a replica joins or is lost.
 
     Raises:
         ValueError: no replica, or two of one name.
@@ -84,7 +84,7 @@ class ReplicaFleet:
         self._num_slots = len(replicas)
         self._awaited = 0
         self._to_restart: asyncio.Queue[Member] | None = None
-        self._changed = Bell()
+        self.changed = Bell()
         self._live = self._members
         self._lost: dict[str, str] = {}
         self._notes: list[str] = []
@@ -105,6 +105,16 @@ class ReplicaFleet:
         self.require_any()
         return self._live
 
+    @property
+    def live_or_none(self) -> tuple[Member, ...]:
+        """Replicas that serve, if any."""
+        return self._live
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All replicas, lost ones included."""
+        return self._members
+
     async def serving(self) -> tuple[Member, ...]:
         """Replicas that serve, as soon as there is one.
 
@@ -112,7 +122,7 @@ class ReplicaFleet:
             ReplicaLostError: none is left, and none is being started.
         """
         while not self.live:
-            await self._changed.wait()
+            await self.changed.wait()
         return self._live
 
     def supervise(self) -> None:
@@ -136,12 +146,12 @@ class ReplicaFleet:
         member = Member(replica, slot)
         self._members, self._live = (*self._members, member), (*self._live, member)
         self._awaited -= 1
-        self._changed.ring()
+        self.changed.ring()
 
     def give_up(self) -> None:
         """A lost replica is not started anew."""
         self._awaited -= 1
-        self._changed.ring()
+        self.changed.ring()
 
     @property
     def lost(self) -> dict[str, str]:
@@ -168,6 +178,7 @@ class ReplicaFleet:
         self._lost[member.name] = reason
         self._notes += notes
         self._live = tuple(other for other in self._live if other is not member)
+        self.changed.ring()
         now = asyncio.get_running_loop().time()
         for call in member.calls:
             if not call.expired():  # else it is ending by itself

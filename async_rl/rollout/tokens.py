@@ -22,6 +22,10 @@ class TokenCount:
         self._of[group] = self._of.get(group, 0) + tokens
         self.num_generated += tokens
 
+    def pop(self, group: int) -> int:
+        """Tokens of a group, which is forgotten."""
+        return self._of.pop(group, 0)
+
     def settle(self, records: Iterable[LedgerRecord]) -> list[str]:
         """Where the queue says otherwise of groups that ended; those of an earlier start are not known here."""
         wrong: list[str] = []

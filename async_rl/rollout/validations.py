@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
-from async_rl.rollout.validator import Validator
+from async_rl.rollout.validator import ValidationResult
 
 
 def is_due(train_step: int, *, every: int, per_batch: int) -> bool:
@@ -21,14 +22,14 @@ class Validations:
     """One round at a time.
 
     Args:
-        validator: None where there are no held-out prompts, and then nothing ever happens.
+        validate: a round with a number; None if there are no held-out prompts, and then nothing ever happens.
         every: train steps from one to the next; 0 is none but the first and the last. last: train step of the last.
         per_batch: train steps that are made from one batch, see `is_due`.
     """
 
     def __init__(
         self,
-        validator: Validator | None,
+        validate: Callable[[int], Awaitable[ValidationResult]] | None,
         *,
         every: int,
         last: int,
@@ -36,7 +37,8 @@ class Validations:
         trace: Trace,
         per_batch: int = 1,
     ) -> None:
-        self._validator = validator
+        self._validate = validate
+        self._num_rounds = 0
         self._every = every
         self._per_batch = per_batch
         self._last = last
@@ -53,7 +55,7 @@ class Validations:
 
     def request(self, step: int) -> None:
         """Ask for a round where one is due after train step `step`."""
-        if self._validator is None or step == self._last:
+        if self._validate is None or step == self._last:
             return
         if not is_due(step, every=self._every, per_batch=self._per_batch):
             return
@@ -64,10 +66,11 @@ class Validations:
 
     async def now(self, step: int) -> None:
         """A round after train step `step`."""
-        if self._validator is None:
+        if self._validate is None:
             return
         with self._trace.span("validate", f"step {step}"):
-            result = await self._validator.run()
+            self._num_rounds += 1
+            result = await self._validate(self._num_rounds)
         self._newest = step
         self._recorder.validation(step, result)
         if result.failed:
@@ -81,7 +84,7 @@ class Validations:
 
         With no train steps the round before the first one is the last one too.
         """
-        if self._validator is not None:
+        if self._validate is not None:
             await self._requests.join()
             if self._newest != step:
                 await self.now(step)

@@ -39,48 +39,82 @@ class ValidationResult:
     """Of the failed rollouts, that of the first prompt."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationRound:
+    """Rollouts of held-out prompts on one worker; an entry of each list per prompt."""
+
+    rewards: list[float]
+    """0 where a rollout failed."""
+    lengths: list[int]
+    """Tokens, prompt and tool replies included."""
+    cut_off: list[bool]
+    """Whether the last turn hit a token limit."""
+    errors: list[str | None]
+    """Why a rollout failed; None if it finished."""
+    min_version: int
+    """Oldest weights that sampled a token; -1 if none was sampled."""
+    max_version: int
+    """Newest weights that sampled a token; -1 if none was sampled."""
+
+    @staticmethod
+    def joined(parts: Sequence[ValidationRound]) -> ValidationResult:
+        """The result of a round over the parts of all workers."""
+        errors = [error for part in parts for error in part.errors]
+        rollouts = zip(
+            errors,
+            (reward for part in parts for reward in part.rewards),
+            (length for part in parts for length in part.lengths),
+            (cut for part in parts for cut in part.cut_off),
+            strict=True,
+        )
+        finished = [(reward, length, cut) for error, reward, length, cut in rollouts if error is None]
+        versions = [part for part in parts if part.max_version >= 0]
+        return ValidationResult(
+            success_rate=_mean([reward for reward, _, _ in finished]),
+            prompts=len(errors),
+            failed=len(errors) - len(finished),
+            cut_off=sum(cut for _, _, cut in finished),
+            mean_tokens=_mean([length for _, length, _ in finished]),
+            min_version=min((part.min_version for part in versions), default=-1),
+            max_version=max((part.max_version for part in versions), default=-1),
+            first_error=next(filter(None, errors), None),
+        )
+
+
 class Validator:
-    """Rolls every held-out prompt once. Its trajectories never enter the queue."""
+    """Rolls out held-out prompts. Their trajectories never enter the queue."""
 
     def __init__(
-        self,
-        *,
-        loop: AgentLoop,
-        routing: RoutingSpec | None,
-        prompts: Sequence[Prompt],
-        resume_routing: ResumeRouting = "append",
+        self, *, loop: AgentLoop, routing: RoutingSpec | None, resume_routing: ResumeRouting = "append"
     ) -> None:
         self._loop = loop
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
-        self._prompts = prompts
-        self._round = 0
 
-    async def run(self) -> ValidationResult:
-        """One round over all prompts.
+    async def run(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+        """Roll out each prompt once.
+
+        Args:
+            prompts: each with its place among all prompts of the round.
+            number: of the round.
 
         Raises:
             ExceptionGroup: of EngineError and ContractError: the engines cannot serve.
         """
-        self._round += 1
-        trajectories = [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in self._prompts]
+        trajectories = [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in prompts]
         async with asyncio.TaskGroup() as rollouts:
             tasks = [
-                rollouts.create_task(self._roll(prompt, trajectory, f"validation{self._round}-{i}"))
-                for i, (prompt, trajectory) in enumerate(zip(self._prompts, trajectories, strict=True))
+                rollouts.create_task(self._roll(prompt, trajectory, f"validation{number}-{place}"))
+                for (place, prompt), trajectory in zip(prompts, trajectories, strict=True)
             ]
-        errors = [task.result() for task in tasks]
-        finished = [t for t, error in zip(trajectories, errors, strict=True) if error is None]
         versions = np.concatenate([t.param_versions()[t.loss_mask()] for t in trajectories])
-        return ValidationResult(
-            success_rate=_mean([t.reward or 0.0 for t in finished]),
-            prompts=len(trajectories),
-            failed=len(trajectories) - len(finished),
-            cut_off=sum(t.stop_reason is StopReason.LENGTH for t in finished),
-            mean_tokens=_mean([len(t) for t in finished]),
+        return ValidationRound(
+            rewards=[t.reward or 0.0 for t in trajectories],
+            lengths=[len(t) for t in trajectories],
+            cut_off=[t.stop_reason is StopReason.LENGTH for t in trajectories],
+            errors=[task.result() for task in tasks],
             min_version=int(versions.min(initial=versions.max(initial=-1))),
             max_version=int(versions.max(initial=-1)),
-            first_error=next(filter(None, errors), None),
         )
 
     async def _roll(self, prompt: Prompt, trajectory: Trajectory, session: str) -> str | None:

@@ -115,12 +115,6 @@ class Process:
         for file in self._files:
             asyncio.get_running_loop().call_later(self._linger_s, file.close)
 
-    def run_inside(self, call: Any, *args: Any) -> Any:
-        """Result of a plain function that runs in the process."""
-        context = copy_context()
-        context.run(_process.set, self)
-        return context.run(call, *args)
-
     # ---- a call
 
     def send(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from agent_loop.engine import EngineError, ReplicaLostError, SamplingConfig
 from agent_loop.loop import Prompt
@@ -19,19 +19,22 @@ from async_rl.actors import ReplicaHost
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
 from async_rl.config import QueueConfig, RunConfig, SyncConfig, ValidationConfig, load_config
-from async_rl.handles import ReplicaHandle
+from async_rl.engines.replica import Replica
+from async_rl.handles import ReplicaAddress, ReplicaHandle
 from async_rl.lives import Lasting, Lives, RunQueue, supervised
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
-from async_rl.pipeline import Pipeline
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Free
-from async_rl.rollout.contents import ContentPlace, GroupContents, StoredContent
-from async_rl.rollout.fleet import FleetReplica
-from async_rl.rollout.rollouter import FailureConfig
+from async_rl.rollout.contents import ContentPlace, StoredContent
+from async_rl.rollout.dispatcher import Dispatcher
+from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
+from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog, StoresRecords
+from async_rl.rollout.rollouter import FailureConfig, Rollouter
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.supervisor import SupervisionConfig
-from async_rl.rollout.validator import ValidationResult
+from async_rl.rollout.validator import ValidationResult, Validator
+from async_rl.rollout.worker import RolloutWorker
 from async_rl.simulate import model
 from async_rl.simulate.engine import SimulatedReplica
 from async_rl.simulate.processes import Observed, Process
@@ -111,18 +114,18 @@ class _WatchedLives(Lives[SimulatedTrainer]):
         self._world.reopened(restored, stored)
         return queue, restored, stored
 
-    def _build_pipeline(
-        self, queue: RunQueue, contents: GroupContents, trainer: SimulatedTrainer, restored: Restored
-    ) -> Pipeline:
-        store, told = contents.append, self._world.told
 
-        async def append(records: Sequence[RolloutRecord]) -> None:
-            await store(records)
-            for record in records:
-                told.store(record)
+class _ToldStore:
+    """Where rollouts are stored; the world is told of each record that is."""
 
-        contents.append = append
-        return super()._build_pipeline(queue, contents, trainer, restored)
+    def __init__(self, store: StoresRecords, world: World) -> None:
+        self._store = store
+        self._world = world
+
+    async def append(self, records: Sequence[RolloutRecord]) -> None:
+        await self._store.append(records)
+        for record in records:
+            self._world.told.store(record)
 
 
 @cache
@@ -190,26 +193,17 @@ class Run:
         self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
         self._queue: _SimulatedQueueHost | None = None
         self._trainer = SimulatedTrainer(world)
-        tools = PauseGate()
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(scenario.replicas)]
-        self.fleet, publisher, supervisor = supervised(
-            config, replicas, tools=tools, start=self.replace_replica, recorder=self.recorder
-        )
-        loop = _Session(
-            ToolUseLoop(
-                engine=ReplicaRouter(self.fleet),
-                chat=world.chat,
-                tools=ToolRunner([world.tool], timeout_s=TOOL_S, gate=tools),
-                reward=ParityReward(world),
-                limits=config.rollout.limits,
-                sampling=config.rollout.sampling,
-            )
+        self.fleet = ReplicaFleet(replicas, on_lost=self.recorder.warn)
+        rollouts = Dispatcher([self._worker()], fleet=self.fleet, config=config.supervision, note=self.recorder.warn)
+        publisher, supervisor = supervised(
+            config, self.fleet, rollouts=rollouts, start=self.replace_replica, recorder=self.recorder
         )
         lasting = Lasting(
             workers=self,
             publisher=publisher,
             replicas=supervisor,
-            loop=loop,
+            rollouts=rollouts,
             routing=model.ROUTING,
             recorder=self.recorder,
             trace=Trace(None),
@@ -306,6 +300,35 @@ class Run:
 
     # ---- processes
 
+    def _worker(self) -> RolloutWorker:
+        world, config, gate = self._world, self._config, PauseGate()
+        loop = _Session(
+            ToolUseLoop(
+                engine=ReplicaRouter(self.fleet),
+                chat=world.chat,
+                tools=ToolRunner([world.tool], timeout_s=TOOL_S, gate=gate),
+                reward=ParityReward(world),
+                limits=config.rollout.limits,
+                sampling=config.rollout.sampling,
+            )
+        )
+
+        def rollouter(log: RolloutLog | None) -> Rollouter:
+            if isinstance(log, StoredRolloutLog):
+                log = StoredRolloutLog(_ToldStore(log._store, world))  # pyright: ignore[reportPrivateUsage]
+            return Rollouter(
+                loop=loop,
+                routing=model.ROUTING,
+                trajectories_per_group=config.rollout.trajectories_per_group,
+                resume_routing=config.rollout.resume_routing,
+                log=log,
+                failure=config.rollout.failure,
+                note=self.recorder.warn,
+            )
+
+        validator = Validator(loop=loop, routing=model.ROUTING, resume_routing=config.rollout.resume_routing)
+        return RolloutWorker("worker-0", rollouter=rollouter, validator=validator, gate=gate)
+
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.seed}")
         latency_s, linger_s = self._world.scenario.latency_s, draw.random() * LINGER_S
@@ -323,6 +346,7 @@ class Run:
         replica = SimulatedReplica(
             name, world=self._world, weights=weights, token_s=scenario.token_s[slot], edge=scenario.edge
         )
-        process.run_inside(host._serve, replica)  # pyright: ignore[reportPrivateUsage]
-        handle: Any = process
-        return ReplicaHandle(handle, name=name, generate_timeout_s=GENERATE_S, control_timeout_s=CALL_S)
+        host._serve(cast(Replica, Observed(replica, process)))  # pyright: ignore[reportPrivateUsage]
+        return ReplicaHandle(
+            ReplicaAddress(actor=process, name=name, generate_timeout_s=GENERATE_S, control_timeout_s=CALL_S)
+        )

@@ -4,7 +4,7 @@ driver     Lives, Resume, Pipeline, Rollouter, agent loops, Publisher, Superviso
 messages   QueueClient, BatchingClient, ReplicaHandle (real) -> Process (simulated: late, never)
 queue      QueueHost, BatchingServer, EventJournal (real) -> SQLite files, with faults of Disk
 content    ContentWriter, read_groups (real, in the driver) -> the same
-replica    ReplicaHost, RequestInbox, RequestGate (real) -> SimulatedReplica
+replica    ReplicaHost, BatchingServer, RequestGate (real) -> SimulatedReplica
 trainer    SimulatedTrainer; tools and reward are simulated too
 watched by Oracle
 """

@@ -100,6 +100,8 @@ class Probe:
         max_tokens: longest sequence that an engine serves.
         max_k3: see `MismatchConfig.bound`.
         routing: of the rows that engines return; None without any.
+
+    num_prompts: sequences that each replica decodes.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Probe:
         routing: RoutingSpec | None,
     ) -> None:
         self._fleet = fleet
-        self._num_prompts = config.prompts
+        self.num_prompts = config.prompts
         self._num_tokens = min(config.tokens, max_tokens - 1)
         self._max_prompt = min(PROMPT_TOKENS, max_tokens - self._num_tokens)
         self._max_k3 = max_k3
@@ -130,7 +132,7 @@ class Probe:
         """Take the prompts of the first groups, for the rest of the run."""
         sequences = [sequences[0] for content in contents if (sequences := [s for t in content for s in t if s.runs])]
         prompts = [sequence.token_ids[: sequence.runs[0].start] for sequence in sequences]
-        self._prompts = [prompt[: self._max_prompt] for prompt in prompts[: self._num_prompts]]
+        self._prompts = [prompt[: self._max_prompt] for prompt in prompts[: self.num_prompts]]
 
     def ask(self, member: Member, *, version: int) -> None:
         """Have a replica decode as soon as it serves, whatever version it serves now."""

@@ -15,19 +15,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, assert_never
+from typing import Any, Literal, Protocol, TypeVar, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
-from agent_loop.tools import PauseGate
 from async_rl.engines.replica import KeptKV
 from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from async_rl.weights.transport import WeightUpdate
 
 T = TypeVar("T")
 OnUpdate = Literal["resume", "keep", "drain"]
+LOOK_EVERY_S = 0.01  # seconds between two looks at whether aborted requests are back at their rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,14 @@ class _Load:
     frozen: int
 
 
+class Rollouts(Protocol):
+    """What a publish asks of the rollouts; see `async_rl.rollout.dispatcher.Dispatcher`."""
+
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def answers(self) -> Mapping[str, int]: ...
+
+
 class Publisher:
     """Loads a version on all replicas side by side.
 
@@ -64,7 +72,7 @@ class Publisher:
 
     Args:
         kv: K/V of the requests that are frozen with `keep`; see `async_rl.engines.replica.Replica.load`.
-        tools: gate that every rollout passes before it starts a tool; shut while the replicas are paused.
+        rollouts: start no tool while the replicas are paused, and say how many requests were answered.
         timeout_s: bound on one replica's pause, abort, freeze or drain, load and resume together.
     """
 
@@ -74,11 +82,11 @@ class Publisher:
         *,
         on_update: OnUpdate,
         kv: KeptKV = "recompute",
-        tools: PauseGate,
+        rollouts: Rollouts,
         timeout_s: float,
     ) -> None:
         self._fleet = ReplicaFleet.of(replicas)
-        self._tools = tools
+        self._rollouts = rollouts
         self._on_update: OnUpdate = on_update
         self._kv: KeptKV = kv
         self._timeout_s = timeout_s
@@ -138,12 +146,16 @@ class Publisher:
     async def _interrupt(self, member: Member) -> None:
         async def abort() -> None:
             await member.replica.pause()
-            answers = member.num_answers
+            answers = await self._num_answers(member)
             aborted = await member.replica.abort()
-            while member.num_answers < answers + aborted:
-                await member.answered.wait()
+            while await self._num_answers(member) < answers + aborted:  # noqa: ASYNC110 - other processes count too
+                await asyncio.sleep(LOOK_EVERY_S)
 
         await self._control(member, abort, what="did not end its requests")
+
+    async def _num_answers(self, member: Member) -> int:
+        """Requests that a replica answered, to rollouts of this process and of others."""
+        return member.num_answers + (await self._rollouts.answers()).get(member.name, 0)
 
     async def _control(self, member: Member, call: Callable[[], Awaitable[None]], *, what: str) -> None:
         with contextlib.suppress(ReplicaLostError):  # the fleet has noted it
@@ -153,12 +165,12 @@ class Publisher:
     async def _publish(self, update: WeightUpdate, probe: Callable[[Member], None] | None) -> PublishReport:
         begun = time.monotonic()
         self._held = None
-        self._tools.pause()
+        await self._rollouts.pause()
         try:
             async with asyncio.TaskGroup() as loads:
                 tasks = [loads.create_task(self._load_or_lose(member, update, probe)) for member in self._fleet.live]
         finally:
-            self._tools.resume()
+            await self._rollouts.resume()
         done = [load for task in tasks if (load := task.result()) is not None]
         self._fleet.require_any()
         self._require_alike(done, update)

@@ -11,7 +11,6 @@ import numpy as np
 
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.segments import SegmentDecoder
-from agent_loop.tools import PauseGate
 from async_rl.engines.replica import KeptKV
 from async_rl.rollout.fleet import FleetReplica
 from async_rl.weights.publisher import OnUpdate, Publisher, PublishReport
@@ -19,6 +18,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.reference import Reference
+from tests.fakes.rollouts import RolloutsHere
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class EngineUnderTest:
         """Bring in the next version, or a given one, by the publisher of a run."""
         on_update, kv = MODES[mode]
         self._version = self._version + 1 if version is None else version
-        publisher = Publisher([self.replica], on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=TIMEOUT_S)
+        publisher = Publisher([self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), timeout_s=TIMEOUT_S)
         report = await publisher.publish(self.update(self._version))
         await self._full_speed()
         self.kept[self._version] = kv

@@ -1,7 +1,8 @@
-"""The default run under kill -9: `python -m tests.e2e.kills`, or `make kills`. Exit status 1 if a promise is broken.
+"""The default run on two replicas and two rollout workers under kill -9: `python -m tests.e2e.kills`, or `make kills`.
 
-At random moments a process is killed: everything, the driver, the queue, the replica, or the trainer. Where the driver
-died, the same command is given again. Before each kill everything stands still and the journal is read.
+At random moments a process is killed: everything, the driver, the queue, a replica, a rollout worker, or the trainer.
+If the driver died, the same command is given again. Before each kill everything stands still and the journal is read.
+Exit status 1 if a promise is broken.
 
 --kills N       how many, 20 without it       --within S      a kill comes up to so many seconds, 25 without it, after
                                               the next train step, and one in four up to so many after the last kill
@@ -22,9 +23,9 @@ import psutil
 from async_rl.config import load_config
 from tests.e2e.runs import begin, begins_with, each, lines, peek, tree_of
 
-ALWAYS = ("checkpoint.every=5", "supervision.max_restarts=1000")
-VICTIMS = {"everything": 6, "driver": 4, "queue": 3, "replica": 3, "trainer": 4}
-LOSE_DECODES = ("everything", "driver", "queue", "replica")
+ALWAYS = ("checkpoint.every=5", "supervision.max_restarts=1000", "engine.replicas=2", "rollout.workers=2")
+VICTIMS = {"everything": 5, "driver": 3, "queue": 3, "replica": 3, "worker": 3, "trainer": 3}
+LOSE_DECODES = ("everything", "driver", "queue", "replica", "worker")
 END_S = 1800.0
 
 

@@ -118,14 +118,15 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     assert len(set(prompts)) == len(prompts) == total["open"]
 
 
-def test_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_starts):
-    process = start(tmp_path, warm_starts, *OVERRIDES, "total_train_steps=7")
+def test_run_outlives_its_parts(tmp_path, warm_starts):
+    process = start(tmp_path, warm_starts, *OVERRIDES, "rollout.workers=2", "total_train_steps=8")
     notes = (
         ("replica-0", r"replica replica-\d serves in place of replica-0"),
+        ("worker-1", r"rollout worker worker-1 is lost, [1-9]\d* groups go on at another"),
         ("trainer-0", "trainer rank 0: process died"),
         ("queue", "trainer and queue start anew from the last checkpoint and the journal"),
     )
-    for step, (victim, _) in zip((1, 3, 5), notes, strict=True):
+    for step, (victim, _) in zip((1, 2, 4, 6), notes, strict=True):
         wait_for_step(tmp_path, step, process)
         psutil.Process(json.loads((tmp_path / "processes.json").read_text())[victim]).kill()
     output = " ".join(finish(process).split())
@@ -134,11 +135,11 @@ def test_run_outlives_its_replica_its_trainer_and_its_queue(tmp_path, warm_start
         assert re.search(note, output), output
     assert output.count("trainer and queue start anew") == 2
     steps = lines(tmp_path, "metrics.jsonl")
-    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
     for s in steps:
         assert s["ledger/error"] == 0
         assert s["staleness/max"] <= 2
         assert s["routing/missing_fraction"] == 0
     *groups, total = lines(tmp_path, "ledger.jsonl")
-    assert (total["error"], total["trained"], total["dropped"]) == (0, 14, 0)
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 16, 0)
     assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))

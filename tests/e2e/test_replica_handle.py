@@ -1,4 +1,4 @@
-"""The driver's handle and a replica's actor, over real Ray, with a fake engine behind: bulk, control, failures."""
+"""Handles and a replica's actor, over real Ray, with a fake engine behind: bulk, control, failures, two clients."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import ray
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
-from async_rl.actors import REPLICA_GROUPS, ClusterConfig, ReplicaHost, start_ray
-from async_rl.handles import ReplicaHandle
+from async_rl.actors import ClusterConfig, ReplicaHost, start_ray
+from async_rl.engines.replica import Replica
+from async_rl.handles import ReplicaAddress, ReplicaHandle
 from message_queue.tokens import StopReason
 from tests.fakes import FakeEngine, fake_weights
 
@@ -35,18 +36,32 @@ class FakeHost(ReplicaHost):
         await engine.wait()
 
         def fail(request: GenerateRequest) -> Exception | None:
-            return AnswerError("fake-0: request bad.: nonsense") if request.request_id == "bad." else None
+            match request.request_id:
+                case "bad.":
+                    return AnswerError("fake-0: request bad.: nonsense")
+                case "odd.":
+                    return KeyError("no such rows")
+                case _:
+                    return None
 
-        self._serve(ClosableEngine(lambda _ids: 7, token_s=token_s, fail=fail))  # type: ignore[arg-type]
+        self._engine = ClosableEngine(lambda _ids: 7, token_s=token_s, fail=fail)
+        self._serve(cast(Replica, self._engine))
 
-    @ray.method(concurrency_group="generate")
     async def in_flight(self) -> int:
-        engine: Any = self._replica
-        return engine.in_flight
+        return self._engine.in_flight
 
-    @ray.method(concurrency_group="control")
     async def die(self) -> None:
         os._exit(1)
+
+
+class Worker:
+    """Another process that calls a replica."""
+
+    def __init__(self, address: ReplicaAddress) -> None:
+        self._replica = ReplicaHandle(address, client="worker-0")
+
+    async def generate(self, asked: GenerateRequest) -> int:
+        return len((await self._replica.generate(asked))[0])
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +74,12 @@ def cluster() -> Iterator[None]:
 async def fake_replica(
     *, token_s: float = 0.0, generate_timeout_s: float = 60.0, log: Path | None = None, line: str = ""
 ) -> tuple[ReplicaHandle, Any]:
-    actor = ray.remote(concurrency_groups=REPLICA_GROUPS)(FakeHost).options(num_cpus=1).remote(log=log)
-    await actor.start.options(concurrency_group="generate").remote(token_s=token_s, line=line)
-    handle = ReplicaHandle(actor, name="fake-0", generate_timeout_s=generate_timeout_s, control_timeout_s=20.0, log=log)
-    return handle, actor
+    actor: Any = ray.remote(FakeHost).options(num_cpus=1).remote(log=log)
+    await actor.start.remote(token_s=token_s, line=line)
+    address = ReplicaAddress(
+        actor=actor, name="fake-0", generate_timeout_s=generate_timeout_s, control_timeout_s=20.0, log=log
+    )
+    return ReplicaHandle(address), actor
 
 
 def request(name: str, *, tokens: int = 4) -> GenerateRequest:
@@ -89,13 +106,32 @@ async def test_pause_and_abort_answer_beside_two_thousand_generations(cluster: N
     await replica.close(timeout_s=5)
 
 
-async def test_a_refused_answer_reaches_its_caller_as_such_and_harms_no_other(cluster: None):
+async def test_replica_handle_gives_each_error_to_its_own_caller(cluster: None):
     replica, _ = await fake_replica()
-    bad, good = await asyncio.gather(
-        replica.generate(request("bad")), replica.generate(request("good")), return_exceptions=True
+    bad, odd, good = await asyncio.gather(
+        *(replica.generate(request(name)) for name in ("bad", "odd", "good")), return_exceptions=True
     )
-    assert isinstance(bad, AnswerError)
+    assert isinstance(bad, AnswerError) and str(bad) == "fake-0: request bad.: nonsense"
+    assert type(odd) is EngineError and "fake-0: generate failed: KeyError: 'no such rows'" in str(odd)
     assert isinstance(good, list)
+    await replica.close(timeout_s=5)
+
+
+async def test_replica_handles_of_two_processes_share_a_replica(cluster: None):
+    replica, actor = await fake_replica(token_s=0.01)
+    worker: Any = ray.remote(Worker).options(num_cpus=1).remote(replica.address)
+    own = asyncio.create_task(replica.generate(request("own", tokens=100_000)))
+    theirs = asyncio.ensure_future(worker.generate.remote(request("theirs", tokens=100_000)))
+    await until_in_flight(actor, 2)
+    own.cancel()
+    await until_in_flight(actor, 1)
+    assert await worker.generate.remote(request("short")) == 4
+    await replica.pause()
+    assert await replica.abort() == 1
+    assert await theirs > 0
+    await replica.resume()
+    ray.kill(worker)
+    assert len((await replica.generate(request("later")))[0]) == 4
     await replica.close(timeout_s=5)
 
 
@@ -118,16 +154,6 @@ async def test_a_request_that_takes_too_long_fails_by_name_and_leaves_the_engine
     await replica.close(timeout_s=5)
 
 
-async def test_an_id_in_flight_is_refused(cluster: None):
-    replica, _ = await fake_replica(token_s=0.01)
-    task = asyncio.create_task(replica.generate(request("same", tokens=100)))
-    await asyncio.sleep(0)
-    with pytest.raises(EngineError, match="already in flight"):
-        await replica.generate(request("same"))
-    assert len((await task)[0]) == 100
-    await replica.close(timeout_s=5)
-
-
 async def test_a_dead_process_fails_every_caller_and_every_control_call(cluster: None):
     replica, actor = await fake_replica(token_s=0.05)
     tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(20)]
@@ -135,7 +161,7 @@ async def test_a_dead_process_fails_every_caller_and_every_control_call(cluster:
     actor.die.remote()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {ReplicaLostError}
-    with pytest.raises(ReplicaLostError, match="fake-0: process died during pause"):
+    with pytest.raises(ReplicaLostError, match=r"fake-0 died .* while pause of driver"):
         await replica.pause()
     with pytest.raises(ReplicaLostError, match="fake-0"):
         await replica.generate(request("later"))

@@ -104,12 +104,15 @@ class Life:
 
     def _watch(self) -> None:
         harness, outcomes = self.harness, {}
-        roll, put, take = harness.rollouter.roll, harness.queue.put, harness.queue.take
+        put, take = harness.queue.put, harness.queue.take
 
-        async def rolled(prompt, admission, *, held=()):
-            self.rolled[admission.group] = (prompt.index, [len(t) for t in held], sum(t.num_sampled for t in held))
-            outcomes[admission.group] = await roll(prompt, admission, held=held)
-            return outcomes[admission.group]
+        def watched(roll):
+            async def rolled(prompt, admission, *, held=()):
+                self.rolled[admission.group] = (prompt.index, [len(t) for t in held], sum(t.num_sampled for t in held))
+                outcomes[admission.group] = await roll(prompt, admission, held=held)
+                return outcomes[admission.group]
+
+            return rolled
 
         async def delivered(head):
             self.delivered[head.group] = outcomes[head.group]
@@ -120,7 +123,7 @@ class Life:
             self.batches.append([g.group for g in batch.groups])
             return batch
 
-        harness.rollouter.roll, harness.queue.put, harness.queue.take = rolled, delivered, taken
+        harness.wrap_roll, harness.queue.put, harness.queue.take = watched, delivered, taken
         for replica in harness.replicas:
             replica._script = self._counted(replica._script)
 

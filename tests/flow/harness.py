@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -28,17 +27,17 @@ from async_rl.queue_handle import QueueClient
 from async_rl.resume import failed_prompts
 from async_rl.rollout.conductor import Conductor, Free
 from async_rl.rollout.contents import ContentPlace, GroupContents, read_content
+from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.recorded import StoredRolloutLog
 from async_rl.rollout.rollouter import FailureConfig, Rollouter, session_name
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule
 from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.validator import Validator
+from async_rl.rollout.worker import RolloutWorker
 from async_rl.weights.probe import MismatchConfig, Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
-from message_queue.disk_errors import JournalError
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, state_of_snapshot
 from message_queue.service import QueueHost
@@ -276,16 +275,31 @@ class Harness:
         self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
         loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, limits=limits, turns=turns)
-        self.rollouter = Rollouter(
-            loop=self.conductor.loop(loop),
-            routing=SPEC,
-            trajectories_per_group=3,
-            resume_routing=resume_routing,
-            log=None if journal is None else StoredRolloutLog(self),
-            failure=failure,
-            note=self.spy.note,
+        self.wrap_roll = lambda roll: roll
+
+        def rollouter(log):
+            """A rollouter of this run, whose `roll` tests may wrap."""
+            self.rollouter = Rollouter(
+                loop=self.conductor.loop(loop),
+                routing=SPEC,
+                trajectories_per_group=3,
+                resume_routing=resume_routing,
+                log=log,
+                failure=failure,
+                note=self.spy.note,
+            )
+            roll = self.rollouter.roll
+            self.rollouter.roll = lambda *args, **options: self.wrap_roll(roll)(*args, **options)
+            return self.rollouter
+
+        validator = Validator(loop=Loop(engine, reward_fail=validation_fail), routing=SPEC)
+        self.workers = [
+            RolloutWorker(f"worker-{i}", rollouter=rollouter, validator=validator, gate=PauseGate()) for i in range(1)
+        ]
+        self.rollouts = Dispatcher(self.workers, fleet=self.fleet, note=self.spy.note)
+        publisher = Publisher(
+            self.fleet, on_update=on_update, kv=kv, rollouts=self.rollouts, timeout_s=publish_timeout_s
         )
-        publisher = Publisher(self.fleet, on_update=on_update, kv=kv, tools=PauseGate(), timeout_s=publish_timeout_s)
         self._pipeline_options = {
             "config": PipelineConfig(
                 total_train_steps=steps,
@@ -297,17 +311,11 @@ class Harness:
                 weights_directory=directory / "weights",
                 replica_timeout_s=publish_timeout_s,
             ),
-            "rollouter": self.rollouter,
+            "rollouts": self.rollouts,
             "trainer": self.trainer,
             "publisher": publisher,
             "replicas": self.fleet,
-            "validator": Validator(
-                loop=Loop(engine, reward_fail=validation_fail),
-                routing=SPEC,
-                prompts=[Prompts().train_prompt(i) for i in range(5)],
-            )
-            if validate_every
-            else None,
+            "held_out": [Prompts().train_prompt(i) for i in range(5)] if validate_every else [],
             "checkpoints": self.checkpoints,
             "recorder": self.recorder,
             "trace": Trace(None),
@@ -348,10 +356,6 @@ class Harness:
             **self._pipeline_options,
         )
 
-    async def append(self, records) -> None:
-        """Store records of rollouts."""
-        await self.contents.append(records)
-
     async def open(self) -> None:
         """Open the journal and continue from it, as `Lives` does."""
         place = ContentPlace(
@@ -365,7 +369,8 @@ class Harness:
         restored = await self.queue.open(self.journal, timeout_s=60.0)
         stored = await read_content(place, restored)
         assert not (stored.incomplete or stored.notes), stored.notes
-        self.contents = await GroupContents.open(place, restored, stored)
+        await self.rollouts.open(place, live=restored.live)
+        self.contents = GroupContents.of_restart(restored, stored, forget=self.rollouts.forget)
         self.restored = restored
         live = restored.live | restored.given_up
         self.recorder.go_on_after(self.start.train_step, next_group=restored.next_group, live=live)
@@ -392,8 +397,7 @@ class Harness:
                 self.recorder.close()
                 if self.journal is not None:
                     await self.host.close_journal()
-                    with contextlib.suppress(JournalError):
-                        await self.contents.close()
+                    await self.rollouts.end()
 
     def lines(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]

@@ -10,6 +10,7 @@ import pytest
 
 from async_rl.run import causes
 from message_queue import content
+from message_queue.content import ContentWriter
 from message_queue.disk_errors import JournalFull, JournalSettingsError
 from message_queue.journal import EventStore
 from message_queue.progress import TrajectoryClosed
@@ -253,12 +254,14 @@ async def test_full_disk_ends_the_run_and_costs_no_group(tmp_path, monkeypatch, 
     check_tokens([first, second])
 
 
-async def test_group_is_put_once_its_content_is_stored(tmp_path):
+async def test_group_is_put_once_its_content_is_stored(tmp_path, monkeypatch):
     life, closed = Life(tmp_path), set()
     put = life.harness.queue.put
 
-    async def append(records):
-        await life.harness.contents.append(records)
+    append = ContentWriter.append
+
+    async def slow_append(writer, records):
+        await append(writer, records)
         await asyncio.sleep(0.001)  # a slow disk
         closed.update((r.group, r.trajectory) for r in records if isinstance(r.what, TrajectoryClosed))
 
@@ -266,5 +269,6 @@ async def test_group_is_put_once_its_content_is_stored(tmp_path):
         assert closed.issuperset((head.group, number) for number in range(len(head.trajectories)))
         return await put(head)
 
-    life.harness.append, life.harness.queue.put = append, checked
+    life.harness.queue.put = checked
+    monkeypatch.setattr(ContentWriter, "append", slow_append)
     assert await life.harness.run()

@@ -10,6 +10,7 @@ import pytest
 from agent_loop.loop import TurnLimits
 from async_rl.run import causes
 from async_rl.simulate.virtual_time import run_in_virtual_time
+from message_queue.trajectory import PromptGroup
 from tests.fakes import fake_logprob, true_rows
 from tests.faults import FAULTS
 from tests.flow.harness import FakeTrainer, Harness
@@ -30,13 +31,18 @@ def now_and_then(share):
 
 def record_groups(harness):
     """Group id -> what was put into the queue."""
-    add, groups = harness.contents.add, {}
+    groups = {}
 
-    def recorded(group):
-        groups[group.group] = group
-        return add(group)
+    def recorded(roll):
+        async def rolled(prompt, admission, *, held=()):
+            group = await roll(prompt, admission, held=held)
+            if isinstance(group, PromptGroup):
+                groups[group.group] = group
+            return group
 
-    harness.contents.add = recorded
+        return rolled
+
+    harness.wrap_roll = recorded
     return groups
 
 

@@ -140,7 +140,7 @@ def test_dropping_what_is_slow_biases_the_length_of_what_is_trained_and_waiting_
 
 def test_tokens_that_the_queue_and_the_rollouts_count_apart_end_the_run(tmp_path):
     harness = Watched(tmp_path)
-    harness.rollouter.tokens.add(1, 1)
+    harness.rollouts.tokens.add(1, 1)
     with pytest.raises(ExceptionGroup) as caught:
         run_in_virtual_time(harness.run())
     assert any("group 1 ended with" in line and "ledger/token_error" in line for line in causes(caught.value))

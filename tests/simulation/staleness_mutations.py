@@ -5,7 +5,7 @@ from itertools import count
 
 from async_rl.batch import prepare
 from async_rl.pipeline import Pipeline
-from async_rl.rollout import contents
+from async_rl.rollout import worker
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import QueueSnapshot
 from message_queue.events import Admitted
@@ -79,7 +79,7 @@ def masked_tokens_that_nobody_counts(patch):
 
 
 def a_rollout_that_failed_and_is_trained(patch):
-    patch.setattr(contents, "content_of", lambda group: tuple(tuple(t.sequences()) for t in group.trajectories))
+    patch.setattr(worker, "content_of", lambda group: tuple(tuple(t.sequences()) for t in group.trajectories))
     patch.setattr(TrajectoryHead, "failed", False)
 
 

@@ -8,7 +8,7 @@ import pytest
 from agent_loop.engine import ReplicaLostError
 from agent_loop.loop import Message, Prompt, RolloutError
 from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.validator import Validator
+from async_rl.rollout.validator import ValidationRound, Validator
 from async_rl.simulate.virtual_time import run_in_virtual_time
 from message_queue.tokens import StopReason
 from tests.fakes import SPEC
@@ -45,5 +45,6 @@ async def test_a_validation_rollout_that_fails_is_neither_right_nor_wrong():
             trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
 
     prompts = [Prompt(index=i, messages=(Message(role="user", content="?"),)) for i in range(2)]
-    result = await Validator(loop=Loop(), routing=SPEC, prompts=prompts).run()
+    rolled = await Validator(loop=Loop(), routing=SPEC).run(list(enumerate(prompts)), number=1)
+    result = ValidationRound.joined([rolled])
     assert (result.success_rate, result.prompts, result.failed) == (1.0, 2, 1)

@@ -1,21 +1,28 @@
 """Content of the groups of a run: what a restart reads, what the trainer gets, and when it is removed."""
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from agent_loop.tools import PauseGate
 from async_rl.config import load_config
 from async_rl.lives import Lives
 from async_rl.queue_handle import QueueClient
 from async_rl.resume import Resume
-from async_rl.rollout.contents import ContentPlace, GroupContents, read_content
+from async_rl.rollout.contents import ContentPlace, GroupContents, fetched, read_content
+from async_rl.rollout.dispatcher import Dispatcher
+from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.worker import RolloutWorker
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.recovery import Restored
 from message_queue.sequence import content_of
 from message_queue.service import QueueHost
+from tests.fakes import FakeEngine, SeededScript
 from tests.flow.harness import DirectHandle
 from tests.stored import records_of
 from tests.unit.groups import group_for
@@ -68,21 +75,25 @@ async def test_contents_give_ready_groups_to_the_trainer_and_open_ones_to_rollou
     await write(tmp_path, 1)
     await write(tmp_path, 2, records=2, name="rollout-0001")
     found = restored(open=[2], ready=[1])
-    contents = await GroupContents.open(place, found, await read_content(place, found))
+    contents = GroupContents.of_restart(found, await read_content(place, found), forget=nothing)
     expected = content_of(group_for(admission(1)))
     assert contents.of([1])[0][0][0].token_ids.tolist() == expected[0][0].token_ids.tolist()
     (held,) = contents.unfinished[2].trajectories
     assert held.num_sampled == 3 and not held.closed
-    await contents.close()
+
+
+async def nothing(_groups):
+    return
 
 
 async def test_contents_are_removed_once_a_checkpoint_holds_their_step(tmp_path):
     place = replace(PLACE, directory=tmp_path)
-    contents = await GroupContents.open(place, restored(), await read_content(place, restored()))
+    writer = await ContentWriter.open(tmp_path, name="rollout-0000", run="run", fsync=False)
+    contents = GroupContents(forget=writer.forget)
     groups = [group_for(admission(number)) for number in range(3)]
     for group in groups:
-        await contents.append(records_of(group.trajectories[0], group=group.group))
-        assert contents.add(group) == head_of(group)
+        await writer.append(records_of(group.trajectories[0], group=group.group))
+        contents.add(group.group, content_of(group))
     contents.trained([0], train_step=1)
     contents.trained([1], train_step=2)
     with pytest.raises(KeyError):
@@ -91,7 +102,14 @@ async def test_contents_are_removed_once_a_checkpoint_holds_their_step(tmp_path)
     await contents.drop([2])
     stored = await read_content(place, restored(ready=[0, 1, 2]))
     assert stored.incomplete == {0, 2}, "group 1 may be trained again"
-    await contents.close()
+    await writer.close()
+
+
+async def test_a_reference_to_content_is_fetched_if_it_is_needed_here():
+    content = content_of(group_for(admission(1)))
+    reference = asyncio.get_running_loop().create_future()
+    reference.set_result(content)
+    assert await fetched([content, reference]) == [content, content]
 
 
 async def test_contents_of_a_restart_get_a_new_writer_and_lose_settled_files(tmp_path):
@@ -99,9 +117,16 @@ async def test_contents_of_a_restart_get_a_new_writer_and_lose_settled_files(tmp
     await write(tmp_path, 1)
     await write(tmp_path, 2, name="rollout-0007")
     found = restored(ready=[2])
-    contents = await GroupContents.open(place, found, await read_content(place, found))
-    await contents.close()
+    worker = RolloutWorker("worker-0", rollouter=idle_rollouter, validator=None, gate=PauseGate())
+    engine = FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))
+    rollouts = Dispatcher([worker], fleet=ReplicaFleet([engine]))
+    await rollouts.open(place, live=found.live)
+    await rollouts.end()
     assert {path.stem for path in tmp_path.glob("*.sqlite")} == {"rollout-0007", "rollout-0008"}
+
+
+def idle_rollouter(log):
+    return Rollouter(loop=None, routing=None, trajectories_per_group=1, log=log)
 
 
 class DirectQueue(QueueClient):

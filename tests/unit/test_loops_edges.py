@@ -30,6 +30,7 @@ from tests.fakes import (
     fake_weights,
     true_rows,
 )
+from tests.fakes.rollouts import RolloutsHere
 from tests.faults import FAULTS
 from tests.unit.test_loops import ANSWER, CALL, LIMITS, PROMPT, TOKENIZER, ids, make_engine, make_loop, text_of, turn
 
@@ -220,7 +221,7 @@ async def test_an_update_while_a_tool_runs_neither_repeats_nor_loses_it(on_updat
         FakeTool(behave=lambda _: "42", seconds=0.03),
         PauseGate(),
     )
-    publisher = Publisher([engine], on_update=on_update, tools=gate, timeout_s=1.0)
+    publisher = Publisher([engine], on_update=on_update, rollouts=RolloutsHere(gate), timeout_s=1.0)
     rollout = asyncio.create_task(roll(engine, tool=tool, gate=gate))
     await tool.started.wait()
     await publisher.publish(update(1))
@@ -232,7 +233,7 @@ async def test_an_update_while_a_tool_runs_neither_repeats_nor_loses_it(on_updat
 @pytest.mark.parametrize("on_update", MODES)
 async def test_updates_while_it_decodes_leave_the_words_and_split_the_versions(on_update):
     engine, gate = make_engine(turn(CALL), turn(ANSWER), token_s=0.0005), PauseGate()
-    publisher = Publisher([engine], on_update=on_update, tools=gate, timeout_s=5.0)
+    publisher = Publisher([engine], on_update=on_update, rollouts=RolloutsHere(gate), timeout_s=5.0)
     rollout = asyncio.create_task(roll(engine, gate=gate))
     reports = []
     for version in range(1, 5):
@@ -304,7 +305,7 @@ async def test_n_rollouts_of_a_prompt_share_engines_and_nothing_else(resume_rout
         trajectories_per_group=6,
         resume_routing=resume_routing,
     )
-    publisher = Publisher(fleet, on_update="resume", tools=gate, timeout_s=5.0)
+    publisher = Publisher(fleet, on_update="resume", rollouts=RolloutsHere(gate), timeout_s=5.0)
     admission = Admission(group=3, prompt=0, admitted_version=0, admitted_update=0)
     rolling = asyncio.create_task(rollouter.roll(PROMPT, admission))
     await asyncio.sleep(0.01)
@@ -323,6 +324,6 @@ async def test_n_rollouts_of_a_prompt_share_engines_and_nothing_else(resume_rout
 
 async def test_validation_merges_rows_as_training_does():
     engine = make_engine(turn(ANSWER), interruptions=[Interruption(after=2)])
-    validator = Validator(loop=make_loop(engine, limits=LIMITS), routing=SPEC, prompts=[PROMPT], resume_routing="force")
-    assert (await validator.run()).success_rate == 1.0
+    validator = Validator(loop=make_loop(engine, limits=LIMITS), routing=SPEC, resume_routing="force")
+    assert (await validator.run([(0, PROMPT)], number=1)).rewards == [1.0]
     assert engine.requests[1].forced_experts is not None

@@ -11,6 +11,7 @@ from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
+from tests.fakes.rollouts import RolloutsHere
 
 UPDATE = WeightUpdate(path=Path("weights-1.safetensors"), weights=WeightVersion(1, "d1"))
 
@@ -54,7 +55,7 @@ class ScriptedReplica:
 
 
 def make_publisher(replicas, *, on_update="resume", tools=None, timeout_s=1.0, **options):
-    return Publisher(replicas, on_update=on_update, tools=tools or PauseGate(), timeout_s=timeout_s, **options)
+    return Publisher(replicas, on_update=on_update, rollouts=RolloutsHere(tools), timeout_s=timeout_s, **options)
 
 
 async def test_resume_aborts_between_pause_and_load():

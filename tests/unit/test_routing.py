@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.segments import SegmentDecoder
-from agent_loop.tools import PauseGate
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.routing import ReplicaRouter
 from async_rl.weights.publisher import Publisher
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from tests.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_weights, true_rows
+from tests.fakes.rollouts import RolloutsHere
 
 STOP = 0
 SCRIPT = SeededScript(3, vocab_size=50, stop_token=STOP, mean_length=40)
@@ -275,7 +275,7 @@ async def test_an_interrupt_does_not_wait_for_an_answer_that_came_and_was_refuse
     rollout = asyncio.create_task(router.generate(replace(request("s"), max_new_tokens=1000)))
     while not bad.in_flight:  # noqa: ASYNC110 - a fake has no event for it
         await asyncio.sleep(0)
-    await Publisher(fleet, on_update="resume", tools=PauseGate(), timeout_s=0.3).interrupt()
+    await Publisher(fleet, on_update="resume", rollouts=RolloutsHere(), timeout_s=0.3).interrupt()
     assert [member.name for member in fleet.live] == ["fake-0"]
     with pytest.raises(AnswerError):
         await rollout

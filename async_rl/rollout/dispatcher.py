@@ -1,0 +1,362 @@
+"""Hands groups to rollout workers, each to the one with the fewest; the groups of a lost worker go on at another one.
+
+admitted prompt ──> worker with the fewest groups ──> head and content
+                          │ dies
+                          └──> what it stored is read ──> the next worker goes on with these tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from agent_loop.loop import Prompt
+from async_rl.logs import with_notes
+from async_rl.rollout.bell import Bell
+from async_rl.rollout.contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
+from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
+from async_rl.rollout.rollouter import DroppedGroup
+from async_rl.rollout.supervisor import RestartLimit, SupervisionConfig
+from async_rl.rollout.tokens import TokenCount
+from async_rl.rollout.validator import ValidationResult, ValidationRound
+from async_rl.rollout.worker import LostReplica, RolledGroup, WorkerEvent
+from message_queue.content_reader import remove_settled
+from message_queue.contract import Admission
+from message_queue.heads import GroupHead
+from message_queue.trajectory import Trajectory
+
+T = TypeVar("T")
+
+
+class WorkerLostError(RuntimeError):
+    """A rollout worker is dead or silent; another one goes on with its groups."""
+
+
+class Worker(Protocol):
+    """A worker in this process or another one; see `async_rl.rollout.worker.RolloutWorker` for each call.
+
+    Raises:
+        WorkerLostError: from every call, if the worker is dead or silent.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def open(self, place: ContentPlace, *, writer: str) -> None: ...
+    async def roll(
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = ()
+    ) -> tuple[RolledGroup, ContentOrRef]: ...
+    async def cancel(self, group: int, *, reason: str) -> None: ...
+    async def flush(self) -> None: ...
+    async def forget(self, groups: Collection[int]) -> None: ...
+    async def pause_tools(self) -> None: ...
+    async def resume_tools(self) -> None: ...
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound: ...
+    async def follow(self, replicas: Sequence[FleetReplica]) -> None: ...
+    async def answers(self) -> Mapping[str, int]: ...
+    async def events(self) -> list[WorkerEvent]: ...
+    async def end(self) -> None: ...
+
+
+class ReplacesWorkers(Protocol):
+    """What a dispatcher needs if workers can be lost."""
+
+    async def remove_worker(self, lost: Worker) -> None:
+        """End the process of a lost worker, and its requests in the engines; they are gone when this returns."""
+        ...
+
+    async def start_worker(self, *, slot: int, name: str) -> Worker:
+        """Start a worker in the place of a lost one."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A worker that lives."""
+
+    worker: Worker
+    slot: int
+    """Its place among the workers that the run was given."""
+    writer: int = -1
+    """Number of the writer of its content."""
+    groups: dict[int, Admission] = field(default_factory=dict[int, Admission])
+    """Groups that it rolls out, by id."""
+
+
+class Dispatcher:
+    """Rollouts of a run, on one or more workers.
+
+    Args:
+        fleet: the replicas; workers in other processes are told of every change.
+        processes: of the workers; None if none can be lost.
+        config: bounds on restarts, for each worker on its own.
+        note: is told what the user should read.
+
+    tokens: that were generated, by group.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        fleet: ReplicaFleet,
+        processes: ReplacesWorkers | None = None,
+        config: SupervisionConfig | None = None,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self._live = [_Member(worker, slot) for slot, worker in enumerate(workers)]
+        self._limits = [RestartLimit(config or SupervisionConfig()) for _ in workers]
+        self._num_names = len(workers)
+        self._processes = processes
+        self._note = note
+        self._fleet = fleet
+        self._followed: tuple[Member, ...] | None = None  # replicas that all workers know
+        self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
+        self._held: dict[int, Sequence[Trajectory]] = {}  # of groups of lost workers, once they are read
+        self._changed = Bell()
+        self._place: ContentPlace | None = None
+        self._num_writers = 0
+        self._tools_paused = False
+        self._told: set[asyncio.Task[None]] = set()
+        self.tokens = TokenCount()
+
+    async def open(self, place: ContentPlace, *, live: Collection[int]) -> None:
+        """Have the workers store content at `place`, each in files of its own. Files of settled groups are removed.
+
+        Args:
+            live: groups that may be read again.
+
+        Raises:
+            JournalError: the disk refuses.
+        """
+        self._place, self.tokens = place, TokenCount()
+        self._num_writers = await asyncio.to_thread(next_writer, place.directory)
+        for member in list(self._live):
+            await self._open(member)
+        await self._remove_settled(live)
+
+    async def roll(
+        self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
+    ) -> tuple[GroupHead | DroppedGroup, ContentOrRef]:
+        """Roll out a group; see `Rollouter.roll`. If its worker is lost, another one goes on with what is stored.
+
+        Returns:
+            Head and content of a finished group, or why it was given up and None.
+        """
+        group = admission.group
+        while True:
+            member = await self._least()
+            member.groups[group] = admission
+            try:
+                rolled, content = await member.worker.roll(prompt, admission, held)
+            except WorkerLostError as error:
+                self._lose(member, error)
+                held = await self._stored(group)
+            else:
+                self.tokens.add(group, rolled.generated)
+                return rolled.outcome, content
+            finally:
+                member.groups.pop(group, None)
+
+    def cancel(self, group: int, *, reason: str) -> None:
+        """Give up a group that is rolled out; its `roll` returns a DroppedGroup. No effect on any other."""
+        for member in self._live:
+            if group in member.groups:
+                self._tell(member, member.worker.cancel(group, reason=reason))
+
+    async def flush(self) -> None:
+        """Return once all that was generated so far is stored."""
+        await self._all(lambda worker: worker.flush())
+
+    async def forget(self, groups: Collection[int]) -> None:
+        """Remove the content of groups that nobody needs any more."""
+        await self._all(lambda worker: worker.forget(groups))
+
+    async def pause(self) -> None:
+        """No tool starts until `resume`."""
+        self._tools_paused = True
+        await self._all(lambda worker: worker.pause_tools())
+
+    async def resume(self) -> None:
+        """Tools start again."""
+        self._tools_paused = False
+        await self._all(lambda worker: worker.resume_tools())
+
+    async def answers(self) -> Mapping[str, int]:
+        """Replica -> requests of all workers that it answered."""
+        total: Counter[str] = Counter()
+        for answered in await self._all(lambda worker: worker.answers()):
+            total.update(answered)
+        return total
+
+    async def validate(self, prompts: Sequence[Prompt], number: int) -> ValidationResult:
+        """Roll out held-out prompts in round `number`, in equal parts on all workers.
+
+        Raises:
+            ExceptionGroup: of EngineError and ContractError: the engines cannot serve.
+        """
+        placed, count = list(enumerate(prompts)), max(1, len(self._live))
+        parts = [part for first in range(count) if (part := placed[first::count])]
+        rounds = await asyncio.gather(*(self._validate(part, number, slot) for slot, part in enumerate(parts)))
+        return ValidationRound.joined(rounds)
+
+    async def watch(self) -> None:
+        """Hear what workers report, and start lost ones anew, forever.
+
+        Raises:
+            WorkerLostError: no worker is left, and none may be started.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            for member in self._live:
+                tasks.create_task(self._listen(member))
+            while True:
+                member, groups, error = await self._lost.get()
+                tasks.create_task(self._replace(member, groups, error, tasks))
+
+    async def end(self) -> None:
+        """End all rollouts where they are, and close the files of their content."""
+        await self._all(lambda worker: worker.end())
+        self._held.clear()
+
+    # ---- inside
+
+    async def _least(self) -> _Member:
+        while not self._live:
+            await self._changed.wait()
+        return min(self._live, key=lambda member: len(member.groups))
+
+    async def _stored(self, group: int) -> Sequence[Trajectory]:
+        """What is stored of a group whose worker is lost."""
+        while group not in self._held:
+            await self._changed.wait()
+        return self._held.pop(group)
+
+    async def _validate(self, prompts: Sequence[tuple[int, Prompt]], number: int, slot: int) -> ValidationRound:
+        while True:
+            await self._least()
+            member = self._live[slot % len(self._live)]
+            try:
+                return await member.worker.validate(prompts, number=number)
+            except WorkerLostError as error:
+                self._lose(member, error)
+
+    def _lose(self, member: _Member, error: WorkerLostError) -> None:
+        """Take a worker out for good; `watch` does the rest."""
+        if member in self._live:
+            self._live.remove(member)
+            self._lost.put_nowait((member, dict(member.groups), error))
+
+    async def _listen(self, member: _Member) -> None:
+        while True:
+            try:
+                events = await member.worker.events()
+            except WorkerLostError as error:
+                self._lose(member, error)
+                return
+            for event in events:
+                if isinstance(event, LostReplica):
+                    self._lose_replica(event)
+                else:
+                    self._note(event)
+
+    def _lose_replica(self, lost: LostReplica) -> None:
+        for member in self._fleet.members:
+            if member.name == lost.name:
+                self._fleet.lose(member, reason=lost.reason, notes=lost.notes)
+
+    async def _follow(self) -> None:
+        """Tell the workers which replicas there are."""
+        while True:
+            live = self._fleet.live_or_none
+            if live == self._followed:
+                await self._fleet.changed.wait()
+            else:
+                self._followed = live
+                replicas = [member.replica for member in live]
+                await self._all(partial(_have_follow, replicas=replicas))
+
+    async def _replace(
+        self, lost: _Member, groups: Mapping[int, Admission], error: WorkerLostError, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Start a worker in place of a lost one, whose process is gone before its files are read."""
+        name = lost.worker.name
+        self._note(f"rollout worker {name} is lost, {len(groups)} groups go on at another: {with_notes(error)}")
+        if self._processes is None:
+            raise error
+        await self._processes.remove_worker(lost.worker)
+        await self._read(groups)
+        if not self._limits[lost.slot].allows_one_more():
+            self._note(f"rollout worker {name} is not restarted (supervision.max_restarts)")
+            if not self._live:
+                raise error
+            return
+        new_name = f"{name.rpartition('-')[0]}-{self._num_names}"
+        self._num_names += 1
+        worker = await self._processes.start_worker(slot=lost.slot, name=new_name)
+        member = _Member(worker, lost.slot)
+        if self._place is not None:
+            await self._open(member)
+        if self._tools_paused:
+            await worker.pause_tools()
+        self._live.append(member)
+        self._followed = None
+        self._fleet.changed.ring()
+        self._changed.ring()
+        tasks.create_task(self._listen(member))
+
+    async def _read(self, groups: Mapping[int, Admission]) -> None:
+        if self._place is not None:
+            stored = await read_stored(self._place, groups.values())
+            for line in stored.notes:
+                self._note(line)
+            for group in groups:
+                self._held[group] = stored.groups[group].trajectories if group in stored.groups else ()
+        else:
+            self._held |= dict.fromkeys(groups, ())
+        self._changed.ring()
+
+    async def _open(self, member: _Member) -> None:
+        assert self._place is not None
+        member.writer, self._num_writers = self._num_writers, self._num_writers + 1
+        await member.worker.open(self._place, writer=writer_name(member.writer))
+
+    async def _remove_settled(self, live: Collection[int]) -> None:
+        assert self._place is not None
+        keep = {writer_name(member.writer) for member in self._live}
+        await asyncio.to_thread(partial(remove_settled, self._place.directory, live, keep=keep))
+
+    async def _all(self, call: Callable[[Worker], Coroutine[Any, Any, T]]) -> list[T]:
+        """Answers of the workers that live; one that is lost meanwhile gives none."""
+        members = list(self._live)
+        answers = await asyncio.gather(*(call(m.worker) for m in members), return_exceptions=True)
+        good: list[T] = []
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, WorkerLostError):
+                self._lose(member, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                good.append(answer)
+        return good
+
+    def _tell(self, member: _Member, call: Coroutine[Any, Any, object]) -> None:
+        """Make a call for whose end nobody waits."""
+
+        async def told() -> None:
+            try:
+                await call
+            except WorkerLostError as error:
+                self._lose(member, error)
+
+        task = asyncio.create_task(told())
+        self._told.add(task)
+        task.add_done_callback(self._told.discard)
+
+
+async def _have_follow(worker: Worker, *, replicas: Sequence[FleetReplica]) -> None:
+    await worker.follow(replicas)

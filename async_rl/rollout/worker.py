@@ -1,0 +1,163 @@
+"""A rollout worker: runs the agent loops of its groups, stores what they append, and rolls out held-out prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from agent_loop.loop import Prompt
+from agent_loop.tools import PauseGate
+from async_rl.rollout.contents import ContentPlace
+from async_rl.rollout.fleet import FleetReplica
+from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
+from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.rollout.validator import ValidationRound, Validator
+from message_queue.content import ContentWriter
+from message_queue.contract import Admission
+from message_queue.disk_errors import JournalError
+from message_queue.heads import GroupHead, head_of
+from message_queue.sequence import GroupContent, content_of
+from message_queue.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledGroup:
+    """What the driver is told of a group that was rolled out."""
+
+    outcome: GroupHead | DroppedGroup
+    """Head of a finished group, or why it was given up."""
+    generated: int
+    """Tokens that engines gave for it, those held from before a restart included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostReplica:
+    """A replica that does not serve any more, as a worker noticed."""
+
+    name: str
+    """Of the replica."""
+    reason: str
+    """Why it counts as lost."""
+    notes: tuple[str, ...]
+    """Such as the end of its log."""
+
+
+WorkerEvent = str | LostReplica
+"""A warning for the user, or a replica that was lost."""
+
+
+class RolloutWorker:
+    """Lives on one event loop; each call is made by the dispatcher.
+
+    Args:
+        name: of the worker.
+        rollouter: makes a rollouter that writes to a log; None stores nothing.
+        validator: rolls out held-out prompts; None if there are none.
+        gate: passed before each tool call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rollouter: Callable[[RolloutLog | None], Rollouter],
+        validator: Validator | None,
+        gate: PauseGate,
+    ) -> None:
+        self.name = name
+        self._make_rollouter = rollouter
+        self._rollouter = rollouter(None)
+        self._validator = validator
+        self._gate = gate
+        self._writer: ContentWriter | None = None
+        self._rolls: dict[int, asyncio.Task[object]] = {}
+        self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+
+    async def open(self, place: ContentPlace, *, writer: str) -> None:
+        """Store content as writer `writer` from now on.
+
+        Raises:
+            JournalError: the disk refuses.
+        """
+        await self.end()
+        self._writer = await ContentWriter.open(place.directory, name=writer, run=place.run, fsync=place.fsync)
+        self._rollouter = self._make_rollouter(StoredRolloutLog(self._writer))
+
+    async def roll(
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = ()
+    ) -> tuple[RolledGroup, GroupContent | None]:
+        """Roll out a group; see `Rollouter.roll`. The content of a finished one is the second value."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._rolls[admission.group] = task
+        try:
+            outcome = await self._rollouter.roll(prompt, admission, held=held)
+        finally:
+            del self._rolls[admission.group]
+            generated = self._rollouter.tokens.pop(admission.group)
+        if isinstance(outcome, DroppedGroup):
+            return RolledGroup(outcome=outcome, generated=generated), None
+        return RolledGroup(outcome=head_of(outcome), generated=generated), content_of(outcome)
+
+    async def cancel(self, group: int, *, reason: str) -> None:
+        """Give up a group; see `Rollouter.cancel`."""
+        self._rollouter.cancel(group, reason=reason)
+
+    def stop(self, group: int) -> None:
+        """End the rollouts of a group for which nobody waits any more."""
+        if (task := self._rolls.get(group)) is not None:
+            task.cancel()
+
+    async def flush(self) -> None:
+        """Return once all that was generated so far is stored."""
+        await self._rollouter.flush()
+
+    async def forget(self, groups: Collection[int]) -> None:
+        """Remove the content of groups that nobody needs any more, as far as this worker stored it."""
+        if self._writer is not None:
+            await self._writer.forget(groups)
+
+    async def pause_tools(self) -> None:
+        """No tool starts from now on; running ones finish."""
+        self._gate.pause()
+
+    async def resume_tools(self) -> None:
+        """Tools start again."""
+        self._gate.resume()
+
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+        """Roll out held-out prompts, each with its place among all, in round `number`."""
+        assert self._validator is not None
+        return await self._validator.run(prompts, number=number)
+
+    async def follow(self, replicas: Sequence[FleetReplica]) -> None:
+        """Use exactly these replicas; a worker in the process of the driver has its fleet."""
+
+    async def answers(self) -> Mapping[str, int]:
+        """Replica -> requests that it answered, if this worker has a fleet of its own."""
+        return {}
+
+    async def events(self) -> list[WorkerEvent]:
+        """What happened since the last call, as soon as there is something."""
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
+
+    def report(self, event: WorkerEvent) -> None:
+        """Have the driver hear of it."""
+        self._events.put_nowait(event)
+
+    async def end(self) -> None:
+        """End all rollouts where they are, and close the files of their content. Idempotent."""
+        rolls = list(self._rolls.values())
+        for task in rolls:
+            task.cancel()
+        if rolls:
+            await asyncio.wait(rolls)
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            with contextlib.suppress(JournalError):
+                await writer.close()

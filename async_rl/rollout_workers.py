@@ -1,0 +1,243 @@
+"""Rollout workers: how one is built, in this process or in an actor, and the driver side of the actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from transformers import AutoTokenizer
+
+from agent_loop.engine import Engine
+from agent_loop.loop import Prompt
+from agent_loop.tools import PauseGate
+from async_rl.actors import EVENTS_S, RolloutActor
+from async_rl.config import RunConfig
+from async_rl.data.task import build_task
+from async_rl.handles import ReplicaAddress, ReplicaHandle
+from async_rl.logs import log_end
+from async_rl.model_info import read_model_info
+from async_rl.rollout.conductor import Conducts, Free
+from async_rl.rollout.contents import ContentOrRef, ContentPlace
+from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
+from async_rl.rollout.recorded import RolloutLog
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.validator import ValidationRound, Validator
+from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, WorkerEvent
+from message_queue.contract import Admission
+from message_queue.trajectory import Trajectory
+
+T = TypeVar("T")
+
+
+def build_worker(
+    config: RunConfig, *, name: str, checkpoint: Path, engine: Engine, conductor: Conducts | None = None
+) -> RolloutWorker:
+    """A worker in this process.
+
+    Args:
+        checkpoint: whose tokenizer is used.
+        engine: decodes.
+        conductor: decides when the rollouts go on; None lets them.
+    """
+    conductor, gate, rollout = conductor or Free(), PauseGate(), config.rollout
+    loop = conductor.loop(
+        build_task(config.task, seed=config.seed).build_loop(
+            engine=conductor.engine(engine),
+            tokenizer=AutoTokenizer.from_pretrained(checkpoint),
+            sampling=rollout.sampling,
+            limits=rollout.limits,
+            gate=gate,
+        )
+    )
+    routing = read_model_info(checkpoint).routing if config.captures_routing else None
+
+    def rollouter(log: RolloutLog | None) -> Rollouter:
+        return Rollouter(
+            loop=loop,
+            routing=routing,
+            trajectories_per_group=rollout.trajectories_per_group,
+            resume_routing=rollout.resume_routing,
+            log=log,
+            failure=rollout.failure,
+            note=lambda text: worker.report(text),
+        )
+
+    validator = Validator(loop=loop, routing=routing, resume_routing=rollout.resume_routing)
+    worker = RolloutWorker(name, rollouter=rollouter, validator=validator, gate=gate)
+    return worker
+
+
+def addresses(replicas: Sequence[FleetReplica]) -> dict[str, ReplicaAddress]:
+    """Of replicas that are actors, by name."""
+    return {replica.name: cast(ReplicaHandle, replica).address for replica in replicas}
+
+
+class WorkerFleet(ReplicaFleet):
+    """The replicas as a worker sees them. The driver decides which there are, and hears what the worker finds lost."""
+
+    def __init__(self, replicas: Sequence[ReplicaHandle]) -> None:
+        super().__init__(replicas)
+        self.supervise()  # the driver starts others: a request waits for one
+        self.report: Callable[[WorkerEvent], None] = lambda _event: None
+
+    def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
+        """See ReplicaFleet."""
+        if member.name not in self.lost:
+            self.report(LostReplica(name=member.name, reason=reason, notes=tuple(notes)))
+        super().lose(member, reason=reason, notes=notes)
+
+    def follow(self, replicas: Mapping[str, ReplicaAddress], *, client: str) -> None:
+        """Have exactly these, but for those that this worker found lost."""
+        for member in self.members:
+            if member.name not in replicas:
+                super().lose(member, reason="the driver has taken it out")
+        known = {member.name for member in self.members}
+        for name, address in replicas.items():
+            if name not in known:
+                self.join(ReplicaHandle(address, client=client), slot=0)
+
+    def answers(self) -> dict[str, int]:
+        """Replica -> requests that it answered."""
+        return {member.name: member.num_answers for member in self.members}
+
+
+def build_remote_worker(
+    config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
+) -> tuple[RolloutWorker, WorkerFleet]:
+    """A worker in the process of an actor, and the replicas as it sees them."""
+    fleet = WorkerFleet([ReplicaHandle(address, client=name) for address in replicas.values()])
+    worker = build_worker(config, name=name, checkpoint=checkpoint, engine=ReplicaRouter(fleet))
+    fleet.report = worker.report
+    return worker, fleet
+
+
+class WorkerHandle:
+    """Driver side of a worker in another process; see `RolloutWorker` for each call.
+
+    Args:
+        timeout_s: silence after which the worker counts as lost.
+        log: file with the output of the process; its end becomes a note of an error.
+
+    Raises:
+        WorkerLostError: from every call, if the worker is dead or silent.
+    """
+
+    def __init__(self, actor: ActorHandle[Any], *, name: str, timeout_s: float, log: Path | None = None) -> None:
+        self.name = name
+        self._actor = actor
+        self._timeout_s = timeout_s
+        self._log = log
+
+    @classmethod
+    async def start(
+        cls,
+        config: RunConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        replicas: Sequence[FleetReplica],
+        options: dict[str, Any],
+        log: Path | None = None,
+    ) -> WorkerHandle:
+        """Start the actor and build the worker in it.
+
+        Raises:
+            WorkerLostError: it did not start. Exception: whatever the task raised.
+        """
+        actor = RolloutActor.options(**options, max_restarts=0).remote(log=log)
+        handle = cls(actor, name=name, timeout_s=config.cluster.call_timeout_s, log=log)
+        started = actor.start.remote(config, name=name, checkpoint=checkpoint, replicas=addresses(replicas))
+        try:
+            await handle._answer("start", started, timeout_s=config.cluster.start_timeout_s)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return handle
+
+    async def roll(
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = ()
+    ) -> tuple[RolledGroup, ContentOrRef]:
+        """The second value is a reference to the content, which stays on the node of the worker."""
+        told, content = cast(list[Any], self._actor.roll.remote(prompt, admission, list(held)))
+        try:
+            return await self._answer("roll", told), content
+        except asyncio.CancelledError:
+            self._actor.stop.remote(admission.group)
+            raise
+
+    async def pid(self) -> int:
+        """Process id of the actor."""
+        return await self._answer("pid", self._actor.pid.remote(), timeout_s=self._timeout_s)
+
+    async def follow(self, replicas: Sequence[FleetReplica]) -> None:
+        """Use exactly these replicas from now on."""
+        await self._answer("follow", self._actor.follow.remote(addresses(replicas)), timeout_s=self._timeout_s)
+
+    async def open(self, place: ContentPlace, *, writer: str) -> None:
+        await self._answer("open", self._actor.open.remote(place, writer=writer), timeout_s=self._timeout_s)
+
+    async def cancel(self, group: int, *, reason: str) -> None:
+        await self._answer("cancel", self._actor.cancel.remote(group, reason=reason), timeout_s=self._timeout_s)
+
+    async def flush(self) -> None:
+        await self._answer("flush", self._actor.flush.remote(), timeout_s=self._timeout_s)
+
+    async def forget(self, groups: Collection[int]) -> None:
+        await self._answer("forget", self._actor.forget.remote(groups), timeout_s=self._timeout_s)
+
+    async def pause_tools(self) -> None:
+        await self._answer("pause_tools", self._actor.pause_tools.remote(), timeout_s=self._timeout_s)
+
+    async def resume_tools(self) -> None:
+        await self._answer("resume_tools", self._actor.resume_tools.remote(), timeout_s=self._timeout_s)
+
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+        return await self._answer("validate", self._actor.validate.remote(prompts, number=number))
+
+    async def answers(self) -> Mapping[str, int]:
+        return await self._answer("answers", self._actor.answers.remote(), timeout_s=self._timeout_s)
+
+    async def events(self) -> list[WorkerEvent]:
+        return await self._answer("events", self._actor.events.remote(), timeout_s=EVENTS_S + self._timeout_s)
+
+    async def end(self) -> None:
+        await self._answer("end", self._actor.end.remote(), timeout_s=self._timeout_s)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """End the rollouts, then the process; returns once it is gone."""
+        try:
+            await self._answer("end", self._actor.end.remote(), timeout_s=timeout_s)
+        finally:
+            ray.kill(self._actor)
+            await self._gone(timeout_s)
+
+    async def _gone(self, timeout_s: float) -> None:
+        try:
+            await self._answer("end", self._actor.pid.remote(), timeout_s=timeout_s)
+        except WorkerLostError:
+            return
+
+    async def _answer(self, what: str, ref: Awaitable[T], *, timeout_s: float | None = None) -> T:
+        """What the actor answers. Liveness of calls without a bound follows from `events`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await ref
+        except TimeoutError as error:
+            raise self._lost(f"{self.name}: {what} took longer than {timeout_s} s") from error
+        except RayActorError as error:
+            raise self._lost(f"{self.name}: process died during {what}") from error
+        except RayTaskError as error:
+            raise error.cause from None  # Ray raises a subclass that has it
+
+    def _lost(self, text: str) -> WorkerLostError:
+        error = WorkerLostError(text)
+        if self._log is not None:
+            error.add_note(log_end(self._log))
+        return error

@@ -1,0 +1,19 @@
+"""What a publisher asks of rollouts, without any."""
+
+from agent_loop.tools import PauseGate
+
+
+class RolloutsHere:
+    """Rollouts that are all in this process."""
+
+    def __init__(self, gate: PauseGate | None = None) -> None:
+        self.gate = gate or PauseGate()
+
+    async def pause(self):
+        self.gate.pause()
+
+    async def resume(self):
+        self.gate.resume()
+
+    async def answers(self):
+        return {}
