@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from async_rl.handles import ReplicaAddress
     from async_rl.rollout.contents import ContentPlace
     from async_rl.rollout.validator import ValidationRound
-    from async_rl.rollout.worker import RolledGroup, WorkerEvent
+    from async_rl.rollout.worker import RolledGroup, RolloutWorker, WorkerEvent
+    from async_rl.rollout_workers import WorkerFleet
     from async_rl.train.losses import LossConfig
     from async_rl.train.model import TrainerConfig
     from async_rl.train.optimizer import OptimizerConfig
@@ -292,7 +293,11 @@ class RolloutHost:
         """Build the worker."""
         from async_rl.rollout_workers import build_remote_worker  # which imports this module
 
-        self._worker, self._fleet = build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas)
+        self.serve(*build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas))
+
+    def serve(self, worker: RolloutWorker, fleet: WorkerFleet) -> None:
+        """Take calls for a worker, and for the replicas as it sees them."""
+        self._worker, self._fleet = worker, fleet
 
     async def pid(self) -> int:
         return os.getpid()
@@ -331,9 +336,6 @@ class RolloutHost:
 
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
         return await self._worker.validate(prompts, number=number)
-
-    async def answers(self) -> Mapping[str, int]:
-        return self._fleet.answers()
 
     async def events(self) -> list[WorkerEvent]:
         try:

@@ -34,7 +34,6 @@ from async_rl.rollout.conductor import Conductor, Conducts, Free
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.rollouter import session_name
-from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule, read_schedule
 from async_rl.rollout_workers import build_worker
 from async_rl.weights.pretrained import keep_model_files
@@ -186,9 +185,8 @@ class Program:
         """Processes; if the run keeps to a schedule, one worker in this process, where the conductor is."""
         if self._conductor.free:
             return await workers.start_rollout_workers(fleet)
-        engine = ReplicaRouter(fleet)
         return [
-            build_worker(self._config, name="worker-0", checkpoint=checkpoint, engine=engine, conductor=self._conductor)
+            build_worker(self._config, name="worker-0", checkpoint=checkpoint, fleet=fleet, conductor=self._conductor)
         ]
 
     def _build_probe(self, fleet: ReplicaFleet, routing: RoutingSpec | None) -> Probe | None:

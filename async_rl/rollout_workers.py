@@ -12,7 +12,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 from transformers import AutoTokenizer
 
-from agent_loop.engine import Engine
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
 from async_rl.actors import EVENTS_S, RolloutActor
@@ -37,19 +36,19 @@ T = TypeVar("T")
 
 
 def build_worker(
-    config: RunConfig, *, name: str, checkpoint: Path, engine: Engine, conductor: Conducts | None = None
+    config: RunConfig, *, name: str, checkpoint: Path, fleet: ReplicaFleet, conductor: Conducts | None = None
 ) -> RolloutWorker:
     """A worker in this process.
 
     Args:
         checkpoint: whose tokenizer is used.
-        engine: decodes.
+        fleet: the replicas, as the worker sees them.
         conductor: decides when the rollouts go on; None lets them.
     """
     conductor, gate, rollout = conductor or Free(), PauseGate(), config.rollout
     loop = conductor.loop(
         build_task(config.task, seed=config.seed).build_loop(
-            engine=conductor.engine(engine),
+            engine=conductor.engine(ReplicaRouter(fleet)),
             tokenizer=AutoTokenizer.from_pretrained(checkpoint),
             sampling=rollout.sampling,
             limits=rollout.limits,
@@ -70,7 +69,7 @@ def build_worker(
         )
 
     validator = Validator(loop=loop, routing=routing, resume_routing=rollout.resume_routing)
-    worker = RolloutWorker(name, rollouter=rollouter, validator=validator, gate=gate)
+    worker = RolloutWorker(name, rollouter=rollouter, validator=validator, gate=gate, fleet=fleet)
     return worker
 
 
@@ -103,17 +102,13 @@ class WorkerFleet(ReplicaFleet):
             if name not in known:
                 self.join(ReplicaHandle(address, client=client), slot=0)
 
-    def answers(self) -> dict[str, int]:
-        """Replica -> requests that it answered."""
-        return {member.name: member.num_answers for member in self.members}
-
 
 def build_remote_worker(
     config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
 ) -> tuple[RolloutWorker, WorkerFleet]:
     """A worker in the process of an actor, and the replicas as it sees them."""
     fleet = WorkerFleet([ReplicaHandle(address, client=name) for address in replicas.values()])
-    worker = build_worker(config, name=name, checkpoint=checkpoint, engine=ReplicaRouter(fleet))
+    worker = build_worker(config, name=name, checkpoint=checkpoint, fleet=fleet)
     fleet.report = worker.report
     return worker, fleet
 
@@ -200,9 +195,6 @@ class WorkerHandle:
 
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
         return await self._answer("validate", self._actor.validate.remote(prompts, number=number))
-
-    async def answers(self) -> Mapping[str, int]:
-        return await self._answer("answers", self._actor.answers.remote(), timeout_s=self._timeout_s)
 
     async def events(self) -> list[WorkerEvent]:
         return await self._answer("events", self._actor.events.remote(), timeout_s=EVENTS_S + self._timeout_s)

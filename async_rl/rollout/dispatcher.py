@@ -8,7 +8,6 @@ admitted prompt ──> worker with the fewest groups ──> head and content
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,7 +56,6 @@ class Worker(Protocol):
     async def resume_tools(self) -> None: ...
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound: ...
     async def follow(self, replicas: Sequence[FleetReplica]) -> None: ...
-    async def answers(self) -> Mapping[str, int]: ...
     async def events(self) -> list[WorkerEvent]: ...
     async def end(self) -> None: ...
 
@@ -81,8 +79,6 @@ class _Member:
     worker: Worker
     slot: int
     """Its place among the workers that the run was given."""
-    writer: int = -1
-    """Number of the writer of its content."""
     groups: dict[int, Admission] = field(default_factory=dict[int, Admission])
     """Groups that it rolls out, by id."""
 
@@ -119,7 +115,7 @@ class Dispatcher:
         self._held: dict[int, Sequence[Trajectory]] = {}  # of groups of lost workers, once they are read
         self._changed = Bell()
         self._place: ContentPlace | None = None
-        self._num_writers = 0
+        self._num_writers = self._num_awaited = 0
         self._tools_paused = False
         self._told: set[asyncio.Task[None]] = set()
         self.tokens = TokenCount()
@@ -135,9 +131,11 @@ class Dispatcher:
         """
         self._place, self.tokens = place, TokenCount()
         self._num_writers = await asyncio.to_thread(next_writer, place.directory)
-        for member in list(self._live):
-            await self._open(member)
-        await self._remove_settled(live)
+        writers = {member.worker: number for number, member in enumerate(self._live, start=self._num_writers)}
+        self._num_writers += len(writers)
+        await self._all(lambda worker: worker.open(place, writer=writer_name(writers[worker])))
+        keep = set(map(writer_name, writers.values()))
+        await asyncio.to_thread(partial(remove_settled, place.directory, live, keep=keep))
 
     async def roll(
         self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
@@ -169,7 +167,7 @@ class Dispatcher:
                 self._tell(member, member.worker.cancel(group, reason=reason))
 
     async def flush(self) -> None:
-        """Return once all that was generated so far is stored."""
+        """Return once all that engines have answered so far is stored."""
         await self._all(lambda worker: worker.flush())
 
     async def forget(self, groups: Collection[int]) -> None:
@@ -185,13 +183,6 @@ class Dispatcher:
         """Tools start again."""
         self._tools_paused = False
         await self._all(lambda worker: worker.resume_tools())
-
-    async def answers(self) -> Mapping[str, int]:
-        """Replica -> requests of all workers that it answered."""
-        total: Counter[str] = Counter()
-        for answered in await self._all(lambda worker: worker.answers()):
-            total.update(answered)
-        return total
 
     async def validate(self, prompts: Sequence[Prompt], number: int) -> ValidationResult:
         """Roll out held-out prompts in round `number`, in equal parts on all workers.
@@ -222,6 +213,9 @@ class Dispatcher:
         """End all rollouts where they are, and close the files of their content."""
         await self._all(lambda worker: worker.end())
         self._held.clear()
+        for _ in range(self._lost.qsize()):
+            member, _, error = self._lost.get_nowait()
+            self._lost.put_nowait((member, {}, error))  # a restart reads the groups
 
     # ---- inside
 
@@ -288,26 +282,46 @@ class Dispatcher:
         self._note(f"rollout worker {name} is lost, {len(groups)} groups go on at another: {with_notes(error)}")
         if self._processes is None:
             raise error
-        await self._processes.remove_worker(lost.worker)
-        await self._read(groups)
-        if not self._limits[lost.slot].allows_one_more():
-            self._note(f"rollout worker {name} is not restarted (supervision.max_restarts)")
-            if not self._live:
-                raise error
+        self._num_awaited += 1
+        try:
+            await self._processes.remove_worker(lost.worker)
+            await self._read(groups)
+            member = await self._start_anew(self._processes, lost)
+        except asyncio.CancelledError:
+            self._lost.put_nowait((lost, {}, error))  # for whoever watches next
+            raise
+        finally:
+            self._num_awaited -= 1
+        if member is not None:
+            tasks.create_task(self._listen(member))
             return
-        new_name = f"{name.rpartition('-')[0]}-{self._num_names}"
-        self._num_names += 1
-        worker = await self._processes.start_worker(slot=lost.slot, name=new_name)
-        member = _Member(worker, lost.slot)
-        if self._place is not None:
-            await self._open(member)
-        if self._tools_paused:
-            await worker.pause_tools()
-        self._live.append(member)
-        self._followed = None
-        self._fleet.changed.ring()
-        self._changed.ring()
-        tasks.create_task(self._listen(member))
+        self._note(f"rollout worker {name} is not restarted (supervision.max_restarts)")
+        if not self._live and not self._num_awaited:
+            raise error
+
+    async def _start_anew(self, processes: ReplacesWorkers, lost: _Member) -> _Member | None:
+        """A worker that lives in the place of a lost one; None if there may be no more restarts."""
+        while self._limits[lost.slot].allows_one_more():
+            name = f"{lost.worker.name.rpartition('-')[0]}-{self._num_names}"
+            self._num_names += 1
+            try:
+                worker = await processes.start_worker(slot=lost.slot, name=name)
+                lost.worker = worker  # if this is cancelled, it is removed by whoever watches next
+                if self._place is not None:
+                    number, self._num_writers = self._num_writers, self._num_writers + 1
+                    await worker.open(self._place, writer=writer_name(number))
+                if self._tools_paused:
+                    await worker.pause_tools()
+            except WorkerLostError as error:
+                self._note(f"rollout worker {name} did not start: {with_notes(error)}")
+                await processes.remove_worker(lost.worker)
+                continue
+            self._live.append(member := _Member(worker, lost.slot))
+            self._followed = None
+            self._fleet.changed.ring()
+            self._changed.ring()
+            return member
+        return None
 
     async def _read(self, groups: Mapping[int, Admission]) -> None:
         if self._place is not None:
@@ -320,29 +334,18 @@ class Dispatcher:
             self._held |= dict.fromkeys(groups, ())
         self._changed.ring()
 
-    async def _open(self, member: _Member) -> None:
-        assert self._place is not None
-        member.writer, self._num_writers = self._num_writers, self._num_writers + 1
-        await member.worker.open(self._place, writer=writer_name(member.writer))
-
-    async def _remove_settled(self, live: Collection[int]) -> None:
-        assert self._place is not None
-        keep = {writer_name(member.writer) for member in self._live}
-        await asyncio.to_thread(partial(remove_settled, self._place.directory, live, keep=keep))
-
     async def _all(self, call: Callable[[Worker], Coroutine[Any, Any, T]]) -> list[T]:
         """Answers of the workers that live; one that is lost meanwhile gives none."""
-        members = list(self._live)
-        answers = await asyncio.gather(*(call(m.worker) for m in members), return_exceptions=True)
-        good: list[T] = []
-        for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, WorkerLostError):
-                self._lose(member, answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                good.append(answer)
-        return good
+
+        async def answer(member: _Member) -> list[T]:
+            try:
+                return [await call(member.worker)]
+            except WorkerLostError as error:
+                self._lose(member, error)
+                return []
+
+        answers = await asyncio.gather(*map(answer, list(self._live)))
+        return [one for given in answers for one in given]
 
     def _tell(self, member: _Member, call: Coroutine[Any, Any, object]) -> None:
         """Make a call for whose end nobody waits."""

@@ -43,23 +43,18 @@ class Member:
     """A replica of the fleet.
 
     slot: its place among the replicas that the run was given. in_flight: requests that the router has there.
-    num_answers: those answered. busy_seconds: as last read. calls: what `lose` ends.
+    busy_seconds: as last read. calls: what `lose` ends.
     """
 
     replica: FleetReplica
     slot: int
     in_flight: int = 0
-    num_answers: int = 0
     busy_seconds: float = 0.0
     calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])  # in the order they began
 
     @property
     def name(self) -> str:
         return self.replica.name
-
-    def note_answer(self) -> None:
-        """A request was answered."""
-        self.num_answers += 1
 
 
 class ReplicaFleet:

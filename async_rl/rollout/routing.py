@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest, ReplicaLostError
 from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from message_queue.tokens import TokenOutput
 
@@ -55,11 +55,7 @@ class ReplicaRouter:
                     answer = await member.replica.generate(request)
             except ReplicaLostError:
                 continue  # the fleet has noted it
-            except EngineError:
-                member.note_answer()  # a bad one is one too
-                raise
             else:
-                member.note_answer()
                 return answer
             finally:
                 member.in_flight -= 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
 from async_rl.rollout.contents import ContentPlace
-from async_rl.rollout.fleet import FleetReplica
+from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import ValidationRound, Validator
@@ -20,6 +20,8 @@ from message_queue.disk_errors import JournalError
 from message_queue.heads import GroupHead, head_of
 from message_queue.sequence import GroupContent, content_of
 from message_queue.trajectory import Trajectory
+
+APPEND_TURNS = 20  # of the event loop, in which rollouts append what they were answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class RolloutWorker:
         rollouter: makes a rollouter that writes to a log; None stores nothing.
         validator: rolls out held-out prompts; None if there are none.
         gate: passed before each tool call.
+        fleet: the replicas as this worker sees them.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class RolloutWorker:
         rollouter: Callable[[RolloutLog | None], Rollouter],
         validator: Validator | None,
         gate: PauseGate,
+        fleet: ReplicaFleet,
     ) -> None:
         self.name = name
         self._make_rollouter = rollouter
         self._rollouter = rollouter(None)
         self._validator = validator
         self._gate = gate
+        self._fleet = fleet
         self._writer: ContentWriter | None = None
         self._rolls: dict[int, asyncio.Task[object]] = {}
         self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
@@ -111,7 +116,10 @@ class RolloutWorker:
             task.cancel()
 
     async def flush(self) -> None:
-        """Return once all that was generated so far is stored."""
+        """Return once all that engines have answered so far is stored."""
+        await self._fleet.busy_seconds()  # these replies come after those of all requests that have ended
+        for _ in range(APPEND_TURNS):
+            await asyncio.sleep(0)
         await self._rollouter.flush()
 
     async def forget(self, groups: Collection[int]) -> None:
@@ -134,10 +142,6 @@ class RolloutWorker:
 
     async def follow(self, replicas: Sequence[FleetReplica]) -> None:
         """Use exactly these replicas; a worker in the process of the driver has its fleet."""
-
-    async def answers(self) -> Mapping[str, int]:
-        """Replica -> requests that it answered, if this worker has a fleet of its own."""
-        return {}
 
     async def events(self) -> list[WorkerEvent]:
         """What happened since the last call, as soon as there is something."""

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_rl.simulate.processes import current_process
 from message_queue import content, content_format, journal
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class Disk:
                 self._broken = (errno.EROFS, self._clock() + fault.amount)
             case "disk fails":
                 return errno.EIO
+            case "worker dies":
+                process = current_process()
+                assert process is not None
+                process.die("killed")
+                raise ProcessDied(point)
             case "queue dies" | "driver dies":
                 self._world.kill("queue" if "/queue/" in point else "driver")
                 raise ProcessDied(point)

@@ -115,6 +115,8 @@ def may_end(error: str, *, fired: Sequence[Fault], scenario: Scenario, lost: int
         return True
     if sum(kind.loses_part for kind in kinds) > scenario.max_restarts:
         return True
+    if sum(kind.loses_worker for kind in kinds) >= scenario.workers * (scenario.max_restarts + 1):
+        return True
     of_disk = disk_was_broken or any(kind.of_disk for kind in kinds)
     return any(text in error for text in REMOVES) or ("journal" in error and of_disk)
 
@@ -128,4 +130,4 @@ def most_starts(scenario: Scenario) -> int:
     """How often a run is started at most until it is done."""
     kinds = [KINDS[fault.kind] for fault in scenario.faults]
     stops = sum(fault.kind == "stop is asked for" for fault in scenario.faults)
-    return 1 + stops + sum(k.starts for k in kinds if k.ends_run or k.loses_replica or k.loses_part)
+    return 1 + stops + sum(k.starts for k in kinds if k.ends_run or k.loses_replica or k.loses_part or k.loses_worker)

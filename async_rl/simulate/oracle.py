@@ -19,7 +19,7 @@ from async_rl.simulate.acknowledged import Acknowledged
 from async_rl.simulate.engine import Answered
 from async_rl.simulate.prompt_account import PromptAccount
 from async_rl.simulate.recycles import Recycles
-from async_rl.simulate.restarts import GivenUp, Reopened, RestartJudge, is_recycled, note_restart
+from async_rl.simulate.restarts import GivenUp, Reopened, RestartJudge, check_stored, is_recycled, note_restart
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.sessions import Sessions
 from async_rl.simulate.trainer import INITIAL
@@ -29,6 +29,7 @@ from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.events import Event, Loaded, Published
 from message_queue.heads import GroupHead
 from message_queue.tokens import Int32Array, WeightVersion
+from message_queue.trajectory import Trajectory
 
 _LEFT_BEHIND = {"stopped before it was trained", "ended before it was recorded"}  # prompts are not done with these
 
@@ -301,6 +302,13 @@ class Oracle:
                 number += 1
         require("exactly once", all(d.trajectory < number for d in data), "{} trajectories, too many rows", number)
         return [g.group for g in groups]
+
+    def moved(self, groups: Mapping[int, Sequence[Trajectory]], *, damaged: Collection[int]) -> None:
+        """Groups of a dead worker go on with what is stored of them."""
+        for group, held in groups.items():
+            self._sessions.moved(group)
+            if group not in damaged:
+                check_stored(group, held, self.told)
 
     def _check_split(self, batch: TrainingBatch) -> dict[int, int]:
         """The mini-batch of each group: whole groups, as many in each."""

@@ -40,7 +40,7 @@ def adopt(task: NumberedTask) -> None:
     process = _process.get()
     if process is not None:
         process.tasks[task] = None
-        task.add_done_callback(process.forget)
+        task.add_done_callback(process.task_ended)
 
 
 class _Method:
@@ -48,8 +48,10 @@ class _Method:
         self._process = process
         self._name = name
 
-    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-        return self._process.send(self._name, args, kwargs)
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        reply = self._process.send(self._name, args, kwargs)
+        parts = self._process.num_returns(self._name)
+        return reply if parts == 1 else [_part(reply, number) for number in range(parts)]
 
 
 class Process:
@@ -69,6 +71,7 @@ class Process:
         self.dead: str | None = None
         self.hung = False
         self._files: list[Closes] = []
+        self._replies: set[asyncio.Future[Any]] = set()
         self._cut_off = False
         self._host = host
         self._world = world
@@ -82,7 +85,7 @@ class Process:
             raise AttributeError(name)
         return _Method(self, name)
 
-    def forget(self, task: asyncio.Task[Any]) -> None:
+    def task_ended(self, task: asyncio.Task[Any]) -> None:
         """A task of this process has ended."""
         self.tasks.pop(task, None)  # type: ignore[arg-type]
 
@@ -94,6 +97,8 @@ class Process:
         self._world.note(self.process_name, "dies", cause)
         for task in list(self.tasks):
             task.cancel()
+        for reply in list(self._replies):
+            self._answer(reply, error=RayActorError())
         self._close_files()
 
     def cut_off(self) -> None:
@@ -106,6 +111,10 @@ class Process:
     def ended(self) -> bool:
         """Whether it does nothing any more."""
         return self._cut_off or self.dead is not None
+
+    def num_returns(self, method: str) -> int:
+        """Results of a method that the caller gets apart; see `ray.method`."""
+        return getattr(getattr(type(self._host), method), "__ray_num_returns__", 1)
 
     def has_open(self, file: Closes) -> None:
         """The process opened a file, which is closed some time after its death."""
@@ -121,6 +130,8 @@ class Process:
         """The answer to come."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
+        self._replies.add(reply)
+        reply.add_done_callback(self._replies.discard)
         if self._cut_off:
             reply.set_exception(RayActorError())
             return reply
@@ -132,9 +143,9 @@ class Process:
             case "late message":
                 assert fault is not None
                 delay += fault.amount
-            case "process dies" | "queue dies":
+            case "process dies" | "queue dies" | "worker dies":
                 loop.call_later(delay / 2, self.die, "killed")
-            case "process hangs" | "queue hangs":
+            case "process hangs" | "queue hangs" | "worker hangs":
                 self.hung = True
             case _:
                 pass
@@ -165,13 +176,13 @@ class Process:
         except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
             error = RayTaskError(method, "", cause).as_instanceof_cause()
         if method not in ("exchange", "collect"):
-            self.answers(method, args, result=result, error=error)
+            self.told_of(method, args, result=result, error=error)
         if self.dead is not None:
             error = RayActorError()
         if not self.hung:
             self._answer(reply, result=result, error=error)
 
-    def answers(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
+    def told_of(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
         """Report a result to the world, if it will be received."""
         if self.dead is None and not self.hung and not self._cut_off:
             self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
@@ -197,12 +208,28 @@ class Observed:
             try:
                 result = await getattr(self._service, method)(*args, **kwargs)
             except Exception as error:
-                self._process.answers(method, args, result=None, error=error)
+                self._process.told_of(method, args, result=None, error=error)
                 raise
-            self._process.answers(method, args, result=result, error=None)
+            self._process.told_of(method, args, result=result, error=None)
             return result
 
         return call
+
+
+def _part(reply: asyncio.Future[Any], number: int) -> asyncio.Future[Any]:
+    """One of the results of a call."""
+    part: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def settle(whole: asyncio.Future[Any]) -> None:
+        if whole.cancelled():
+            part.cancel()
+        elif (error := whole.exception()) is not None:
+            _settle(part, None, error)
+        else:
+            _settle(part, whole.result()[number], None)
+
+    reply.add_done_callback(settle)
+    return part
 
 
 def _called_by(method: str, args: tuple[Any, ...]) -> list[str]:
@@ -210,7 +237,7 @@ def _called_by(method: str, args: tuple[Any, ...]) -> list[str]:
     return [call.method for call in args[1]] if method == "exchange" else [method]
 
 
-def _settle(reply: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _settle(reply: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if reply.done():
         return
     if error is None:

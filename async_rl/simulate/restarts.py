@@ -94,7 +94,7 @@ class RestartJudge:
         for group, held in self._reopened.open.items():
             ended = group in expected.dropped or group in self._dropped or group in steps
             if not ended and group not in damaged:
-                self._check_stored(group, held, expected)
+                check_stored(group, held, expected)
 
     def check_consistent(self) -> None:
         """Whatever is missing, what is there fits together."""
@@ -120,14 +120,16 @@ class RestartJudge:
             require("exactly once", held is None, "group {} was ready and is to be generated again", group)
         if held is None:
             return
-        self._check_stored(group, held, expected)
+        check_stored(group, held, expected)
 
-    def _check_stored(self, group: int, held: Sequence[Trajectory], expected: Acknowledged) -> None:
-        have_of = dict(enumerate((len(t), t.closed) for t in held))
-        for number, told in expected.stored.get(group, {}).items():
-            have = have_of.get(number, (0, False))
-            kept = have[0] >= told[0] and have[1] >= told[1]
-            require("exactly once", kept, "trajectory {} of group {} is {}, not {}", number, group, have, told)
+
+def check_stored(group: int, held: Sequence[Trajectory], expected: Acknowledged) -> None:
+    """Everything of a group that was stored is there."""
+    have_of = dict(enumerate((len(t), t.closed) for t in held))
+    for number, told in expected.stored.get(group, {}).items():
+        have = have_of.get(number, (0, False))
+        kept = have[0] >= told[0] and have[1] >= told[1]
+        require("exactly once", kept, "trajectory {} of group {} is {}, not {}", number, group, have, told)
 
 
 def note_restart(told: Acknowledged, found: Reopened) -> None:

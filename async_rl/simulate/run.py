@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from agent_loop.engine import EngineError, ReplicaLostError, SamplingConfig
 from agent_loop.loop import Prompt
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, ToolRunner
-from async_rl.actors import ReplicaHost
+from async_rl.actors import ReplicaHost, RolloutHost
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
 from async_rl.config import QueueConfig, RunConfig, SyncConfig, ValidationConfig, load_config
@@ -27,7 +28,7 @@ from async_rl.observe.trace import Trace
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Free
 from async_rl.rollout.contents import ContentPlace, StoredContent
-from async_rl.rollout.dispatcher import Dispatcher
+from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog, StoresRecords
 from async_rl.rollout.rollouter import FailureConfig, Rollouter
@@ -35,13 +36,14 @@ from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.rollout.validator import ValidationResult, Validator
 from async_rl.rollout.worker import RolloutWorker
+from async_rl.rollout_workers import WorkerFleet, WorkerHandle
 from async_rl.simulate import model
 from async_rl.simulate.engine import SimulatedReplica
 from async_rl.simulate.processes import Observed, Process
 from async_rl.simulate.queue_client import WatchedQueue
 from async_rl.simulate.scenario import Scenario
 from async_rl.simulate.trainer import INITIAL, ParityReward, SimulatedTrainer, session_of_task
-from message_queue.contract import QueueSnapshot
+from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Event
 from message_queue.progress import RolloutRecord
 from message_queue.recovery import JournalPlace, Restored
@@ -113,6 +115,16 @@ class _WatchedLives(Lives[SimulatedTrainer]):
         queue, restored, stored = await super()._open_queue(place)
         self._world.reopened(restored, stored)
         return queue, restored, stored
+
+
+class _WatchedDispatcher(Dispatcher):
+    """Tells the world what is read of the groups of a lost worker."""
+
+    world: World
+
+    async def _read(self, groups: Mapping[int, Admission]) -> None:
+        await super()._read(groups)
+        self.world.moved({group: self._held[group] for group in groups})
 
 
 class _ToldStore:
@@ -195,7 +207,14 @@ class Run:
         self._trainer = SimulatedTrainer(world)
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(scenario.replicas)]
         self.fleet = ReplicaFleet(replicas, on_lost=self.recorder.warn)
-        rollouts = Dispatcher([self._worker()], fleet=self.fleet, config=config.supervision, note=self.recorder.warn)
+        rollouts = _WatchedDispatcher(
+            [self._worker(f"worker-{slot}") for slot in range(scenario.workers)],
+            fleet=self.fleet,
+            processes=self,
+            config=config.supervision,
+            note=self.recorder.warn,
+        )
+        rollouts.world = world
         publisher, supervisor = supervised(
             config, self.fleet, rollouts=rollouts, start=self.replace_replica, recorder=self.recorder
         )
@@ -298,13 +317,36 @@ class Run:
             raise EngineError(f"{name}: start failed: no room for the weights")
         return self._replica(slot, name)
 
+    async def remove_worker(self, lost: Worker) -> None:
+        self.processes[lost.name].die("killed by the driver")
+        await asyncio.sleep(LINGER_S)
+        for member in self.fleet.live_or_none:
+            with contextlib.suppress(EngineError):
+                await cast(ReplicaHandle, member.replica).forget_client(lost.name)
+
+    async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+        await asyncio.sleep(START_S)
+        await self.fleet.serving()
+        return self._worker(name)
+
     # ---- processes
 
-    def _worker(self) -> RolloutWorker:
+    def _worker(self, name: str) -> WorkerHandle:
+        host = RolloutHost()
+        process = self._process(name, host)
+        replicas = [cast(ReplicaHandle, member.replica).address for member in self.fleet.live]
+        fleet = WorkerFleet([ReplicaHandle(address, client=name) for address in replicas])
+        worker = self._build_worker(name, fleet)
+        fleet.report = worker.report
+        host.serve(worker, fleet)
+        actor: Any = process
+        return WorkerHandle(actor, name=name, timeout_s=CALL_S)
+
+    def _build_worker(self, name: str, fleet: WorkerFleet) -> RolloutWorker:
         world, config, gate = self._world, self._config, PauseGate()
         loop = _Session(
             ToolUseLoop(
-                engine=ReplicaRouter(self.fleet),
+                engine=ReplicaRouter(fleet),
                 chat=world.chat,
                 tools=ToolRunner([world.tool], timeout_s=TOOL_S, gate=gate),
                 reward=ParityReward(world),
@@ -323,11 +365,12 @@ class Run:
                 resume_routing=config.rollout.resume_routing,
                 log=log,
                 failure=config.rollout.failure,
-                note=self.recorder.warn,
+                note=lambda text: worker.report(text),
             )
 
         validator = Validator(loop=loop, routing=model.ROUTING, resume_routing=config.rollout.resume_routing)
-        return RolloutWorker("worker-0", rollouter=rollouter, validator=validator, gate=gate)
+        worker = RolloutWorker(name, rollouter=rollouter, validator=validator, gate=gate, fleet=fleet)
+        return worker
 
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.seed}")

@@ -38,6 +38,7 @@ class Kind:
     points: where it may happen; "turn/x" is any turn of the event loop, hence any await of x. first: the range of `at`
     elsewhere. weight: how often, relative to the others. ends_run: the run may stop, and is started again.
     loses_part: the trainer or the queue is lost, which the run survives as often as `supervision` allows.
+    loses_worker: a rollout worker is lost, which the run survives as often as `supervision` allows for each.
     loses_replica: the replica may leave the fleet. drops_group: a group may be dropped. of_disk: the run may stop with
     an error that names the journal. starts: that it may take until the run goes on.
     """
@@ -49,19 +50,20 @@ class Kind:
     ends_run: bool = False
     loses_part: bool = False
     loses_replica: bool = False
+    loses_worker: bool = False
     drops_group: bool = False
     of_disk: bool = False
     starts: int = 1
 
 
-R, CALL = "{replica}", "call/queue.{method}"
+R, W, CALL = "{replica}", "{worker}", "call/queue.{method}"
 CALLS = (
     "open", "admit", "put", "take", "drop", "trained", "publish", "loaded", "snapshot", "records_after", "sync",
     "checkpointed", "closing_records", "close_journal",
 )  # fmt: skip
 AFTER_PUBLISH = ("snapshot", "records_after", "loaded")
 CALL_FIRST = (0, 8)
-STORM = ("driver dies", "queue dies", "trainer dies")
+STORM = ("driver dies", "queue dies", "trainer dies", "worker dies")
 WRITES = ("disk/queue/write", "disk/content/write", "disk/content/data")
 TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
 KINDS: dict[str, Kind] = {
@@ -85,7 +87,9 @@ KINDS: dict[str, Kind] = {
     "weights of another version": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
     "weights refused": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
     # messages
-    "late message": Kind(points=("message/queue", CALL, f"message/{R}"), first=(0, 300), amount=(0.05, 8.0), weight=3),
+    "late message": Kind(
+        points=("message/queue", CALL, f"message/{R}", f"message/{W}"), first=(0, 300), amount=(0.05, 8.0), weight=3
+    ),
     # the queue, the trainer, the driver
     "queue dies": Kind(
         points=("message/queue", CALL, "turn/queue", "disk/queue/write", "disk/queue/commit"),
@@ -93,6 +97,20 @@ KINDS: dict[str, Kind] = {
         loses_part=True,
         weight=3,
     ),
+    "worker dies": Kind(
+        points=(
+            f"turn/{W}",
+            f"turn/{W}",
+            f"message/{W}",
+            "disk/content/write",
+            "disk/content/data",
+            "disk/content/commit",
+        ),
+        first=(0, 200),
+        loses_worker=True,
+        weight=4,
+    ),
+    "worker hangs": Kind(points=(f"message/{W}",), first=(0, 100), loses_worker=True),
     "queue hangs": Kind(points=("message/queue", CALL), first=(0, 200), loses_part=True),
     "trainer dies": Kind(points=("train", "export", "save"), first=(0, 6), loses_part=True, weight=2),
     "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), ends_run=True, weight=2),
@@ -138,9 +156,9 @@ class Scenario:
     """Settings of the run as in the run config, and how long things take, in virtual seconds.
 
     steps: optimizer steps; a batch makes `updates_per_batch` of them.
-    latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its answers itself.
-    file_bytes: of a data file of the content. max_restarts: of supervision. top_p: of sampling; below 1 engines return
-    the tokens that they kept.
+    workers: rollout workers. latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its
+    answers itself. file_bytes: of a data file of the content. max_restarts: of supervision. top_p: of sampling; below 1
+    engines return the tokens that they kept.
     """
 
     seed: int
@@ -164,6 +182,7 @@ class Scenario:
     file_bytes: int
     max_restarts: int
     replicas: int
+    workers: int
     edge: bool
     latency_s: float
     token_s: tuple[float, ...]
@@ -184,6 +203,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     """The scenario of a seed; without faults only its schedule is random."""
     draw = random.Random(f"scenario {seed}")
     replicas = draw.choice((1, 2, 2, 3))
+    workers = random.Random(f"workers {seed}").choice((1, 1, 2, 3))
     per_batch = random.Random(f"mini-batches {seed}").choice((1, 1, 1, 1, 1, 2, 3, 4))
     batch_groups = draw.randint(1, 4) * per_batch
     publish_every = draw.choice((1, 1, 1, 2, 3)) * per_batch
@@ -212,6 +232,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         file_bytes=draw.choice((1 << 10, 1 << 13, 1 << 20)),
         max_restarts=draw.choice((0, 1, 3, 3)),
         replicas=replicas,
+        workers=workers,
         edge=draw.random() < 0.5,
         latency_s=draw.choice((0.0005, 0.005, 0.05)),
         token_s=tuple(draw.choice((0.002, 0.02, 0.1)) for _ in range(replicas)),
@@ -219,11 +240,11 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
         top_p=0.9 if seed % 6 == 5 else 1.0,
-        faults=_draw_faults(draw, seed, replicas=replicas) if faults else (),
+        faults=_draw_faults(draw, seed, replicas=replicas, workers=workers) if faults else (),
     )
 
 
-def _draw_faults(draw: random.Random, seed: int, *, replicas: int) -> tuple[Fault, ...]:
+def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int) -> tuple[Fault, ...]:
     """None for one seed in nine, else up to eight; for one in ten, one restart after the other.
 
     Two for one seed in sixteen in which a step is missing after its weights were published.
@@ -231,7 +252,10 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int) -> tuple[Faul
     storm = draw.random() < 0.1
     names = list(STORM) if storm else list(KINDS)
     weights, count = [KINDS[name].weight for name in names], 5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
-    drawn = [_draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas) for number in range(count)]
+    drawn = [
+        _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas, workers=workers)
+        for number in range(count)
+    ]
     aimed = random.Random(f"damage {seed}")
     if aimed.random() < 1 / 16:
         call = CALL.format(method=aimed.choice(AFTER_PUBLISH))
@@ -240,10 +264,14 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int) -> tuple[Faul
     return tuple(drawn)
 
 
-def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int) -> Fault:
+def _draw_fault(draw: random.Random, number: int, name: str, *, replicas: int, workers: int) -> Fault:
     kind = KINDS[name]
     point = draw.choice(kind.points)
     low, high = TURNS if point.startswith("turn/") else CALL_FIRST if point == CALL else kind.first
-    point = point.format(replica=f"replica-{draw.randrange(replicas)}", method=draw.choice(CALLS))
+    point = point.format(
+        replica=f"replica-{draw.randrange(replicas)}",
+        worker=f"worker-{draw.randrange(workers)}",
+        method=draw.choice(CALLS),
+    )
     at = low + int((high - low) * draw.random() ** 2)  # early ones more often: runs differ in length
     return Fault(number, point, at, name, round(draw.uniform(*kind.amount), 3))

@@ -53,6 +53,10 @@ class Sessions:
                 for i, trajectory in enumerate(held):
                     self._kept[session_name(group, i)] = _FINISHED if trajectory.closed else len(trajectory)
 
+    def moved(self, group: int) -> None:
+        """A group goes on at another worker."""
+        self._went_on.add(group)
+
     def answered(self, answer: Answered) -> None:
         """An engine answered."""
         self._answers.setdefault(answer.session, []).append(answer)
@@ -76,5 +80,5 @@ class Sessions:
         return self._tool_calls.get(session, 0)
 
     def went_on(self, group: int) -> bool:
-        """Whether it was interrupted by a restart."""
+        """Whether it was interrupted by a restart, or by the death of its worker."""
         return group in self._went_on

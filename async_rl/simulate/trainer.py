@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from agent_loop.reward import Completion
 from agent_loop.tools import ToolError
 from async_rl.batch.training_batch import TrainingBatch
 from async_rl.handles import TrainerError, TrainerLostError
+from async_rl.rollout.contents import fetched
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
@@ -39,6 +41,7 @@ class SimulatedTrainer:
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
         per_batch = self._world.scenario.updates_per_batch
+        batch = replace(batch, contents=await fetched(batch.contents))
         for mini_batch in range(per_batch):
             await self._work("train", seconds=self._world.scenario.train_s / per_batch)
             if not mini_batch:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from message_queue.events import Event as QueueEvent
 from message_queue.journal import EventStore
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.tokens import Int32Array, WeightVersion
+from message_queue.trajectory import Trajectory
 
 Event = tuple[float, str, str, tuple[object, ...]]
 
@@ -168,6 +169,11 @@ class World:
         self.note("queue", "continues", restored.replay, len(restored.open), *notes)
         self.judge(self.oracle.ended, self.run.untold_records())
         self.judge(self._journal.reopened, restored, stored, self.run.queue_state())
+
+    def moved(self, groups: Mapping[int, Sequence[Trajectory]]) -> None:
+        """The driver has read what is stored of the groups of a dead worker."""
+        self.note("driver", "moves", *groups)
+        self.judge(self.oracle.moved, groups, damaged=self.disk.damaged_groups)
 
     def before_queue_ends(self) -> None:
         """A queue is about to be killed by the driver."""

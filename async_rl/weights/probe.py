@@ -192,8 +192,6 @@ class Probe:
                 segments = await member.replica.generate(request)
         except (AnswerError, ReplicaLostError):
             return None
-        finally:
-            member.note_answer()
         sampled = [segment for segment in segments if segment.weights.version == version]
         return _Answer(replica=member.name, prompt=prompt, segments=sampled[:1])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, assert_never
@@ -27,7 +27,6 @@ from async_rl.weights.transport import WeightUpdate
 
 T = TypeVar("T")
 OnUpdate = Literal["resume", "keep", "drain"]
-LOOK_EVERY_S = 0.01  # seconds between two looks at whether aborted requests are back at their rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,6 @@ class Rollouts(Protocol):
 
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
-    async def answers(self) -> Mapping[str, int]: ...
 
 
 class Publisher:
@@ -72,7 +70,7 @@ class Publisher:
 
     Args:
         kv: K/V of the requests that are frozen with `keep`; see `async_rl.engines.replica.Replica.load`.
-        rollouts: start no tool while the replicas are paused, and say how many requests were answered.
+        rollouts: start no tool while the replicas are paused.
         timeout_s: bound on one replica's pause, abort, freeze or drain, load and resume together.
     """
 
@@ -131,7 +129,7 @@ class Publisher:
     async def interrupt(self) -> None:
         """End what is in flight as partial segments and hold the replicas until `go_on`, or until the next publish.
 
-        Returns when the partial segments are back at the rollouts, as far as that takes no longer than a publish may.
+        Returns when all of it has ended, as far as that takes no longer than a publish may.
         """
         async with self._turn, asyncio.TaskGroup() as interrupts:
             for member in self._fleet.live:
@@ -146,16 +144,10 @@ class Publisher:
     async def _interrupt(self, member: Member) -> None:
         async def abort() -> None:
             await member.replica.pause()
-            answers = await self._num_answers(member)
-            aborted = await member.replica.abort()
-            while await self._num_answers(member) < answers + aborted:  # noqa: ASYNC110 - other processes count too
-                await asyncio.sleep(LOOK_EVERY_S)
+            await member.replica.abort()
+            await member.replica.drain()
 
         await self._control(member, abort, what="did not end its requests")
-
-    async def _num_answers(self, member: Member) -> int:
-        """Requests that a replica answered, to rollouts of this process and of others."""
-        return member.num_answers + (await self._rollouts.answers()).get(member.name, 0)
 
     async def _control(self, member: Member, call: Callable[[], Awaitable[None]], *, what: str) -> None:
         with contextlib.suppress(ReplicaLostError):  # the fleet has noted it

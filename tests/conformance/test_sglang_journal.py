@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.rollout.contents import ContentPlace, GroupContents, read_content
+from async_rl.rollout.contents import ContentPlace, next_writer, read_content, writer_name
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
+from message_queue.content import ContentWriter
 from message_queue.heads import head_of
 from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.recovery import JournalPlace, Restored, open_queue
+from message_queue.sequence import content_of
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutingSpec, StopReason
 from message_queue.trajectory import ResumeRouting, Trajectory
@@ -46,12 +48,14 @@ class Queue:
         )
         stored = await read_content(self.place, restored)
         assert not stored.notes
-        self.contents = await GroupContents.open(self.place, restored, stored)
-        self.log = StoredRolloutLog(self.contents)
+        self.groups = stored.groups
+        name = writer_name(next_writer(self.place.directory))
+        self.writer = await ContentWriter.open(self.place.directory, name=name, run="run", fsync=False)
+        self.log = StoredRolloutLog(self.writer)
         return restored
 
     async def close(self) -> None:
-        await self.contents.close()
+        await self.writer.close()
         await self.journal.close()
 
     def recorded(self, trajectory: Trajectory, number: int) -> RecordedTrajectory:
@@ -91,7 +95,7 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
 
     after = Queue(tmp_path, routing=tested.routing, resume_routing=resume_routing)
     assert (await after.open()).open == (admission,)
-    group = after.contents.unfinished[admission.group]
+    group = after.groups[admission.group]
     await tested.publish("resume")
     await after.queue.publish(1, update=0)
     await after.queue.loaded(1)
@@ -118,11 +122,10 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
     assert_true(tested, tested.exchanges)
     await after.log.flush()
     group.trajectories[:] = [rollout.trajectory for rollout in rollouts]
-    await after.queue.put(after.contents.add(group))
+    await after.queue.put(head_of(group))
     [head] = (await after.queue.take()).groups
     assert head == head_of(group)
-    [content] = after.contents.of([head.group])
-    for (sequence,), rollout in zip(content, rollouts, strict=True):
+    for (sequence,), rollout in zip(content_of(group), rollouts, strict=True):
         assert np.array_equal(sequence.routed_experts, rollout.trajectory.routed_experts())
         assert sequence.row_versions.tolist() == rollout.trajectory.row_versions().tolist()
     await after.close()

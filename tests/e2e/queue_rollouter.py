@@ -2,9 +2,9 @@
 
 import os
 
-from async_rl.rollout.contents import GroupContents
 from message_queue.content import ContentWriter
 from message_queue.contract import QueueUnavailable
+from message_queue.heads import head_of
 from message_queue.queue import TrajectoryQueue
 from message_queue.rpc import BatchingClient
 from message_queue.trajectory import PromptGroup
@@ -25,10 +25,10 @@ class Rollouter:
     def __init__(self, queue, directory):
         self.queue = BatchingClient(queue, name="rollouter", server="the queue", timeout_s=60.0, lost=QueueUnavailable)
         self.directory = directory
-        self.contents = None
+        self.writer = None
 
     async def open(self):
-        self.contents = GroupContents(await ContentWriter.open(self.directory, name="rollouter", run=RUN, fsync=False))
+        self.writer = await ContentWriter.open(self.directory, name="rollouter", run=RUN, fsync=False)
 
     async def roll(self, prompt):
         admission = await self.queue.call(TrajectoryQueue.admit, prompt)
@@ -39,8 +39,8 @@ class Rollouter:
             admitted_update=admission.admitted_update,
             trajectories=[made()],
         )
-        await self.contents.append(records_of(group.trajectories[0], group=group.group))
-        await self.queue.call(TrajectoryQueue.put, self.contents.add(group))
+        await self.writer.append(records_of(group.trajectories[0], group=group.group))
+        await self.queue.call(TrajectoryQueue.put, head_of(group))
 
     async def pid(self):
         return os.getpid()

@@ -1,4 +1,4 @@
-"""Runs that join a Ray cluster of three nodes, which was started from another directory."""
+"""Runs that join a Ray cluster of four nodes, which was started from another directory."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import sys
 from ray.cluster_utils import Cluster
 
 cluster = Cluster()
-for _ in range(3):
+for _ in range(4):
     cluster.add_node(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False)
 print(cluster.address, flush=True)
 sys.stdin.read()
@@ -81,7 +81,7 @@ def environments(directory, names, process, *, timeout_s=300):
     raise AssertionError(f"no {names} within {timeout_s} s")
 
 
-def test_a_run_over_three_nodes_keeps_its_files_and_removes_its_versions(address, environment, nodes, tmp_path):
+def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, environment, nodes, tmp_path):
     run = tmp_path / "outputs" / "run"
     process = start(
         "outputs/run",

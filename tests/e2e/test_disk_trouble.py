@@ -1,5 +1,6 @@
 """A full disk, a damaged journal and the journal of another run, through a real run."""
 
+import json
 import sqlite3
 
 import psutil
@@ -16,7 +17,8 @@ def test_full_disk_and_damaged_journal_cost_no_group(tmp_path):
     process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
     wait_for_step(directory, 2, process)
     room = max(path.stat().st_size for path in directory.glob("journal/content/*.data")) + 20_000
-    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (room, room))  # no file of the process grows further
+    worker = json.loads((directory / "processes.json").read_text())["worker-0"]
+    psutil.Process(worker).rlimit(psutil.RLIMIT_FSIZE, (room, room))  # no file of the process grows further
     output = finish(process)
     assert process.returncode == 1, output
     assert any("journal/content" in line and "room" in line for line in output.splitlines()[-4:]), output

@@ -61,7 +61,7 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
 
 def test_logs_hold_the_output_of_every_process(short_run):
     processes = json.loads((short_run / "processes.json").read_text())
-    assert set(processes) == {"trainer-0", "replica-0", "queue"}
+    assert set(processes) == {"trainer-0", "replica-0", "worker-0", "queue"}
     assert {path.name for path in (short_run / "logs").iterdir()} == {
         "driver.log",
         *(f"{name}.log" for name in processes),

@@ -14,6 +14,3 @@ class RolloutsHere:
 
     async def resume(self):
         self.gate.resume()
-
-    async def answers(self):
-        return {}

@@ -294,7 +294,8 @@ class Harness:
 
         validator = Validator(loop=Loop(engine, reward_fail=validation_fail), routing=SPEC)
         self.workers = [
-            RolloutWorker(f"worker-{i}", rollouter=rollouter, validator=validator, gate=PauseGate()) for i in range(1)
+            RolloutWorker(f"worker-{i}", rollouter=rollouter, validator=validator, gate=PauseGate(), fleet=self.fleet)
+            for i in range(1)
         ]
         self.rollouts = Dispatcher(self.workers, fleet=self.fleet, note=self.spy.note)
         publisher = Publisher(

@@ -1,6 +1,7 @@
 """The whole pipeline with a fake engine and a fake trainer: what a run does, and how each stage may fail."""
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ async def test_too_many_failed_rollouts_in_a_row_stop_the_run_and_say_why(tmp_pa
         ({"replica_options": {"fail_load": EngineError("fake-0: no room")}}, "publish", "fake-0: no room"),
         (
             {"replica_options": {"hang_load": True}, "publish_timeout_s": 0.1},
-            "publish",
+            "(publish|rollout)",  # without replicas both fail
             "(sync.timeout_s) within 0.1 s",
         ),
         ({"engine_fail": lambda request: EngineError("fake-0 is dead")}, "rollout", "fake-0 is dead"),
@@ -145,7 +146,7 @@ async def test_a_failed_stage_ends_the_run_with_its_cause(tmp_path, options, sta
     with pytest.raises(ExceptionGroup) as caught:
         await harness.run()
     lines = list(causes(caught.value))
-    assert any(f"stage {stage} failed" in line and cause in line for line in lines), lines
+    assert any(re.match(f"stage {stage} failed", line) and cause in line for line in lines), lines
     check_ledger(harness)
 
 

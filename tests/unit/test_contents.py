@@ -117,9 +117,9 @@ async def test_contents_of_a_restart_get_a_new_writer_and_lose_settled_files(tmp
     await write(tmp_path, 1)
     await write(tmp_path, 2, name="rollout-0007")
     found = restored(ready=[2])
-    worker = RolloutWorker("worker-0", rollouter=idle_rollouter, validator=None, gate=PauseGate())
-    engine = FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))
-    rollouts = Dispatcher([worker], fleet=ReplicaFleet([engine]))
+    fleet = ReplicaFleet([FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))])
+    worker = RolloutWorker("worker-0", rollouter=idle_rollouter, validator=None, gate=PauseGate(), fleet=fleet)
+    rollouts = Dispatcher([worker], fleet=fleet)
     await rollouts.open(place, live=found.live)
     await rollouts.end()
     assert {path.stem for path in tmp_path.glob("*.sqlite")} == {"rollout-0007", "rollout-0008"}

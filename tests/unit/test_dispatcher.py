@@ -100,10 +100,6 @@ class FakeWorker:
         self._require_alive()
         self.calls.append(("forget", list(groups)))
 
-    async def answers(self):
-        self._require_alive()
-        return {"replica-0": 2}
-
     async def flush(self):
         self._require_alive()
 
@@ -266,5 +262,4 @@ async def test_a_group_is_given_up_where_it_is_rolled_out():
         outcome, _ = await rolls[1]
         assert (outcome.group, outcome.reason) == (1, "expired")
         assert not rolls[0].done()
-        assert await run.dispatcher.answers() == {"replica-0": 4}
         rolls[0].cancel()
