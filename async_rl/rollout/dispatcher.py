@@ -81,6 +81,8 @@ class _Member:
     """Its place among the workers that the run was given."""
     groups: dict[int, Admission] = field(default_factory=dict[int, Admission])
     """Groups that it rolls out, by id."""
+    may_restart: bool = False
+    """Whether the restart of a lost worker was counted; one that is cut off is not counted again."""
 
 
 class Dispatcher:
@@ -301,7 +303,8 @@ class Dispatcher:
 
     async def _start_anew(self, processes: ReplacesWorkers, lost: _Member) -> _Member | None:
         """A worker that lives in the place of a lost one; None if there may be no more restarts."""
-        while self._limits[lost.slot].allows_one_more():
+        while lost.may_restart or self._limits[lost.slot].allows_one_more():
+            lost.may_restart = True
             name = f"{lost.worker.name.rpartition('-')[0]}-{self._num_names}"
             self._num_names += 1
             try:
@@ -314,6 +317,7 @@ class Dispatcher:
                     await worker.pause_tools()
             except WorkerLostError as error:
                 self._note(f"rollout worker {name} did not start: {with_notes(error)}")
+                lost.may_restart = False
                 await processes.remove_worker(lost.worker)
                 continue
             self._live.append(member := _Member(worker, lost.slot))

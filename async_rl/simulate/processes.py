@@ -71,7 +71,7 @@ class Process:
         self.dead: str | None = None
         self.hung = False
         self._files: list[Closes] = []
-        self._replies: set[asyncio.Future[Any]] = set()
+        self._replies: dict[asyncio.Future[Any], None] = {}  # in the order of the calls
         self._cut_off = False
         self._host = host
         self._world = world
@@ -130,8 +130,8 @@ class Process:
         """The answer to come."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
-        self._replies.add(reply)
-        reply.add_done_callback(self._replies.discard)
+        self._replies[reply] = None
+        reply.add_done_callback(self._replies.pop)
         if self._cut_off:
             reply.set_exception(RayActorError())
             return reply

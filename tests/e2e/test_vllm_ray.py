@@ -101,13 +101,13 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
 @pytest.mark.parametrize("wanted", [{"cpus_per_replica": 5.0}, {"cpus_per_rank": 5.0}, {"gpus_per_rank": 1.0}])
 def test_an_actor_that_no_node_can_hold_is_refused_by_field(cluster: None, wanted: dict[str, float]):
     with pytest.raises(PlacementError, match=rf"{next(iter(wanted))}.*no node has"):
-        Placement(ClusterConfig(**wanted), ranks=1, replicas=1, gpus_per_replica=0)
+        Placement(ClusterConfig(**wanted), ranks=1, replicas=1, workers=1, gpus_per_replica=0)
 
 
 async def test_a_tensor_parallel_replica_serves_inside_the_placement_group_of_a_run(cluster: None, tmp_path: Path):
     from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
 
-    placement = Placement(ClusterConfig(), ranks=0, replicas=1, gpus_per_replica=0)
+    placement = Placement(ClusterConfig(), ranks=0, replicas=1, workers=0, gpus_per_replica=0)
     await placement.ready()
     replica = await ReplicaHandle.start(
         replace(CONFIG, tensor_parallel=2),
