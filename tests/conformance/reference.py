@@ -108,6 +108,19 @@ def logprob_gap(
     return float(gaps[: None if settled is None else max(0, settled + 1 - start)].max(initial=0.0))
 
 
+def gap_with_rows(
+    expected: Reference, token_ids: np.ndarray[Any, Any], logprobs: Any, experts: Any, *, start: int, first_row: int
+) -> float:
+    """`logprob_gap` before the first numerical tie that the engine decided the other way.
+
+    Infinite if a row of `experts` before it differs. experts: [rows, moe_layers, top_k] from position `first_row` on.
+    """
+    settled = settled_rows(expected, experts, start=first_row)
+    if routing_mismatches(expected, experts, start=first_row, settled=settled):
+        return np.inf
+    return logprob_gap(expected, token_ids, logprobs, start=start, settled=settled)
+
+
 def routing_mismatches(expected: Reference, experts: Any, *, start: int, settled: int | None = None) -> int:
     """Entries (position, layer) of `experts` [rows, moe_layers, top_k] from position `start` on that choose otherwise.
 

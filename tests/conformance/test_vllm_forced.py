@@ -14,7 +14,7 @@ from async_rl.engines import vllm_decode
 from async_rl.engines.vllm import VllmReplica
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, generate, prompt, publish, request, slowly, until_sampled
-from tests.conformance.reference import logprob_gap, reference, routing_mismatches
+from tests.conformance.reference import gap_with_rows, logprob_gap, reference
 
 pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
@@ -28,18 +28,21 @@ def odd_rows(count: int, *, seed: int = 0) -> RoutedExperts:
 
 
 def gap_of(model: Any, ask: GenerateRequest, segment: TokenOutput, *, forced: RoutedExperts | None) -> float:
-    """Largest |dlogp| against transformers under `forced`, over its bound; infinite where a row differs."""
+    """Largest |dlogp| against transformers under `forced`, over its bound; infinite where a row differs.
+
+    A numerical tie of a router that was decided the other way ends the comparison.
+    """
     tokens = np.concatenate([ask.token_ids, segment.token_ids])
     expected = reference(model, tokens, forced=None if forced is None else forced.experts)
     rows = segment.routed_experts
     assert rows is not None
     assert (rows.first_position, rows.end_position) == (ask.rows_held, len(tokens) - 1)
-    wrong = routing_mismatches(expected, rows.experts, start=rows.first_position)
     if forced is not None:
         held = min(ask.rows_held, len(forced.experts))
         same = rows.experts[: len(forced.experts) - held] == forced.experts[held:]
         assert same.all(), "what is recorded is what was used, in its order"
-    return np.inf if wrong else logprob_gap(expected, tokens, segment.logprobs, start=len(ask.token_ids))
+    start, first_row = len(ask.token_ids), rows.first_position
+    return gap_with_rows(expected, tokens, segment.logprobs, rows.experts, start=start, first_row=first_row)
 
 
 def assert_forced(model: Any, ask: GenerateRequest, segment: TokenOutput) -> None:

@@ -20,11 +20,10 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, prompt, request, slowly
 from tests.conformance.reference import (
-    logprob_gap,
+    gap_with_rows,
     logprob_gaps,
     reference,
     reference_of_parts,
-    routing_mismatches,
     settled_rows,
 )
 
@@ -138,9 +137,9 @@ def gap_after_preemption(models: Models, ask: GenerateRequest, segments: list[To
         old = min(cached, second - 1)
         parts = [(models.reference_first, old), (models.reference_second, len(tokens))]
         expected = reference_of_parts(parts, tokens, forced=rows[: second + lost - 1])
-        wrong = routing_mismatches(expected, rows[second + lost - 1 :], start=second + lost - 1)
-        logprobs = segments[1].logprobs[lost:]
-        gaps.append(np.inf if wrong else logprob_gap(expected, tokens, logprobs, start=second + lost))
+        start = second + lost
+        rest, logprobs = rows[start - 1 :], segments[1].logprobs[lost:]
+        gaps.append(gap_with_rows(expected, tokens, logprobs, rest, start=start, first_row=start - 1))
     return min(gaps)
 
 

@@ -1,5 +1,7 @@
 """Numeric bounds are of the error of float32, and far below the smallest defect that they must show."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.train.losses import LossConfig
 from tests import numerics, tiny_models
-from tests.conformance.reference import logprob_gap, reference
+from tests.conformance.reference import gap_with_rows, logprob_gap, reference
 from tests.conformance.sglang_support import glm4_moe, mixtral
 from tests.parallel.support import (
     assert_equal_gradients,
@@ -69,6 +71,23 @@ def test_one_wrong_row_of_routing_is_ten_logprob_bounds_off(model):
         rows[20, layer] = (rows[20, layer] + 1) % 8
         wrong = reference(model, ids, forced=rows).logprobs[at - 1, ids[at]]
         assert logprob_gap(expected, ids, wrong, start=1) > 10
+
+
+def test_a_tie_of_a_router_ends_the_comparison_and_a_wrong_row_fails_it(model):
+    ids = np.random.default_rng(0).integers(3, 117, 60).astype(np.int32)
+    expected = reference(model, ids)
+    rows = expected.experts.copy()
+    rows[20, 0] = (rows[20, 0] + 1) % 8
+    other = reference(model, ids, forced=rows)
+    at = np.arange(1, len(ids))
+    logprobs = other.logprobs[at - 1, ids[at]]
+    assert gap_with_rows(expected, ids, logprobs, other.experts[:-1], start=1, first_row=0) == np.inf
+    margins = expected.margins.copy()
+    margins[20, 0] = 0
+    tie = dataclasses.replace(expected, margins=margins)
+    assert gap_with_rows(tie, ids, logprobs, other.experts[:-1], start=1, first_row=0) <= 1
+    logprobs[10] += 1e-2
+    assert gap_with_rows(tie, ids, logprobs, other.experts[:-1], start=1, first_row=0) > 1
 
 
 @pytest.fixture(scope="module")
