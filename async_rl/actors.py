@@ -94,7 +94,7 @@ class ClusterConfig:
 
 
 def start_ray(config: ClusterConfig) -> None:
-    """Join the cluster at `address`, or start one on this machine."""
+    """Join the cluster at `address`, or start one on this machine, also if another one runs here."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU keep the device variables
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the actors do the work: nothing else should go first
@@ -102,6 +102,7 @@ def start_ray(config: ClusterConfig) -> None:
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
         return
     ray.init(
+        address="local",
         num_cpus=config.num_cpus,
         object_store_memory=config.object_store_bytes,
         include_dashboard=False,

@@ -110,6 +110,7 @@ def start(*, transfer_queue: Path | None) -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TQ_LOGGING_LEVEL": "ERROR"}
     ray.init(
+        address="local",
         num_cpus=16,
         object_store_memory=STORE_BYTES,
         include_dashboard=False,

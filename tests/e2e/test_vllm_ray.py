@@ -37,7 +37,9 @@ CONFIG = VllmConfig(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    start_ray(ClusterConfig(num_cpus=4, object_store_bytes=128 << 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of another cluster, which is not joined
+        start_ray(ClusterConfig(num_cpus=4, object_store_bytes=128 << 20))
     yield
     ray.shutdown()
 
