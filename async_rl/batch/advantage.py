@@ -1,4 +1,4 @@
-"""Advantages: how much better a trajectory did than others, of its prompt or of the batch."""
+"""Advantages: the reward of a trajectory relative to its prompt group or to the batch."""
 
 from __future__ import annotations
 
@@ -15,27 +15,34 @@ GroupAdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 _EPSILON = 1e-6  # of GRPO, as in verl
 _VARIANCE_EPSILON = 1e-8  # of REINFORCE++, as in verl and OpenRLHF
-_SPREAD = 1e-6  # rewards closer than this are the same
+_SPREAD = 1e-6  # smaller reward differences count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
-    """How rewards become advantages. mean and std are over the trajectories of the prompt group; token mean and token
-    variance are over the sampled tokens of the batch; each has the value of its trajectory.
+    """How rewards become advantages.
 
-    grpo                          (r - mean) / (std + 1e-6). DeepSeekMath, arXiv 2402.03300, which has no 1e-6.
+    `mean` and `std` are over the trajectories of the prompt group. `token mean` and `token variance` are over the
+    sampled tokens of the batch, and a token has the value of its trajectory.
+
+    grpo                          (r - mean) / (std + 1e-6). DeepSeekMath, arXiv 2402.03300, without the 1e-6.
     dr_grpo                       r - mean. Liu et al. 2025, arXiv 2503.20783.
-    rloo                          r - mean of the others of the group. Ahmadian et al. 2024, arXiv 2402.14740.
+    rloo                          r - mean of the other trajectories of the group. Ahmadian et al. 2024, arXiv
+                                  2402.14740.
     reinforce_plus_plus           (r - token mean of r) / sqrt(token variance of r + 1e-8); a group may be a single
-                                  trajectory. Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, as in verl (its KL in the
-                                  reward is loss.kl_coefficient here, which is outside the normalisation).
-    reinforce_plus_plus_baseline  the same of r - mean in place of r.
+                                  trajectory. Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, as in verl. verl puts the
+                                  KL into the reward; here it is loss.kl_coefficient, outside the normalisation.
+    reinforce_plus_plus_baseline  the same with r - mean in place of r.
 
-    Every std and variance is the sample one, n - 1 in the denominator. The batch is all that one `take` of the queue
-    gives, before it is split into mini-batches; rollouts that failed are not in it.
+    A group with the rewards (1, 0, 0, 0): grpo gives (1.5, -0.5, -0.5, -0.5), dr_grpo (0.75, -0.25, -0.25, -0.25), rloo
+    (1, -1/3, -1/3, -1/3).
+
+    Every std and variance is the sample estimate, with n - 1 in the denominator. The batch is the result of one `take`
+    from the queue before it is split into mini-batches. It excludes failed rollouts.
     """
 
     name: AdvantageName = "grpo"
+    """One of the names above."""
 
     def __post_init__(self) -> None:
         if self.name not in get_args(AdvantageName):
@@ -44,14 +51,12 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """values: float32 [S]. informative: bool [S], False if the rewards compared with are all the same.
-
-    Trajectories that are not informative have no policy gradient.
-    S counts the trajectories of all groups in order.
-    """
+    """Advantages of the S trajectories of all groups, in order."""
 
     values: NDArray[np.float32]
+    """float32 [S]."""
     informative: NDArray[np.bool_]
+    """bool [S]; False if the rewards of the group (or batch) are all equal: the trajectory has no policy gradient."""
 
     def __post_init__(self) -> None:
         if self.values.shape != self.informative.shape or self.values.ndim != 1:
@@ -61,7 +66,7 @@ class Advantages:
 
 
 def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> Advantages:
-    """Advantage of every trajectory of every group."""
+    """Advantages of all trajectories of `groups`, which must not include failed ones."""
     rewards = [np.array([t.reward for t in group.trajectories], np.float64) for group in groups]
     tokens = np.array([t.num_sampled for group in groups for t in group.trajectories], np.int64)
     match config.name:
@@ -75,7 +80,7 @@ def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> 
 
 
 def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> tuple[NDArray[np.float32], bool]:
-    """float32 [n] advantages of one group's rewards [n], and whether the rewards differ at all."""
+    """Advantages float32 [n] of one group's rewards [n], and False if all rewards are equal."""
     if not _has_spread(rewards):
         return np.zeros(len(rewards), np.float32), False
     centred = rewards - rewards.mean()
@@ -90,9 +95,9 @@ def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> 
 
 
 def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> Advantages:
-    """Values [S] of trajectories, whitened over their sampled tokens [S]; all are informative if any two differ.
+    """Whiten `values` [S] of trajectories with `tokens` [S] sampled tokens; all are informative if any two differ.
 
-    Values 1 and 0 of trajectories with 3 and 1 tokens: the token mean is 0.75, the token variance 0.25.
+    Values (1, 0) with (3, 1) tokens have the token mean 0.75 and the token variance 0.25, so they become (0.5, -1.5).
     """
     total = int(tokens.sum())
     if total < 2 or not _has_spread(values[tokens > 0]):
@@ -104,7 +109,7 @@ def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> Adva
 
 
 def _join(groups: Sequence[tuple[NDArray[np.float32], bool]]) -> Advantages:
-    """All groups in order, each with whether it is informative."""
+    """Concatenate (values, informative) of the groups."""
     if not groups:
         return Advantages(values=np.zeros(0, np.float32), informative=np.zeros(0, np.bool_))
     return Advantages(

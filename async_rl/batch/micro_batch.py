@@ -1,9 +1,9 @@
-"""Sequences of a batch laid end to end, as the rows that one rank's forward pass sees.
+"""Packs the sequences of a micro-batch into the rows of one rank's forward pass.
 
-Row r of the forward pass reads a token and predicts the next one of its sequence: the logits at position p - 1 give the
-logprob of token p. With context parallelism each rank reads two chunks of every sequence, one from the front and one
-from the back, so that causal attention costs all ranks the same; with sequence parallelism the routers of a rank see
-one tensor-parallel part of its rows.
+A row reads one token and predicts the next token of its sequence: the logits at position p - 1 give the logprob of
+token p. With context parallelism each rank reads two chunks of every sequence, one from the front and one from the
+back, so that causal attention costs the same on all ranks. With sequence parallelism the routers of a rank see one
+tensor-parallel part of its rows.
 """
 
 from __future__ import annotations
@@ -17,53 +17,77 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands in the groups that split rows."""
+    """Position of a rank in the parallel groups that split rows."""
 
     tensor: int = 1
+    """Tensor-parallel size."""
     tensor_rank: int = 0
+    """Rank in the tensor-parallel group."""
     context: int = 1
+    """Context-parallel size."""
     context_rank: int = 0
+    """Rank in the context-parallel group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBucket:
-    """Consecutive slots that one attention call takes as [sequences, width]."""
+    """Consecutive slots that one attention call views as [sequences, width]."""
 
     sequences: int
+    """Sequences in the call."""
     width: int
+    """Slots of each sequence, padding included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRows:
-    """Rows of one micro-batch on one rank; t rows here, over all context ranks t * context.
+    """Rows of one micro-batch: t on this rank, t * context on all context-parallel ranks.
 
-    index: int64 [t], where the token of row r lies among the tokens of the micro-batch end to end; -1 for padding.
-    next_index: int64 [t], the token it predicts; -1 where there is none (last token, padding).
-    positions: int64 [t], position in its sequence. segments: int64 [t], which sequence of the micro-batch.
-    buckets, slot_row, row_slot: attention without context parallelism works on padded slots: slot_row [slots] is the
-        row of each slot (any row for a padding slot), row_slot [t] the slot of each row.
-    gathered_positions, gathered_segments: int64 [t * context], of the rows of all context ranks, rank after rank.
-    boundaries: int32 [sequences + 1], the first row of each sequence in the rows of all context ranks as they lie end
-        to end before they are cut, and the end of the last. longest: rows of the longest.
+    Sequences of 3 and 2 tokens with tensor=4, which pads the 5 rows to 8 with a third sequence:
+
+        index        0  1  2  3  4 -1 -1 -1     positions    0  1  2  0  1  0  1  2
+        next_index   1  2 -1  4 -1 -1 -1 -1     segments     0  0  0  1  1  2  2  2
+        slot_row     0  1  2  5  6  7  3  4  0  (one bucket of 3 sequences, width 3; the last slot is padding)
+        row_slot     0  1  2  6  7  3  4  5     boundaries   0  3  5  8
+
+    Sequences of 6 and 3 tokens with context=2. They are padded to 8 and 4 and cut into 4 chunks each; rank 0 reads the
+    chunks 0 and 3, rank 1 the chunks 1 and 2:
+
+        rank 0   positions   0  1  6  7  0  3       rank 1   positions   2  3  4  5  1  2
+                 index       0  1 -1 -1  6 -1                index       2  3  4  5  7  8
+                 next_index  1  2 -1 -1  7 -1                next_index  3  4  5 -1  8 -1
+        boundaries  0  8  12
     """
 
     index: Tensor
+    """int64 [t], the row's token among the concatenated tokens of the micro-batch; -1 for padding."""
     next_index: Tensor
+    """int64 [t], the token that the row predicts; -1 for the last token of a sequence and for padding."""
     positions: Tensor
+    """int64 [t], position in the sequence."""
     segments: Tensor
+    """int64 [t], number of the sequence in the micro-batch; padding at the end is a sequence of its own."""
     buckets: tuple[AttentionBucket, ...]
+    """Attention without context parallelism works on padded slots, grouped into buckets. Empty if context > 1."""
     slot_row: Tensor
+    """int64 [slots], row of each slot; any row for a padding slot. Empty if context > 1."""
     row_slot: Tensor
+    """int64 [t], slot of each row. Empty if context > 1."""
     gathered_positions: Tensor
+    """int64 [t * context], `positions` of all context ranks, rank after rank."""
     gathered_segments: Tensor
+    """int64 [t * context], `segments` of all context ranks, rank after rank."""
     boundaries: Tensor
+    """int32 [sequences + 1], first row of each sequence before the rows are cut for context parallelism, then the
+    total number of rows."""
     longest: int
+    """Rows of the longest sequence, padding included."""
 
     def __len__(self) -> int:
         return len(self.index)
 
     def to(self, device: torch.device) -> PackedRows:
-        """The same on `device`."""
+        """A copy on `device`; `self` if that is the CPU."""
         if device.type == "cpu":
             return self
         moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name not in ("buckets", "longest")}
@@ -71,13 +95,16 @@ class PackedRows:
 
 
 def pack_rows(lengths: Sequence[int], *, at: Coordinates, packing: bool = True) -> PackedRows:
-    """Lay sequences end to end.
+    """Pack sequences into rows; `PackedRows` has examples.
 
-    Each is padded to what context parallelism divides (all to the longest, without packing), and the whole to what
-    tensor parallelism divides. Without sequences there is padding only, so that every rank can take part.
+    Each sequence is padded to a multiple of 2 * context, if context > 1. The total is padded to a multiple that
+    context and tensor parallelism divide. Without sequences there is only padding, so that the rank can take part in
+    collectives.
 
     Args:
         lengths: tokens of each sequence of the micro-batch.
+        at: coordinates of this rank.
+        packing: if False, all sequences are padded to the longest.
     """
     real, padded, segments, positions = _lay_end_to_end(lengths, at=at, packing=packing)
     starts, first_token = padded.cumsum(0) - padded, real.cumsum(0) - real
@@ -107,16 +134,17 @@ def pack_rows(lengths: Sequence[int], *, at: Coordinates, packing: bool = True) 
 
 
 def take_rows(values: Tensor, index: Tensor, *, fill: float) -> Tensor:
-    """[t] entries of `values` [tokens] at `index` [t]; `fill` where the index is -1."""
+    """Entries [t] of `values` [tokens] at `index` [t]; `fill` for index -1."""
     if not len(values):  # a rank without tokens
         return values.new_full((len(index),), fill)
     return values[index.clamp(min=0)].masked_fill(index < 0, fill)
 
 
 def _lay_end_to_end(lengths: Sequence[int], *, at: Coordinates, packing: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sequences end to end before context parallelism takes its part; the last may be padding.
+    """Concatenate the sequences of all context ranks, followed by a padding sequence if needed.
 
-    int64 [sequences] tokens without and with padding; int64 [t] sequence and position of each row.
+    Returns:
+        (tokens, padded tokens) int64 [sequences], (segments, positions) int64 [t * context].
     """
     multiple = 2 * at.context if at.context > 1 else 1
     real = torch.tensor(lengths, dtype=torch.int64)
@@ -125,14 +153,17 @@ def _lay_end_to_end(lengths: Sequence[int], *, at: Coordinates, packing: bool) -
         padded = torch.full_like(padded, int(padded.max()))
     rows, whole = int(padded.sum()), at.tensor * at.context * (2 if at.context > 1 else 1)
     tail = -rows % whole if rows else whole
-    if tail:  # padding is a sequence of its own: every row has a slot, and it sees nothing real
+    if tail:  # a sequence of its own, so that each padding row has a slot and attends to padding only
         real, padded = torch.cat([real, real.new_zeros(1)]), torch.cat([padded, padded.new_full((1,), tail)])
     segments = torch.repeat_interleave(torch.arange(len(padded)), padded)
     return real, padded, segments, torch.arange(len(segments)) - (padded.cumsum(0) - padded)[segments]
 
 
 def _context_rows(starts: Tensor, padded: Tensor, *, context: int, rank: int) -> Tensor:
-    """int64: rows of a context rank in packed order; of each sequence chunk r and chunk 2C - 1 - r of 2C."""
+    """Rows int64 [t] of a context rank: of the 2C chunks of each sequence the chunks r and 2C - 1 - r.
+
+    One sequence of 8 rows, context=2: rank 0 has the rows 0, 1, 6, 7, rank 1 the rows 2, 3, 4, 5.
+    """
     parts: list[Tensor] = []
     for start, length in zip(starts.tolist(), padded.tolist(), strict=True):
         chunk = length // (2 * context)

@@ -1,4 +1,4 @@
-"""Routing rows that a rank replays, in the order in which its routers see the tokens."""
+"""Arranges recorded routing rows in the order in which the routers of a rank see the tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from message_queue.tokens import ExpertArray, RoutingSpec
 
 
 class RoutingError(ValueError):
-    """Routing rows that cannot be replayed; names the layer, the row and the value."""
+    """Routing rows cannot be replayed; the message names the layer, the row and the value."""
 
 
 def replayed_rows(
@@ -23,20 +23,25 @@ def replayed_rows(
     routing: RoutingSpec,
     layers: Sequence[int],
 ) -> tuple[ExpertArray, BoolArray]:
-    """Rows uint8 or uint16 [r, layers, K] of `layers` alone, and bool [r], which of them the live router replaces.
+    """Collect the routing rows of `layers` for the r tokens that a rank forwards.
 
-    Two sequences of 3 and 2 tokens with all but their last row, of the tokens (0, 0), (0, 1), (0, 2), (1, 0), padding:
-    the third row and the padding are the live router's.
+    Two sequences of 3 and 2 tokens have recorded rows for all but their last token. The rank forwards the tokens
+    (0, 0), (0, 1), (0, 2), (1, 0) and a padding token, so `of` is (0, 0, 0, 1, 2) and `positions` (0, 1, 2, 0, 0).
+    The second result is (False, False, True, False, True): token (0, 2) and the padding use the live router.
 
     Args:
-        sequences: by their numbers in the batch, which errors name.
-        of: int64 [r], ascending, the sequence of each token, counted from 0.
-        positions: int64 [r], in it; from its length on: padding.
+        sequences: number in the batch, which errors name -> sequence.
+        of: int64 [r], ascending, the sequence of each token as an index into `sequences`.
+        positions: int64 [r], position in that sequence; a position past its end is padding.
+        routing: layers, expert count and top-k K of the recorded rows.
         layers: global numbers (0-based) of the MoE layers of the rank.
 
+    Returns:
+        uint8 or uint16 [r, layers, K] expert ids, and bool [r], True if the live router chooses the experts.
+
     Raises:
-        RoutingError: a layer or a sequence without rows, another layer or top-k count, an id out of range, or a
-            duplicate.
+        RoutingError: a layer or a sequence has no rows, the layer or top-k count differs, or an expert id is out of
+            range or a duplicate.
     """
     unknown = sorted(set(layers) - set(routing.layers))
     if unknown:
@@ -82,7 +87,7 @@ def _rows_of(number: int, sequence: TrainingSequence, routing: RoutingSpec) -> E
 
 
 def _given(sequence: TrainingSequence) -> BoolArray:
-    """bool [t + 1]: whether an engine gave the row of each position; False after the last token."""
+    """bool [t + 1], whether an engine returned the row of each position; the last entry is False."""
     given = np.zeros(len(sequence) + 1, np.bool_)
     counts = [run.rows for run in sequence.row_runs]
     given[: sum(counts)] = np.repeat([run.version >= 0 for run in sequence.row_runs], counts)
@@ -90,14 +95,14 @@ def _given(sequence: TrainingSequence) -> BoolArray:
 
 
 def _slice(places: Sequence[int]) -> slice | list[int]:
-    """Neighbouring layers are read without a copy of the others."""
+    """A slice for consecutive layers, so that indexing does not copy all layers."""
     if places and list(places) == list(range(places[0], places[0] + len(places))):
         return slice(places[0], places[0] + len(places))
     return list(places)
 
 
 def _fault(rows: ExpertArray, live: BoolArray, *, num_experts: int) -> tuple[str, int, int] | None:
-    """What is wrong with rows [r, layers, K], and the first (row, layer) with it."""
+    """First fault in `rows` [r, layers, K] outside of `live` [r], as (description, row, layer)."""
     columns = np.ascontiguousarray(rows.transpose(2, 0, 1))
     duplicate = np.zeros(rows.shape[:2], np.bool_)
     for i in range(1, len(columns)):

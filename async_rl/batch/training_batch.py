@@ -1,19 +1,20 @@
-"""A training batch: numbers of its sequences, and their content or references to it. Nothing is padded or cut.
+"""A training batch: lengths and coordinates of its sequences, and their content or references to the content.
 
-The driver plans with the numbers alone. A trajectory is one sequence, or several with `resume_routing=split`. Every
-sampled token is in the loss of exactly one sequence. A token of weights older than `min_update` is in no loss
-(staleness.policy=mask): it serves as context, and no normalisation counts it.
+Nothing is padded or cut. The driver plans with the numbers only. A trajectory is one sequence, or several with
+`resume_routing=split`. Every sampled token is in the loss of at most one sequence. Tokens from weights older than
+`min_update` (staleness.policy=mask) are excluded from the loss and from normalisation; they still serve as context.
 
-A token is pure at lag 0 if trainer and engine agree on it up to rounding: the current weights sampled it, every
-position before it has a row, and K/V of these positions came from the current weights over these rows.
-    append, replace, split   K/V of a position is at least as new as its row: every row before the token has lag 0.
-    force                    a resumed request computes K/V again over the existing rows: their age does not matter.
+A token is *pure* if trainer and engine can differ on it by rounding only. It must have lag 0, every position before it
+must have a routing row, and their K/V must come from the current weights over these rows:
+    append, replace, split   K/V of a position is at least as new as its row: every row before the token needs lag 0.
+    force                    a resumed request recomputes K/V over the existing rows: the age of the rows is irrelevant.
     kept K/V                 a request may read any K/V that its group left in the prefix cache. The cache is salted by
                              group, so its K/V has lag 0 only if the group was admitted at lag 0.
-Without rows, the sampled tokens tell when their positions were forwarded.
+If the model does not route, the first sampled token with lag above 0 ends the pure positions.
 
-A sequence of 7 tokens with the runs (3, 2, 4) and (6, 1, 5) and the row runs (4, 4), (2, 5), at update 5, where version
-v has v updates: positions 3, 4 have lag 1, position 6 has lag 0. It is not pure, because rows 0 to 3 have lag 1.
+Example: a sequence of 7 tokens with the runs (3, 2, 4) and (6, 1, 5) and the row runs (4, 4) and (2, 5) is trained at
+update 5, and version v has v updates. Positions 3 and 4 have lag 1; position 6 has lag 0. It is not pure, because rows
+0 to 3 have lag 1.
 """
 
 from __future__ import annotations
@@ -34,67 +35,81 @@ Int64Array = NDArray[np.int64]
 
 
 class BatchError(ValueError):
-    """Trajectories that cannot be one batch; names the fault."""
+    """Trajectories cannot form a batch; the message names the fault."""
 
 
 class LossTokens(NamedTuple):
-    """The n tokens in the loss of a sequence, by position."""
+    """The n tokens in the loss of a sequence, in order of position."""
 
     positions: Int64Array
-    """int64 [n]."""
+    """int64 [n], position in the sequence."""
     logprobs: Float32Array
     """float32 [n], behaviour logprobs."""
     lag: Int64Array
-    """int64 [n], staleness in optimizer steps at the mini-batch that trains the sequence."""
+    """int64 [n], staleness in optimizer steps in the mini-batch that trains the sequence."""
     pure: BoolArray
-    """bool [n], pure at lag 0."""
+    """bool [n], pure as defined at the top of this module; implies lag 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """S sequences of a batch of G groups, in the order of the groups."""
+    """S sequences of a batch of G groups, in the order of the groups.
+
+    One group of three trajectories. The first has a prompt of 3 tokens; version 4 samples 2 tokens, an abort ends the
+    segment, and version 5 samples 2 more (`resume_routing=split`). The second failed. The third has 4 tokens, one of
+    them sampled by version 5. The advantages are 0.5 and -0.5, current_update is 5 and version v has v updates:
+
+        index      lengths  num_loss_tokens  trajectory  advantages  informative
+        (0, 0, 0)  5        2                0            0.5        True
+        (0, 0, 1)  7        2                0            0.5        True
+        (0, 2, 0)  4        1                1           -0.5        True
+
+    With min_update=5 the first row has num_loss_tokens 0 and informative False.
+    """
 
     contents: Sequence[Any]
     """[G], the GroupContent of each group or a reference to it; None if this process does not need it."""
     index: Int64Array
-    """int64 [S, 3], place of the content: group in `contents`, trajectory in the group, sequence in the trajectory."""
+    """int64 [S, 3], indices of the content: group in `contents`, trajectory in the group, sequence in the
+    trajectory."""
     lengths: Int64Array
     """int64 [S], tokens."""
     num_loss_tokens: Int64Array
     """int64 [S], tokens in the loss."""
     trajectory: Int64Array
-    """int64 [S], number of the trajectory among those of the batch that did not fail."""
+    """int64 [S], number of the trajectory in the batch; failed trajectories are not counted."""
     mini_batch: Int64Array
     """int64 [S], optimizer step of the batch that trains the sequence, from 0."""
     advantages: Float32Array
-    """float32 [S], of the trajectory."""
+    """float32 [S], advantage of the trajectory."""
     informative: BoolArray
-    """bool [S], of the trajectory; False, also if all sampled tokens are too old: no gradient except KL and entropy."""
+    """bool [S]; False if the rewards were all equal or all sampled tokens are too old: the sequence has no gradient
+    except from KL and entropy."""
     current_update: int
-    """Optimizer updates held by the weights at the start of the batch."""
+    """Optimizer updates of the weights at the start of the batch."""
     version_updates: Mapping[int, int]
-    """`param_version` -> optimizer updates those weights hold."""
+    """`param_version` -> optimizer updates of the weights."""
     min_update: int = 0
-    """Tokens of weights that hold fewer updates are not in the loss."""
+    """Tokens sampled by weights with fewer optimizer updates are not in the loss."""
     kept_kv: bool = False
-    """Whether K/V outlives weight updates in the engines (rollout.on_update=keep with rollout.kv=keep)."""
+    """Whether the engines keep K/V across weight updates (rollout.on_update=keep with rollout.kv=keep)."""
     admitted_updates: Sequence[int] = ()
-    """[G], updates held by the weights when each group was admitted."""
+    """[G], optimizer updates of the weights when each group was admitted."""
 
     def __len__(self) -> int:
-        """S."""
+        """Number of sequences S."""
         return len(self.lengths)
 
     @property
     def num_trajectories(self) -> int:
-        """Those that did not fail."""
+        """Number of trajectories that did not fail."""
         return int(self.trajectory.max()) + 1
 
     def sequence(self, number: int) -> TrainingSequence:
-        """Content of a sequence.
+        """Content of sequence `number`.
 
         Raises:
-            BatchError: it has another length than the batch says.
+            BatchError: its length differs from `lengths`.
         """
         group, trajectory, at = self.index[number].tolist()
         sequence: TrainingSequence = self.contents[group][trajectory][at]
@@ -106,7 +121,11 @@ class TrainingBatch:
         return sequence
 
     def loss_tokens(self, number: int) -> LossTokens:
-        """The tokens in the loss of a sequence."""
+        """The tokens in the loss of sequence `number`.
+
+        Raises:
+            BatchError: the content has another length, or a token was sampled by a version that was not published.
+        """
         sequence, now = self.sequence(number), self.current_update + int(self.mini_batch[number])
         starts, tokens, updates = (
             np.array([(run.start, run.tokens, self._updates(run.version)) for run in sequence.runs], np.int64)
@@ -121,7 +140,7 @@ class TrainingBatch:
         return LossTokens(positions[kept], sequence.logprobs[kept], lag[kept], pure[kept])
 
     def _num_fresh(self, sequence: TrainingSequence, now: int) -> int:
-        """Leading positions whose K/V the current weights computed over the rows that are replayed."""
+        """Number of leading positions whose K/V the current weights computed over the replayed rows."""
         if sequence.rows is None:
             return next((run.start for run in sequence.runs if self._updates(run.version) < now), len(sequence))
         fresh = 0
@@ -150,16 +169,18 @@ def training_batch(
     kept_kv: bool = False,
     mini_batches: Mapping[int, int] | None = None,
 ) -> TrainingBatch:
-    """The batch that the trainer takes its gradient on. Rollouts that failed are left out.
+    """Build the input of a train step from heads. Failed rollouts are left out; `TrainingBatch` has an example.
 
     Args:
-        contents: GroupContent of each group, or a reference to it.
+        heads: [G].
+        contents: [G], GroupContent of each group or a reference to it.
         advantages: of the trajectories that did not fail, in order.
         current_update, version_updates, min_update, kept_kv: see TrainingBatch.
-        mini_batches: group id -> its mini-batch, from 0; None if the batch is one optimizer step.
+        mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
 
     Raises:
-        BatchError: no trajectories, advantages of another count, or a version that was not published.
+        BatchError: all trajectories failed, the number of advantages differs, a token was sampled by a version that
+            was not published, or by weights newer than the current ones.
     """
     trajectories = [
         (g, t, trajectory)
@@ -198,17 +219,18 @@ def training_batch(
 
 
 def supervised_batch(examples: Sequence[tuple[Int32Array, BoolArray]]) -> TrainingBatch:
-    """A batch of (token ids, loss mask) of each example, for `TrainerRank.train_supervised`.
+    """A batch of examples (token ids int32 [t], loss mask bool [t]) for `TrainerRank.train_supervised`.
 
     Raises:
-        BatchError: no examples, or a mask of another length than its tokens.
+        BatchError: there are no examples, an example is empty, or its mask has another length than its tokens.
     """
     if not examples:
         raise BatchError("the supervised batch has no examples")
     for number, (ids, mask) in enumerate(examples):
         if len(ids) != len(mask) or not len(ids):
             raise BatchError(
-                f"example {number} has {len(ids)} tokens and a loss mask of {len(mask)}; need as many, >= 1"
+                f"example {number} has {len(ids)} tokens and a loss mask of {len(mask)}; both lengths must be equal "
+                "and >= 1"
             )
     count, tokens = len(examples), np.array([mask.sum() for _, mask in examples], np.int64)
     sequences = [
@@ -238,7 +260,10 @@ def supervised_batch(examples: Sequence[tuple[Int32Array, BoolArray]]) -> Traini
 
 
 def _young_tokens(sequence: SequenceHead, version_updates: Mapping[int, int], *, min_update: int, now: int) -> int:
-    """Sampled tokens of weights that hold at least `min_update` updates."""
+    """Number of tokens in the loss: sampled by weights with at least `min_update` optimizer updates.
+
+    Spans (3, 4), (4, 2) with version v = v updates and min_update=4: 2.
+    """
     young = 0
     for version, tokens in sequence.spans:
         updates = version_updates.get(version)
@@ -247,6 +272,9 @@ def _young_tokens(sequence: SequenceHead, version_updates: Mapping[int, int], *,
                 f"param_version {version} sampled tokens, but only {sorted(version_updates)} were published"
             )
         if updates > now:
-            raise BatchError(f"param_version {version} holds {updates} updates, more than current_update={now}")
+            raise BatchError(
+                f"param_version {version} has {updates} optimizer updates, more than current_update={now}; a batch "
+                "cannot be sampled by newer weights"
+            )
         young += tokens if updates >= min_update else 0
     return young

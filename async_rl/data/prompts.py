@@ -1,4 +1,4 @@
-"""Where training prompts come from. A source is a position in a fixed order, so a run continues where it stopped."""
+"""Training prompts in a fixed order. The state of a source is a position in that order, so a run can be resumed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from async_rl.validation import explain
 
 
 class PromptOrder(Protocol):
-    """Endless, deterministic: index -> Prompt."""
+    """An endless, deterministic sequence of prompts."""
 
-    def train_prompt(self, index: int) -> Prompt: ...
+    def train_prompt(self, index: int) -> Prompt:
+        """Prompt `index`, from 0."""
+        ...
 
 
 class FailedPrompts:
-    """Prompts whose groups failed one after the other until the run stopped; a file keeps them for the next start.
+    """Prompts of the groups whose consecutive failures stopped a run, stored in a file for the next start.
 
     Args:
-        path: of the file. It is there as long as one of them is not admitted again.
+        path: of the file. It exists until all its prompts were admitted again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,15 +38,15 @@ class FailedPrompts:
 
     @property
     def prompts(self) -> Sequence[int]:
-        """Their indices, in order."""
+        """Indices of the prompts, ascending."""
         return sorted(self._prompts)
 
     def add(self, prompts: Iterable[int]) -> None:
-        """Keep more of them."""
+        """Store more indices."""
         self._replace(self._prompts.union(prompts))
 
     def discard(self, prompts: Iterable[int]) -> None:
-        """Forget those that are kept; another start does not admit them."""
+        """Remove indices; the next start does not admit them again."""
         self._replace(self._prompts.difference(prompts))
 
     def _replace(self, prompts: set[int]) -> None:
@@ -60,13 +62,16 @@ class FailedPrompts:
 
 
 class PromptSource:
-    """Hands out prompts in order, those of a stopped run's unfinished groups first.
+    """Yields prompts in order, starting with the prompts of unfinished groups of an earlier run.
+
+    With cursor=7 and unfinished={3, 5} the prompts are 3, 5, 7, 8, ...
 
     Args:
         order: the endless order of prompts.
-        cursor: next index that was never handed out.
-        unfinished: indices handed out by an earlier run whose groups were neither trained nor dropped.
-        failed: indices below `cursor` whose groups failed until an earlier run stopped; None keeps none.
+        cursor: first index that was never admitted.
+        unfinished: admitted indices whose groups were neither trained nor dropped by an earlier run.
+        failed: indices below `cursor` whose groups failed until an earlier run stopped; they are admitted again.
+            With None, `keep_failed` does nothing.
     """
 
     def __init__(
@@ -84,12 +89,12 @@ class PromptSource:
 
     @property
     def unfinished(self) -> Sequence[int]:
-        """Indices of an earlier run that are still to be admitted."""
+        """Indices of an earlier run that still have to be admitted again, ascending."""
         return tuple(self._unfinished)
 
     @property
     def cursor(self) -> int:
-        """First index that was never handed out."""
+        """First index that was never admitted."""
         return self._cursor
 
     def at(self, index: int) -> Prompt:
@@ -101,7 +106,7 @@ class PromptSource:
         return self._order.train_prompt(self._unfinished[0] if self._unfinished else self._cursor)
 
     def advance(self) -> None:
-        """The current prompt was admitted; go on to the one after it."""
+        """Move to the next prompt, after the current one was admitted."""
         if not self._unfinished:
             self._cursor += 1
             return
@@ -110,17 +115,19 @@ class PromptSource:
             self._failed.discard([admitted])
 
     def keep_failed(self, indices: Iterable[int]) -> None:
-        """The run stops because the groups of these failed: the next start admits them again."""
+        """Store prompts whose failed groups stop the run, so that the next start admits them again."""
         if self._failed is not None:
             self._failed.add(indices)
 
 
 class _MessageSchema(BaseModel):
-    """A message of a prompt file. Extra keys are refused, because nothing would read them."""
+    """A message in a prompt file. Extra keys are refused because they would have no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Annotated[str, Field(min_length=1)]
+    """Role in the chat template, such as `user`."""
     content: str
+    """Text of the message."""
 
 
 class _PromptSchema(BaseModel):
@@ -128,18 +135,24 @@ class _PromptSchema(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     messages: Annotated[list[_MessageSchema], Field(min_length=1)]
+    """The conversation before the first model call."""
     target: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Input of the reward, such as the expected answer; the task defines the keys."""
 
 
 class PromptFile:
-    """JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`, shuffled again in each epoch.
+    """JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`, shuffled in each epoch.
+
+    With 3 prompts, the indices 0 to 2 are epoch 0 and index 7 is the second prompt of epoch 2.
 
     Args:
+        path: of the file.
+        seed: of the shuffle.
         check: raises ValueError for a prompt that the task cannot use; called for every prompt of the file.
 
     Raises:
-        ValueError: the file cannot be read or is empty, a line does not match the schema, or `check` refuses a prompt;
-            names file, line and key.
+        ValueError: the file cannot be read or is empty, a line does not match the schema, or `check` refuses a prompt.
+            The message names file, line and key.
     """
 
     def __init__(self, path: Path, *, seed: int, check: Callable[[Prompt], None] = lambda _prompt: None) -> None:
@@ -149,7 +162,7 @@ class PromptFile:
         self._order: list[int] = []
 
     def train_prompt(self, index: int) -> Prompt:
-        """Prompt `index`; epoch e is a permutation of the file drawn from (seed, e)."""
+        """Prompt `index`; epoch e is the permutation of the file for the random seed (seed, e)."""
         epoch, at = divmod(index, len(self._entries))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self._entries)))
@@ -158,7 +171,11 @@ class PromptFile:
 
 
 def prompt_order(task: Task, *, prompt_file: Path | None, seed: int) -> PromptOrder:
-    """The prompt file if one is given, else the task's own stream."""
+    """The prompts of `prompt_file`, or of the task if there is no file.
+
+    Raises:
+        ValueError: see `PromptFile`.
+    """
     return task if prompt_file is None else PromptFile(prompt_file, seed=seed, check=task.check_prompt)
 
 
@@ -183,7 +200,11 @@ def _read_entries(path: Path, check: Callable[[Prompt], None]) -> Sequence[Promp
 
 
 def _parse_entry(line: str, *, index: int) -> Prompt:
-    """Raises ValueError: the line is not JSON or does not match the schema; names the key."""
+    """Parse a line.
+
+    Raises:
+        ValueError: the line is not JSON or does not match the schema; the message names the key.
+    """
     try:
         parsed = _PromptSchema.model_validate_json(line)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a run asks of a task: prompts, an agent loop for them, and, where it builds its own model, a warm start."""
+"""Interface of a task: prompts, an agent loop, and a warm start if the task builds its own model."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from agent_loop.chat import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.tools import Gate
+from message_queue.sequence import BoolArray
 from message_queue.tokens import Int32Array
-from message_queue.trajectory import BoolArray
 
 Demonstration = tuple[Int32Array, BoolArray]
+"""Token ids int32 [t] and loss mask bool [t]."""
 
 
 class Task(Protocol):
-    """A task. Everything it gives is a deterministic function of its seed, so that a run can be continued."""
+    """A task. All results are deterministic functions of its seed, so that a run can be resumed."""
 
     def train_prompt(self, index: int) -> Prompt:
-        """Prompt `index` of an endless stream."""
+        """Prompt `index` of an endless stream, from 0."""
         ...
 
     def validation_prompts(self, count: int) -> Sequence[Prompt]:
-        """Held-out prompts, never among the training prompts."""
+        """`count` held-out prompts, which are never training prompts."""
         ...
 
     def check_prompt(self, prompt: Prompt) -> None:
@@ -35,35 +36,47 @@ class Task(Protocol):
         Called for every prompt of the file before any process starts.
 
         Raises:
-            ValueError: names the key of `target` or the message, and the way out.
+            ValueError: the prompt cannot be used. The text names the message or the key of `target`, and a fix.
         """
         ...
 
     def build_loop(
         self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: Gate
     ) -> AgentLoop:
-        """The agent loop that turns one prompt into one trajectory. gate: passed before each tool call."""
+        """Build the agent loop, which turns one prompt into one trajectory.
+
+        Args:
+            engine: generates tokens.
+            tokenizer: of the model.
+            sampling: of every model call.
+            limits: bounds on turns and tokens.
+            gate: awaited before each tool call; closed during a publish.
+        """
         ...
 
     def save_initial_checkpoint(self, path: Path) -> None:
-        """Write a randomly initialised model and tokenizer; only called where `model.checkpoint` is not given."""
+        """Write a randomly initialised model and tokenizer. Only called if `model.checkpoint` is not set."""
         ...
 
     def demonstrations(self, start: int, count: int) -> Sequence[Demonstration]:
-        """Supervised examples `start..start+count-1`: (token ids, loss mask)."""
+        """Supervised examples `start` to `start + count - 1` for the warm start."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """factory: `module:callable` that is called with `options` and `seed` and returns a Task.
+    """Task of a run.
 
-    prompt_file: JSON lines of prompts to train on instead of the task's own stream.
+    Raises:
+        ValueError: `factory` is not of the form `module:callable`.
     """
 
     factory: str
+    """`module:callable`, which is called with `options` and `seed` and returns a Task."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options that the factory defines."""
     prompt_file: Path | None = None
+    """JSON lines of prompts to train on in place of the task's own stream; see `async_rl.data.prompts.PromptFile`."""
 
     def __post_init__(self) -> None:
         module, _, name = self.factory.partition(":")
@@ -75,7 +88,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     """Import the factory and build the task.
 
     Raises:
-        ValueError: the factory cannot be imported, or refuses its options; names the field and the value.
+        ValueError: the factory cannot be imported or refuses its options; the message names the field and the value.
     """
     module, _, name = config.factory.partition(":")
     try:

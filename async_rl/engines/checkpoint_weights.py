@@ -1,4 +1,4 @@
-"""Names and digest of the tensors of a Hugging Face checkpoint: what `WeightVersion` 0 stands for."""
+"""Names and digest of the tensors of a Hugging Face checkpoint; the digest identifies weight version 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def weight_files(checkpoint: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder.
 
     Raises:
-        CheckpointError: there are none, or the index names one that is absent.
+        CheckpointError: the folder has no safetensors file, or a file of the index is missing.
     """
     if (checkpoint / INDEX).is_file():
         files = sorted(
@@ -43,12 +43,12 @@ def tensor_names(files: list[Path]) -> frozenset[str]:
 
 
 def digest_checkpoint(checkpoint: Path) -> str:
-    """`WeightsDigest` over every tensor of a checkpoint folder, as 32 hex digits; see `hash_checkpoint`."""
+    """Digest of all tensors of a checkpoint folder as 32 hex digits; see `hash_checkpoint`."""
     return hash_checkpoint(checkpoint).hexdigest()
 
 
 def hash_checkpoint(checkpoint: Path) -> WeightsDigest:
-    """The digest of every tensor of a checkpoint folder; reads all of it.
+    """Digest of all tensors of a checkpoint folder; reads all weight files.
 
     Raises:
         CheckpointError: no usable weight files.

@@ -1,4 +1,4 @@
-"""What is checked at the edge of every engine: a request before it is sent, and an answer before it is used."""
+"""Checks that all engines share: of a request before it is sent, and of an answer before it is used."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from message_queue.tokens import (
 
 
 def weight_label(weights: WeightVersion) -> str:
-    """What an engine is told that a version is called; it stamps what it samples with it."""
+    """Label of a version inside an engine, which returns it with the tokens that the version sampled."""
     return f"{weights.version}:{weights.digest}"
 
 
 def check_request(request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None) -> None:
     """Refuse a request that no engine can serve.
 
+    Args:
+        routing: shape of the captured rows; None if the replica captures none.
+
     Raises:
-        ContractError: names the field and the value.
+        ContractError: the message names the field and the value.
     """
     tokens = len(request.token_ids)
     if not request.request_id:
@@ -59,10 +62,13 @@ def check_request(request: GenerateRequest, *, info: ModelInfo, routing: Routing
 
 
 def numbers(values: Any, dtype: Any, field: str) -> NDArray[Any]:
-    """A list of an answer as an array [n] of `dtype`.
+    """A list in an answer as an array [n] of `dtype`.
+
+    Args:
+        field: name of the list in the engine's answer.
 
     Raises:
-        ContractError: it is none.
+        ContractError: the list is not one-dimensional or has values that are not numbers of `dtype`.
     """
     try:
         array = np.asarray(values, dtype=dtype)
@@ -79,7 +85,7 @@ def sampled_tokens(values: Any, field: str, *, request: GenerateRequest, info: M
     """The sampled tokens of an answer, int32 [n].
 
     Raises:
-        ContractError: more than were asked for, or ids outside the vocabulary.
+        ContractError: there are more than `request.max_new_tokens`, or ids outside the vocabulary.
     """
     token_ids = numbers(values, np.int64, field)
     if len(token_ids) > request.max_new_tokens:
@@ -94,17 +100,19 @@ def sampled_tokens(values: Any, field: str, *, request: GenerateRequest, info: M
 def rows_shape(
     request: GenerateRequest, sampled: int, *, info: ModelInfo, routing: RoutingSpec
 ) -> tuple[int, int, int]:
-    """(rows, layers, top_k) of the routing that answers `request` with `sampled` tokens; dense layers count."""
+    """Shape (rows, layers, top_k) of the routing for `sampled` tokens; layers include dense layers."""
     return (len(request.token_ids) + sampled - 1 - request.rows_held, info.num_layers, routing.top_k)
 
 
 def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: RoutingSpec, in_order: bool) -> RoutedExperts:
-    """Rows rows_held .. of the MoE layers, out of integer [rows, layers, top_k] of all layers.
+    """The rows of the MoE layers, checked against the model and against the forced experts of the request.
 
-    in_order: the engine gives forced experts back in the order in which they were given.
+    Args:
+        experts: integer [rows, layers, top_k] of all layers; the first row has position `request.rows_held`.
+        in_order: whether the engine returns forced experts in the order in which they were given.
 
     Raises:
-        ContractError: ids that the model does not have, or rows that are not the experts they were forced to.
+        ContractError: expert ids are out of range, or rows differ from the forced experts.
     """
     routed = experts[:, list(routing.layers)]
     if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
@@ -119,10 +127,14 @@ def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: Routin
 
 
 def kept_tokens(sets: Any, field: str) -> SamplingSupport:
-    """The kept tokens of an answer, from a list of token ids per sampled token, in any order.
+    """The kept tokens of an answer.
+
+    Args:
+        sets: a list of token ids for each sampled token, in any order.
+        field: name of the lists in the engine's answer.
 
     Raises:
-        ContractError: they are none, or a token is named twice at one position.
+        ContractError: `sets` is not a list of lists of ids, or a token occurs twice at one position.
     """
     try:
         counts = np.fromiter(map(len, sets), np.int64, len(sets))
@@ -136,10 +148,10 @@ def kept_tokens(sets: Any, field: str) -> SamplingSupport:
 def check_segments(
     segments: list[TokenOutput], *, request: GenerateRequest, info: ModelInfo, routing: RoutingSpec | None
 ) -> list[TokenOutput]:
-    """The segments, each of which keeps the contract.
+    """Check each segment against the contract, and return the segments.
 
     Raises:
-        ContractError: one does not.
+        ContractError: a segment breaks the contract.
     """
     for segment in segments:
         segment.check(vocab_size=info.vocab_size, routing=routing, cut=request.sampling.is_cut)

@@ -1,11 +1,12 @@
-"""The life cycle that every engine replica has, whatever engine is behind it.
+"""The contract of an engine replica, and the request gate that all replicas use.
 
     serving --pause--> paused --(abort | drain)--> quiet  --load--> quiet  --resume--> serving
                               --freeze-----------> frozen --load--> frozen --resume-->
 
-While paused, new `generate` calls wait at a gate. Weights are only loaded when nothing runs: all ended, or held inside
-the engine. What is held goes on under the new weights as a further segment, so none mixes two versions. A dead engine
-fails every call; weights of unknown content keep the gate shut until a load mends them.
+While a replica is paused, new `generate` calls wait at a gate. Weights are loaded only when no request runs: every
+request has ended or is frozen inside the engine. A frozen request continues under the new weights in a new segment, so
+that no segment mixes two versions. A dead engine fails every call. After a failed load the gate stays closed until a
+load succeeds.
 """
 
 from __future__ import annotations
@@ -27,70 +28,81 @@ KeptKV = Literal["keep", "recompute"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """in_flight: requests in the engine now. tokens_sampled: since the start, partial segments included.
-
-    busy_seconds: time since the start with at least one request in flight.
-    """
+    """Counters of one replica since its start."""
 
     in_flight: int
+    """Requests admitted and not finished, now."""
     tokens_sampled: int
+    """Tokens returned so far, including partial segments."""
     busy_seconds: float
+    """Time with at least one request in flight, in seconds."""
 
 
 class Replica(Protocol):
     """One engine instance: `agent_loop.engine.Engine` plus the control calls of the publisher."""
 
     name: str
+    """Name of the replica, unique in a run."""
 
     @property
     def weights(self) -> WeightVersion:
-        """What the engine has loaded and stamps on every segment."""
+        """The loaded weight version."""
         ...
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """See `agent_loop.engine.Engine.generate`. Cancelling the caller aborts the request in the engine."""
+        """See `agent_loop.engine.Engine.generate`. If the caller is cancelled, the engine aborts the request."""
         ...
 
     async def pause(self) -> None:
-        """Hold new `generate` calls until `resume`; what is in flight goes on."""
+        """Hold new `generate` calls until `resume`; requests in flight continue."""
         ...
 
     async def abort(self) -> int:
-        """End every request in flight as a partial segment; return how many, once each caller's result stands."""
+        """End every request in flight with a partial segment; return the number of partial segments.
+
+        Every caller's result is complete when this returns. A request that ends by itself meanwhile is not counted.
+        """
         ...
 
     async def drain(self) -> None:
-        """Return when every request that is in flight now has ended by itself."""
+        """Return when all requests that are in flight now have ended by themselves.
+
+        Raises:
+            EngineError: requests in flight are frozen, or the engine is dead.
+        """
         ...
 
     async def freeze(self) -> int:
-        """Hold every request in flight inside the engine, unfinished, until `resume`; return how many.
+        """Stop every request in flight inside the engine until `resume`; return their number.
 
         Raises:
-            EngineError: not paused, or the engine is dead.
+            EngineError: the replica is not paused, or the engine is dead.
         """
         ...
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
-        """Take new weights; needs a pause, and nothing in flight that is not frozen.
+        """Load new weights while the replica is paused and every request in flight is frozen.
 
-        kv: of frozen requests. recompute: their K/V is computed again by the new weights, under the experts that were
-            recorded; keep: it stays as the old weights left it, and so does the prefix cache. Rows and logprobs of
-            what was sampled before stay as they are in both.
+        Rows and logprobs of earlier tokens stay unchanged.
+
+        Args:
+            update: the published version.
+            kv: K/V of frozen requests. recompute: the new weights compute it again, with the recorded experts. keep:
+                the K/V of the old weights stays, and so does the prefix cache.
 
         Raises:
-            EngineError: not paused, something in flight, an incomplete update, a digest that is not the published
-                one, or parameters that did not change though they were published with other values. After a failed
-                load the replica serves nothing until a load succeeds.
+            EngineError: the replica is not paused, a request in flight is not frozen, the update is incomplete, the
+                digest differs from the published one, or parameters did not change although other values were
+                published. After a failed load the replica serves no request until a load succeeds.
         """
         ...
 
     async def checksum(self) -> str:
-        """Checksum of the parameters that the engine's model holds, on all its ranks, since the last load."""
+        """Checksum of the model's parameters on all ranks, taken at the last load."""
         ...
 
     async def resume(self) -> None:
-        """Let held `generate` calls pass.
+        """Open the gate: held `generate` calls and frozen requests continue.
 
         Raises:
             EngineError: the last load failed, or the engine is dead.
@@ -102,41 +114,52 @@ class Replica(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop the engine. Held and running `generate` calls end with EngineError. May be called twice."""
+        """Stop the engine. Waiting and running `generate` calls end with EngineError. May be called twice."""
         ...
 
 
 def not_loaded(unchanged: Sequence[str], *, replica: str, version: int) -> EngineError:
-    """The error of an engine that read a version, but still holds other parameters; see `LiveWeights.replace`."""
+    """The error for modules whose parameters a load did not change; see `LiveWeights.replace`.
+
+    Args:
+        unchanged: names of the modules.
+        replica: name of the replica.
+        version: `param_version` of the load.
+    """
     return EngineError(
         f"{replica}: version {version} was read with the published digest, but the model's parameters are still those "
-        f"of the load before in {len(unchanged)} modules that were published with other values "
-        f"({', '.join(unchanged[:3])}, ...); the engine does not serve what was published"
+        f"of the previous load in {len(unchanged)} modules that were published with other values "
+        f"({', '.join(unchanged[:3])}, ...); the engine does not serve the published weights"
     )
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request between the gate and its result.
-
-    recalled: it is to leave the engine and to be held at the gate, where it waits to go on in the engine.
-    """
+    """A request that passed the gate and has no result yet."""
 
     request_id: str
+    """Id of the request, unique while in flight."""
     abort_requested: bool = False
+    """Whether the request must end with a partial segment."""
     recalled: bool = False
+    """Whether the request must leave the engine and wait at the gate, to be sent to the engine again on `resume`."""
     held: bool = False
+    """Whether the request waits at the gate after a recall."""
     stop_reason: StopReason | None = None
+    """Stop reason of the last segment; None until the request has a result."""
     landed: asyncio.Event = field(default_factory=asyncio.Event)
-    outside: asyncio.Event = field(default_factory=asyncio.Event)  # held or landed
-    moved: asyncio.Event = field(default_factory=asyncio.Event)  # the gate opened, or an abort was requested
+    """Set when the request has ended, with a result or an error."""
+    outside: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the request is not in the engine: held or landed."""
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the gate opened, an abort was requested or the engine failed; a held request then checks again."""
 
 
 class RequestGate:
-    """Admits requests, holds them while paused, knows what is in flight, and fails everyone when the engine dies.
+    """Admits requests, holds them during a pause, tracks those in flight, and fails all of them if the engine dies.
 
     Args:
-        name: of the replica, for messages.
+        name: name of the replica, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -153,7 +176,7 @@ class RequestGate:
 
     @asynccontextmanager
     async def admit(self, request_id: str) -> AsyncGenerator[Flight, None]:
-        """Wait for the gate, then count the request as in flight until the block ends.
+        """Wait until the gate is open, then count the request as in flight until the block ends.
 
         Raises:
             EngineError: the engine failed, or the id is already in flight.
@@ -178,24 +201,24 @@ class RequestGate:
                 self._busy_seconds += time.monotonic() - self._busy_since
 
     def landed(self, flight: Flight, segments: list[TokenOutput]) -> list[TokenOutput]:
-        """Note the result of a flight."""
+        """Record the result of a request and return it."""
         flight.stop_reason = segments[-1].stop_reason
         self._tokens_sampled += sum(map(len, segments))
         return segments
 
     def pause(self) -> None:
-        """Hold requests from now on."""
+        """Close the gate."""
         self.check_alive()
         self._open.clear()
 
     def require_resumable(self) -> None:
-        """Raise EngineError while the engine is dead or its weights are of unknown content."""
+        """Raise EngineError if the engine is dead or the content of its weights is unknown."""
         self.check_alive()
         if self._suspect is not None:
             raise EngineError(f"{self._name}: cannot resume, {self._suspect}; load a good version first")
 
     def resume(self) -> None:
-        """Let requests pass, held ones too."""
+        """Open the gate and wake held requests."""
         self.require_resumable()
         self._frozen = False
         self._open.set()
@@ -203,7 +226,7 @@ class RequestGate:
             flight.moved.set()
 
     def request_abort(self) -> list[Flight]:
-        """Mark everything in flight for abort and return it."""
+        """Mark all requests in flight for abort and return them."""
         self.check_alive()
         for flight in self._flights.values():
             flight.abort_requested = True
@@ -211,13 +234,13 @@ class RequestGate:
         return list(self._flights.values())
 
     def freeze(self) -> int:
-        """Note that the engine holds still until `resume`; return how many are in flight."""
+        """Record that the engine is frozen until `resume`; return the number of requests in flight."""
         self.require_paused("freeze")
         self._frozen = True
         return len(self._flights)
 
     def recall(self) -> list[Flight]:
-        """Mark everything that is in the engine to leave it and return it; what is held already stays held."""
+        """Mark all requests inside the engine as recalled and return them; held requests stay held."""
         self.check_alive()
         flights = [flight for flight in self._flights.values() if not flight.held]
         for flight in flights:
@@ -225,10 +248,10 @@ class RequestGate:
         return flights
 
     async def hold(self, flight: Flight) -> None:
-        """Keep a recalled flight out of the engine until `resume`; returns at once when it is to be aborted.
+        """Hold a recalled request at the gate until `resume`, or until an abort is requested.
 
         Raises:
-            ReplicaLostError: the engine failed meanwhile.
+            ReplicaLostError: the engine failed.
         """
         flight.recalled, flight.held = False, True
         flight.outside.set()
@@ -242,11 +265,11 @@ class RequestGate:
         self.check_alive()
 
     def in_flight(self) -> list[Flight]:
-        """Everything in flight."""
+        """All requests in flight."""
         return list(self._flights.values())
 
     async def wait_landed(self, flights: Iterable[Flight]) -> None:
-        """Return when each of `flights` has ended, in whatever way."""
+        """Return when each of `flights` has ended, with a result or an error."""
         for flight in flights:
             await flight.landed.wait()
 
@@ -262,7 +285,7 @@ class RequestGate:
             raise EngineError(f"{self._name}: {action} while serving; call pause and abort (or drain, freeze) first")
 
     def require_quiet(self, action: str) -> None:
-        """Raise EngineError unless the gate is closed and nothing is in flight that is not frozen."""
+        """Raise EngineError unless the gate is closed and every request in flight is frozen."""
         self.require_paused(action)
         if self._flights and not self._frozen:
             raise EngineError(
@@ -271,7 +294,7 @@ class RequestGate:
             )
 
     def require_moving(self, action: str) -> None:
-        """Raise EngineError when what is in flight is frozen, so that it cannot end by itself."""
+        """Raise EngineError if frozen requests are in flight, because they cannot end by themselves."""
         self.check_alive()
         if self._frozen and self._flights:
             raise EngineError(
@@ -279,25 +302,25 @@ class RequestGate:
             )
 
     def suspect(self, reason: str | None) -> None:
-        """Say that the engine's weights are of unknown content, or (None) that they are good again."""
+        """Set the reason why the content of the engine's weights is unknown; None if they are good."""
         self._suspect = reason
 
     def fail(self, reason: str) -> None:
-        """Fail everyone who waits now or asks later; the first reason stands."""
+        """Record that the engine failed: waiting and later calls raise ReplicaLostError with the first reason."""
         if not self._failed.done():
             self._failed.set_exception(ReplicaLostError(f"{self._name}: {reason}"))
-            self._failed.exception()  # nobody may be waiting; without this the loop logs it as never retrieved
+            self._failed.exception()  # retrieved here, or asyncio logs an unretrieved exception
         self._open.set()
         for flight in self._flights.values():
             flight.moved.set()
 
     def check_alive(self) -> None:
-        """Raise the reason given to `fail`."""
+        """Raise ReplicaLostError if the engine failed."""
         if self._failed.done():
             raise ReplicaLostError(str(self._failed.exception()))
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Result of `work`, or the reason given to `fail` when that comes first."""
+        """The result of `work`; raises ReplicaLostError if the engine fails first."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Which engine a run uses: the one place that knows all of them."""
+"""Selects the engine of a run; the only module that imports all engines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ EngineConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="name")]
 def check_engine(
     config: VllmConfig | SglangConfig, *, checkpoint: Path, capture: bool, force: bool, on_this_machine: bool = True
 ) -> None:
-    """Refuse what the engine would accept and then do wrong, before any process starts.
+    """Refuse configurations that the engine accepts but handles wrongly. Call it before any process starts.
 
-    capture: whether routing rows are returned. force: whether requests bring experts to be used.
-    on_this_machine: whether the engine runs here; if not, `engine.device=auto` is checked by the replica's process.
+    Args:
+        capture: whether the replica returns routing rows.
+        force: whether requests carry forced experts.
+        on_this_machine: whether the engine runs here; if not, the replica's process checks `engine.device=auto`.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names field, value and the way out.
@@ -39,12 +41,12 @@ def check_engine(
 
 
 def actor_environment(config: VllmConfig | SglangConfig) -> dict[str, str]:
-    """Variables that the process of a replica must have from its start, whatever its device."""
+    """Environment variables that a replica's process needs at its start, on any device."""
     return vllm_config.process_environment(config) if isinstance(config, VllmConfig) else {}
 
 
 def own_variables(config: VllmConfig | SglangConfig) -> frozenset[str]:
-    """Names of the variables that a replica sets itself."""
+    """Names of the environment variables that a replica sets itself."""
     return vllm_config.OWN_VARIABLES if isinstance(config, VllmConfig) else sglang_config.OWN_VARIABLES
 
 
@@ -59,13 +61,18 @@ async def start_replica(
 ) -> Replica:
     """Start an engine on a Hugging Face checkpoint folder, in a process that has `actor_environment`.
 
-    The variables that depend on the device are set here: only the process that serves knows its device.
+    Variables that depend on the device are set here, because only this process knows its device.
 
-    capture_support: whether requests may sample from a part of the vocabulary; vLLM has to know at its start.
+    Args:
+        name: name of the replica.
+        checkpoint: Hugging Face checkpoint folder.
+        capture_routing: whether the replica returns routing rows.
+        force_routing: whether requests carry forced experts.
+        capture_support: whether requests may sample from a part of the vocabulary; vLLM needs this at its start.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
-        EngineError: the engine failed to start in time.
+        EngineError: the engine did not start, or not in time.
     """
     check_engine(config, checkpoint=checkpoint, capture=capture_routing, force=force_routing)
     if isinstance(config, VllmConfig):

@@ -1,4 +1,4 @@
-"""What a replica of any engine is asked to be."""
+"""Settings that every engine has, and the checks of a checkpoint that do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -15,41 +15,51 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Fields that every engine has; `replicas` of them serve a run.
-
-    device: where the engine runs; `auto` is the GPU if torch sees one in the replica's process.
-    max_model_len: most tokens of prompt and reply together.
-    gpu_memory_utilization: share of a GPU's memory for weights and K/V.
-    enforce_eager: no CUDA graphs.
-    threads: OpenMP threads of one engine process.
-    load_timeout_s, generate_timeout_s, start_timeout_s: bounds on one weight load, one decode, one start.
-    extra_args: further arguments of the engine itself, of those in ACCEPTED_ARGS.
-    """
+    """Settings of a replica that do not depend on its engine."""
 
     ENGINE: ClassVar[str]
+    """The value that `name` must have."""
     ACCEPTED_ARGS: ClassVar[frozenset[str]]
+    """Names that `extra_args` may have."""
     TIED_FAMILIES: ClassVar[tuple[str, ...]]
+    """Model families in which the engine ties the lm_head to the embedding."""
 
     name: str
+    """Name of the engine: vllm or sglang."""
     replicas: int = 1
+    """Number of replicas of the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the engine; `auto` is the GPU if torch sees one in the replica's process."""
     dtype: str = "float32"
+    """Data type of weights and activations, one of DTYPES."""
     max_model_len: int = 1024
+    """Most tokens of prompt and reply together."""
     max_num_seqs: int = 64
+    """Most requests in one engine step."""
     max_num_batched_tokens: int = 2048
+    """Most tokens in one engine step; for SGLang, in one prefill step."""
     gpu_memory_utilization: float = 0.85
+    """Share of a GPU's memory for weights and K/V, in (0, 1]."""
     tensor_parallel: int = 1
+    """Tensor-parallel ranks of one replica."""
     enforce_eager: bool = True
+    """Whether CUDA graphs are off."""
     threads: int = 1
+    """OpenMP threads of one engine process."""
     seed: int = 0
+    """Seed of the engine's random state."""
     load_timeout_s: float = 120.0
+    """Bound on one control call, such as a weight load, in seconds."""
     generate_timeout_s: float = 600.0
+    """Bound on one `generate` call, in seconds."""
     start_timeout_s: float = 180.0
+    """Bound on the start of the engine, in seconds."""
     extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further arguments of the engine, under the engine's own names; only those in ACCEPTED_ARGS."""
 
     def __post_init__(self) -> None:
         if self.name != self.ENGINE:
-            raise ValueError(f"engine.name is {self.name!r}; this configuration is of engine {self.ENGINE!r}")
+            raise ValueError(f"engine.name is {self.name!r}; this configuration is for engine {self.ENGINE!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
         if self.dtype not in DTYPES:
@@ -64,18 +74,21 @@ class ServingConfig:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
-                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, in (0, 1]"
+                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; must be a share in (0, 1]"
             )
         if refused := sorted(set(self.extra_args) - self.ACCEPTED_ARGS):
             raise ValueError(
-                f"engine.extra_args sets {', '.join(refused)}: the replica sets it itself, or it may change the "
-                "weights or the distribution of a token, which the trainer could not reproduce; leave it out, or use "
-                f"the field of engine for it. Accepted are {', '.join(sorted(self.ACCEPTED_ARGS))}"
+                f"engine.extra_args sets {', '.join(refused)}: the replica sets such an argument itself, or it may "
+                "change the weights or the distribution of a token, which the trainer could not reproduce; remove it, "
+                f"or use a field of engine instead. Accepted: {', '.join(sorted(self.ACCEPTED_ARGS))}"
             )
 
 
 def read_served(config: ServingConfig, checkpoint: Path, *, capture_routing: bool) -> ModelInfo:
-    """What a checkpoint is, where a replica can serve it.
+    """Facts about a checkpoint that a replica with this configuration can serve.
+
+    Args:
+        capture_routing: whether the replica returns routing rows.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
@@ -84,13 +97,13 @@ def read_served(config: ServingConfig, checkpoint: Path, *, capture_routing: boo
     info = read_model_info(checkpoint)
     if capture_routing and info.routing is None:
         raise ValueError(
-            f"routing capture is on, but {checkpoint} ({info.family}) is dense and routes nothing; "
+            f"routing capture is on, but {checkpoint} ({info.family}) is a dense model without routers; "
             "use trainer.router_replay=none"
         )
     if info.tied and info.family not in config.TIED_FAMILIES:
         raise ValueError(
             f"engine.name is {config.name!r}, and {checkpoint} ({info.family}) has tie_word_embeddings=true, which "
-            f"this engine knows in {', '.join(config.TIED_FAMILIES)} only: it would look for an lm_head of its own; "
+            f"this engine supports in {', '.join(config.TIED_FAMILIES)} only: it would look for a separate lm_head; "
             "use another engine, or save the checkpoint with an lm_head and tie_word_embeddings=false"
         )
     if config.max_model_len > info.context_length:
@@ -102,7 +115,7 @@ def read_served(config: ServingConfig, checkpoint: Path, *, capture_routing: boo
 
 
 def device_of(config: ServingConfig) -> Device:
-    """The device of `config` in this process."""
+    """The device that `config` selects in this process."""
     if config.device != "auto":
         return config.device
     import torch  # not needed to read or check a configuration
@@ -111,5 +124,5 @@ def device_of(config: ServingConfig) -> Device:
 
 
 def known_device(config: ServingConfig, *, on_this_machine: bool) -> Device | None:
-    """The device of `config`, as far as this process knows it; None for `auto` on another machine."""
+    """The device that `config` selects; None for `auto` if the engine runs on another machine."""
     return device_of(config) if on_this_machine or config.device != "auto" else None

@@ -1,13 +1,14 @@
 """An SGLang replica: decodes with logprobs and routed experts, aborts to partial segments, and loads weights live.
 
-SGLang runs as an HTTP server in a process group and a virtualenv of its own (`sglang_server.py`), with a plugin in its
-processes (`sglang_side/`). This object lives on one event loop and talks to it. The same class serves CPU and GPU.
+SGLang runs as an HTTP server in its own process group and virtualenv (`sglang_server.py`), with a plugin in its
+processes (`sglang_side/`). The replica object belongs to one event loop and calls the server. The same class serves CPU
+and GPU.
 
     resume     gate shut, /abort_request              -> /flush_cache, /update_weights_from_disk -> gate open
     keep       gate shut, /pause_generation in_place  -> /update_weights_from_disk               -> /continue_generation
     recompute  gate shut, in_place, then retract      -> /flush_cache, /update_weights_from_disk -> /continue_generation
 
-The gate, not SGLang's own pause, holds new requests: SGLang's pause(abort) looks once a second whether all has ended.
+The gate holds new requests instead of SGLang's own pause, because SGLang's pause(abort) polls only once a second.
 """
 
 from __future__ import annotations
@@ -48,17 +49,25 @@ from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightV
 
 __all__ = ["SglangConfig", "SglangReplica", "check_engine"]
 
-FIRST_LABEL = "first"  # what the server calls the weights it started with
-ABORT_AGAIN_S = 0.05  # a request on its way to the server does not hear of an abort
-SUPPORT_REFUSED = "sampling support"  # in the server's text if it kept more tokens than it can return
-DEATH_NOTICE_S = 2.0  # from a lost connection to the end of the process that held it
+FIRST_LABEL = "first"  # version label of the weights that the server started with
+ABORT_AGAIN_S = 0.05  # an abort misses requests that have not reached the server
+SUPPORT_REFUSED = "sampling support"  # in the server's error if too many tokens are kept
+DEATH_NOTICE_S = 2.0  # from a broken connection to the death of the server
 
 
 class SglangReplica:
     """One SGLang server; see `async_rl.engines.replica.Replica` for the contract of each call.
 
-    Made by `start`. weights: what the server has loaded. live: what its model holds. shapes: the tensors every update
-    must bring.
+    `start` creates it.
+
+    Args:
+        server: running server.
+        name: name of the replica.
+        model: the served checkpoint.
+        capture_routing: whether the replica returns routing rows.
+        weights: version that the server has loaded.
+        live: checksums of the parameters of its model.
+        shapes: names and shapes of the tensors that every update must contain.
     """
 
     def __init__(
@@ -83,7 +92,7 @@ class SglangReplica:
         self._loaded = {FIRST_LABEL: weights}
         self._shapes = shapes
         self._gate = RequestGate(name)
-        self._frozen = False  # SGLang's scheduler stands still
+        self._frozen = False  # whether SGLang's scheduler is paused
         self._closed = False
         self._ids = PrefixFreeIds(name)
         self._farewells: set[asyncio.Task[None]] = set()
@@ -101,11 +110,15 @@ class SglangReplica:
     ) -> SglangReplica:
         """Start a server on a Hugging Face checkpoint folder.
 
-        weights: what the checkpoint is; None for version 0 with the digest of what the server loaded.
+        Args:
+            name: name of the replica.
+            checkpoint: Hugging Face checkpoint folder.
+            weights: version of the checkpoint; None for version 0 with the digest of the tensors that were loaded.
+            capture_routing: whether the replica returns routing rows.
 
         Raises:
             ValueError: the configuration does not suit the checkpoint.
-            EngineError: no SGLang of the right version, the server failed to start, or took longer than
+            EngineError: SGLang is not installed or has the wrong version, or the server did not start within
                 `engine.start_timeout_s`.
         """
         model = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
@@ -140,7 +153,7 @@ class SglangReplica:
 
     @property
     def weights(self) -> WeightVersion:
-        """What the server has loaded."""
+        """The loaded weight version."""
         return self._weights
 
     # ---- generating
@@ -190,7 +203,7 @@ class SglangReplica:
             )
 
     async def _decode(self, request: GenerateRequest, flight: Flight) -> Any:
-        """SGLang's answer."""
+        """SGLang's answer to /generate."""
         body = generate_body(request, info=self._model.info, routing=self._routing)
         try:
             return await self._gate.unless_failed(self._server.post("/generate", body))
@@ -205,7 +218,7 @@ class SglangReplica:
             raise EngineError(f"{self.name}: request {flight.request_id} lost its connection: {error!r}") from error
 
     def _abandon(self, request_id: str) -> None:
-        """Abort in the server without making the cancelled caller wait for it."""
+        """Abort a request in the server; the cancelled caller does not wait for it."""
 
         async def abort() -> None:
             with contextlib.suppress(aiohttp.ClientError, CallError, TimeoutError):
@@ -219,7 +232,7 @@ class SglangReplica:
         task.add_done_callback(self._farewells.discard)
 
     async def _notice_death(self) -> None:
-        """Raise ReplicaLostError when the server turns out to be dead; its connections break first."""
+        """Raise ReplicaLostError if the server dies within DEATH_NOTICE_S; its connections break before it ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_NOTICE_S):
                 await self._server.until_dead()
@@ -232,14 +245,14 @@ class SglangReplica:
         self._gate.pause()
 
     async def abort(self) -> int:
-        """End what is in flight; return how many became partial segments."""
+        """End all requests in flight; return the number of partial segments."""
         flights = self._gate.request_abort()
         if flights:
             await self._bounded("abort", self._abort(flights))
         return sum(flight.stop_reason is StopReason.ABORT for flight in flights)
 
     async def _abort(self, flights: list[Flight]) -> None:
-        if self._frozen:  # retracted requests answer at once; frozen ones would decode once more first
+        if self._frozen:  # retracted requests end at once; frozen ones would first decode once more
             await self._pause_engine("retract")
         while left := [flight for flight in flights if not flight.landed.is_set()]:
             await self._server.post("/abort_request", {"abort_all": True})
@@ -250,12 +263,12 @@ class SglangReplica:
                     await self._gate.wait_landed(left)
 
     async def drain(self) -> None:
-        """Wait for what is in flight now."""
+        """Wait until all requests that are in flight now have ended."""
         self._gate.require_moving("drain")
         await self._gate.unless_failed(self._gate.wait_landed(self._gate.in_flight()))
 
     async def freeze(self) -> int:
-        """Hold what is in flight inside the server."""
+        """Freeze all requests in flight inside the server; return their number."""
         count = self._gate.freeze()
         if not self._frozen:
             self._frozen = True
@@ -263,7 +276,7 @@ class SglangReplica:
         return count
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
-        """Load a published version, and prove it by its digest and by what the model holds after it."""
+        """Load a published version, and check its digest and the model's parameters."""
         what = f"version {update.weights.version}"
         self._gate.require_quiet(f"load of {what}")
         try:
@@ -289,14 +302,14 @@ class SglangReplica:
         return self._weights
 
     async def checksum(self) -> str:
-        """Of what the model holds since the last load."""
+        """Checksum of the model's parameters, taken at the last load."""
         return self._live.checksum
 
     async def _load(self, update: WeightUpdate, kv: KeptKV) -> Load:
         if self._frozen and kv == "recompute":
             await self._pause_engine("retract")
-        if kv == "recompute":  # before the load, as one that fails to flush after it has spoilt the weights
-            patience = 0 if self._frozen else self._config.load_timeout_s  # the last answer comes before SGLang is idle
+        if kv == "recompute":  # before the load: a failed flush must leave the weights
+            patience = 0 if self._frozen else self._config.load_timeout_s  # SGLang answers before it is idle
             await self._server.post(f"/flush_cache?timeout={patience}", {})
         with update_folder(update, self._server.folder) as folder:
             body = {
@@ -308,13 +321,13 @@ class SglangReplica:
         return reported_load(answer)
 
     async def _disown(self) -> None:
-        """After a failed load: what is sampled by weights of unknown content is called so, and refused."""
+        """After a failed load, change the server's version label, so that tokens of unknown weights are refused."""
         with contextlib.suppress(EngineError):
             label = {"new_version": "unknown", "abort_all_requests": False}
             await self._bounded("load", self._server.post("/update_weight_version", label))
 
     async def resume(self) -> None:
-        """Let held `generate` calls pass, and frozen ones go on."""
+        """Open the gate: held `generate` calls and frozen requests continue."""
         self._gate.resume()
         if self._frozen:
             await self._bounded("resume", self._continue_engine())
@@ -324,7 +337,7 @@ class SglangReplica:
         return self._gate.stats()
 
     async def close(self) -> None:
-        """Stop the server with all its processes."""
+        """Stop the server and all its processes."""
         if self._closed:
             return
         self._closed = True
@@ -343,7 +356,7 @@ class SglangReplica:
         self._frozen = False
 
     async def _bounded(self, action: str, work: Coroutine[Any, Any, Any]) -> Any:
-        """Result of a control call, within `engine.load_timeout_s` and unless the server dies."""
+        """The result of a control call, bounded by `engine.load_timeout_s` and by the server's death."""
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 return await self._gate.unless_failed(work)

@@ -1,4 +1,4 @@
-"""What an SGLang replica is asked to be, which models that suits, and the command and environment of its server."""
+"""Settings of an SGLang replica, the checks of a checkpoint, and the command and environment of the server."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, ClassVar, Literal
 from async_rl.engines.serving import ServingConfig, device_of, known_device, read_served
 from async_rl.model_info import ModelInfo
 
-SGLANG_VERSION = "0.5.23"  # hooks and answers are of this version
+SGLANG_VERSION = "0.5.23"  # the plugin's hooks and the parsing of answers are written for this version
 VENV_PYTHON = Path(".venv-sglang/bin/python")
 PLUGIN_PATH = Path(__file__).parent / "sglang_side" / "plugin"
 CPU_PATH = Path(__file__).parent / "sglang_side" / "cpu"
-MAX_KEPT = 1 << 14  # most kept tokens of a cut distribution that a server returns
-CONTEXT_SLACK = 8  # SGLang keeps a few positions of the context for itself
+MAX_KEPT = 1 << 14  # most kept tokens per position that the server returns
+CONTEXT_SLACK = 8  # positions of the context that SGLang reserves
 CPU_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3", "qwen2", "llama")
 CPU_BROKEN = {
     "qwen2_moe": "its shared expert's gate is a Triton kernel",
     "deepseek_v2": "latent attention has no CPU version",
     "deepseek_v3": "latent attention has no CPU version",
 }
-FORCED_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")  # proven against transformers
-TIED_FAMILIES = ("qwen2", "qwen3", "llama")  # where SGLang reads tie_word_embeddings
-ACCEPTED_ARGS = frozenset(  # neither weights nor the distribution of a token depend on them
+FORCED_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")  # checked against transformers
+TIED_FAMILIES = ("qwen2", "qwen3", "llama")  # SGLang reads tie_word_embeddings in these
+ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the distribution of a token
     {
         *("trust_remote_code", "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints"),
         *("weight_loader_prefetch_num_threads", "weight_loader_drop_cache_after_load"),
@@ -57,21 +57,18 @@ OWN_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangConfig(ServingConfig):
-    """One SGLang replica.
-
-    python: interpreter of the virtualenv that holds SGLang; None is `.venv-sglang`, which `make setup-sglang` makes.
-    max_num_seqs: most requests of one engine step. max_num_batched_tokens: most tokens of one prefill step.
-    kv_cache_tokens: K/V slots; None is 8 times max_model_len on the CPU, and what fits on a GPU.
-    extra_args: further server arguments of SGLang, by their Python names, of those in ACCEPTED_ARGS.
-    """
+    """Settings of one SGLang replica; `extra_args` are server arguments under their Python names."""
 
     ENGINE: ClassVar[str] = "sglang"
     ACCEPTED_ARGS: ClassVar[frozenset[str]] = ACCEPTED_ARGS
     TIED_FAMILIES: ClassVar[tuple[str, ...]] = TIED_FAMILIES
 
     name: Literal["sglang"] = "sglang"
+    """Name of the engine."""
     python: Path | None = None
+    """Python interpreter of SGLang's virtualenv; None is `.venv-sglang`, which `make setup-sglang` creates."""
     kv_cache_tokens: int | None = None
+    """K/V slots, in tokens; None is room for 8 requests of max_model_len on the CPU, and as many as fit on a GPU."""
 
     def __post_init__(self) -> None:
         ServingConfig.__post_init__(self)
@@ -79,17 +76,20 @@ class SglangConfig(ServingConfig):
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < least:
             raise ValueError(
                 f"engine.kv_cache_tokens is {self.kv_cache_tokens}; one request of engine.max_model_len="
-                f"{self.max_model_len} needs {least}, and SGLang would cut it short without a word; raise it"
+                f"{self.max_model_len} needs {least}, and SGLang would truncate it without an error; raise it"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A checkpoint as the engine serves it. max_model_len: of the replica, at most that of the checkpoint."""
+    """A checked checkpoint that a replica serves."""
 
     checkpoint: Path
+    """Hugging Face checkpoint folder."""
     info: ModelInfo
+    """Facts read from the checkpoint's config."""
     max_model_len: int
+    """Most tokens of prompt and reply together in this replica; at most the checkpoint's context length."""
 
 
 def check_engine(
@@ -100,10 +100,13 @@ def check_engine(
     force_routing: bool = False,
     on_this_machine: bool = True,
 ) -> ServedModel:
-    """Refuse what SGLang would accept and then do wrong, before any process starts.
+    """Refuse configurations that SGLang accepts but handles wrongly. Call it before any process starts.
 
-    force_routing: whether requests bring experts to be used.
-    on_this_machine: whether the engine runs here; if not, rules about the device hold for an explicit engine.device.
+    Args:
+        capture_routing: whether the replica returns routing rows.
+        force_routing: whether requests carry forced experts.
+        on_this_machine: whether the engine runs here. If not, rules about the device are checked only for an explicit
+            engine.device.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
@@ -118,8 +121,8 @@ def check_engine(
         )
     if force_routing and info.family not in FORCED_FAMILIES:
         raise ValueError(
-            f"rollout.resume_routing is 'force', but forcing on SGLang is proven for {', '.join(FORCED_FAMILIES)} "
-            f"only, not for {info.family} ({checkpoint}); use append"
+            f"rollout.resume_routing is 'force', but forced routing on SGLang is tested only for "
+            f"{', '.join(FORCED_FAMILIES)}, not for {info.family} ({checkpoint}); use append"
         )
     if info.family == "qwen3_moe" and (dense := fields.get("mlp_only_layers")):
         raise ValueError(
@@ -127,7 +130,7 @@ def check_engine(
             "qwen3_moe: it would serve experts there; use engine=vllm"
         )
     if known_device(config, on_this_machine=on_this_machine) == "cpu" and info.family not in CPU_FAMILIES:
-        why = CPU_BROKEN.get(info.family, f"known to run there are {', '.join(CPU_FAMILIES)}")
+        why = CPU_BROKEN.get(info.family, f"tested families are {', '.join(CPU_FAMILIES)}")
         raise ValueError(
             f"engine.name is 'sglang', which does not run {info.family} ({checkpoint}) on the CPU: {why}; "
             "use engine=vllm, or engine.device=cuda"
@@ -136,9 +139,11 @@ def check_engine(
 
 
 def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dict[str, str]:
-    """Environment of the server: this process's, less what belongs to this process's virtualenv.
+    """Environment of the server: that of this process without the variables of its virtualenv.
 
-    owner: process the server ends with. folder: for its temporary files; removed then.
+    Args:
+        owner: process id; the server ends when this process ends.
+        folder: folder for temporary files; it is removed when the server ends.
     """
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     on_cpu = device_of(config) == "cpu"
@@ -148,9 +153,9 @@ def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dic
         "ASYNC_RL_DEVICE": device_of(config),
         "ASYNC_RL_FOLDER": str(folder),
         "TMPDIR": str(folder),
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack may exceed the model's positions, no request does
-        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # a connection that the server closes while it is used loses a request
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # logprobs are of the distribution sampled from
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for CONTEXT_SLACK; requests stay below
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # a request fails if the server closes its connection
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # logprobs of the distribution that was sampled from
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
@@ -170,7 +175,13 @@ def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dic
 def server_arguments(
     config: SglangConfig, model: ServedModel, *, port: int, served_name: str, label: str, capture_routing: bool
 ) -> list[str]:
-    """Command line of `sglang.launch_server`. label: what the first weights are called in answers."""
+    """Command-line arguments of `sglang.launch_server`.
+
+    Args:
+        served_name: model name that identifies this server.
+        label: version label of the first weights in the server's answers.
+        capture_routing: whether the server returns routing rows.
+    """
     args: dict[str, Any] = {
         "model_path": str(model.checkpoint.absolute()),
         "served_model_name": served_name,
@@ -185,7 +196,7 @@ def server_arguments(
         "random_seed": config.seed,
         "weight_version": label,
         "enable_return_routed_experts": capture_routing,
-        "disable_overlap_schedule": True,  # with it a version begins one token early
+        "disable_overlap_schedule": True,  # with it a weight version starts one token early
         "disable_cuda_graph": config.enforce_eager or device_of(config) == "cpu",
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "sampling_defaults": "openai",  # sampling comes from the request alone
@@ -199,7 +210,7 @@ def server_arguments(
     if device_of(config) == "cuda":
         args |= {
             "mem_fraction_static": config.gpu_memory_utilization,
-            "disable_prefill_cuda_graph": capture_routing,  # a graph goes around the hook that forces experts
+            "disable_prefill_cuda_graph": capture_routing,  # a graph bypasses the hook that forces experts
         }
         if config.kv_cache_tokens is not None:
             args["max_total_tokens"] = config.kv_cache_tokens
@@ -214,7 +225,7 @@ def server_arguments(
 
 
 def _flags(args: Mapping[str, Any]) -> list[str]:
-    """`--name value` of each; a true flag has no value and a false one is left out."""
+    """`--name value` for each argument. A True flag has no value; False and None are omitted."""
     flags: list[str] = []
     for name, value in args.items():
         if value is False or value is None:

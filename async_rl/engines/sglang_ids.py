@@ -1,4 +1,4 @@
-"""Request ids in flight, none a prefix of another: SGLang aborts every request whose id begins with a given one."""
+"""Keeps request ids prefix-free: SGLang aborts every request whose id starts with the given id."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agent_loop.engine import EngineError
 
 
 class PrefixFreeIds:
-    """Ids in flight.
+    """The request ids in flight.
 
     Args:
-        name: of the replica, for messages.
+        name: name of the replica, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,14 +25,14 @@ class PrefixFreeIds:
         """Count `request_id` as in flight until the block ends.
 
         Raises:
-            EngineError: it is a prefix of one in flight, or has one as its prefix.
+            EngineError: `request_id` is a prefix of an id in flight, or an id in flight is a prefix of it.
         """
         at = bisect.bisect_left(self._sorted, request_id)
-        for other in self._sorted[max(at - 1, 0) : at + 1]:  # none held is a prefix of another, so neighbours suffice
+        for other in self._sorted[max(at - 1, 0) : at + 1]:  # the set is prefix-free, so neighbours suffice
             if request_id.startswith(other) or other.startswith(request_id):
                 raise EngineError(
-                    f"{self._name}: of the request ids {request_id!r} and {other!r}, both in flight, one is a prefix "
-                    "of the other, and SGLang aborts by prefix; end ids with a character that they do not contain"
+                    f"{self._name}: request ids {request_id!r} and {other!r} are both in flight, and one is a prefix "
+                    "of the other; SGLang aborts by prefix, so end ids with a character that they do not contain"
                 )
         self._sorted.insert(at, request_id)
         try:

@@ -1,4 +1,4 @@
-"""From a request to the body of SGLang's /generate, and from its answer to checked segments."""
+"""Converts a request to the body of SGLang's /generate, and the answer to checked segments."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ FORCED = "async_rl_forced"  # key of the forced rows in SGLang's custom_params; 
 def check_generate(
     request: GenerateRequest, *, info: ModelInfo, routing: RoutingSpec | None, max_model_len: int
 ) -> None:
-    """Refuse a request that no engine can serve, or that the server would cut short or misread.
+    """Refuse a request that no engine can serve, or that the server would truncate or misread.
 
     Raises:
-        ContractError: names the field and the value.
+        ContractError: the message names the field and the value.
     """
     check_request(request, info=info, routing=routing)
     tokens = len(request.token_ids)
@@ -74,7 +74,7 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
     salt = request.cache_salt
     if request.forced_experts is not None and routing is not None:
         params["custom_params"] = {FORCED: _forced(request.forced_experts, info, routing)}
-        salt = f"{salt}|forced|{request.session or request.request_id}"  # its own session forces the same again
+        salt = f"{salt}|forced|{request.session or request.request_id}"  # the session forces the same rows again
     body: dict[str, Any] = {
         "rid": request.request_id,
         "input_ids": request.token_ids.tolist(),
@@ -82,7 +82,7 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
         "return_logprob": True,
         "extra_key": salt or None,
     }
-    if sampling.is_cut:  # or the logprobs are of the whole distribution
+    if sampling.is_cut:  # otherwise logprobs are over the whole distribution
         body["return_sampling_mask"] = True
     if routing is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.rows_held}
@@ -99,11 +99,13 @@ def to_segments(
     loaded: Mapping[str, WeightVersion],
     replica: str,
 ) -> list[TokenOutput]:
-    """Check and translate an answer of /generate: a segment per weight version that sampled.
+    """Check an answer of /generate and convert it to segments, one per weight version that sampled.
 
     Args:
-        weights: loaded now; what an answer without tokens is stamped with.
-        loaded: every version that may have sampled this answer, by `weight_label`.
+        routing: shape of the captured rows; None if no rows are captured.
+        weights: the loaded version, for an answer without tokens.
+        loaded: all versions that may have sampled tokens of this answer, by `weight_label`.
+        replica: name of the replica.
 
     Raises:
         ContractError: the answer does not fit the request or the model; names the field and the value.
@@ -134,7 +136,7 @@ def to_segments(
 
 
 def _top_k(request: GenerateRequest, info: ModelInfo) -> int:
-    """SGLang returns kept tokens for a top_k of at most MAX_KEPT; the plugin takes MAX_KEPT for none."""
+    """SGLang returns kept tokens for a top_k of at most MAX_KEPT; the plugin treats MAX_KEPT as no top_k."""
     return request.sampling.top_k if 0 < request.sampling.top_k < info.vocab_size else MAX_KEPT
 
 
@@ -165,7 +167,7 @@ def _stop_reason(meta: dict[str, Any]) -> StopReason:
 
 
 def _logprobs(meta: dict[str, Any], request: GenerateRequest, token_ids: Int32Array) -> Float32Array:
-    """float32 [n], of the sampled tokens."""
+    """The logprobs float32 [n] of the sampled tokens."""
     if not len(token_ids):
         return np.zeros(0, np.float32)
     entries = _field(meta, "output_token_logprobs", list)
@@ -182,11 +184,11 @@ def _logprobs(meta: dict[str, Any], request: GenerateRequest, token_ids: Int32Ar
         raise ContractError(
             f"the engine's output_token_sampling_logprobs has {len(cut)} entries for {len(token_ids)} sampled tokens"
         )
-    return np.minimum(cut, np.float32(0))  # the only token left may round to just above
+    return np.minimum(cut, np.float32(0))  # rounding may lift a single token's logprob above 0
 
 
 def _support(meta: dict[str, Any], token_ids: Int32Array) -> SamplingSupport:
-    """Of n positions."""
+    """The kept tokens of n positions."""
     if not len(token_ids):
         return SamplingSupport.whole(0)
     return kept_tokens(_field(meta, "output_token_sampling_mask", list), "output_token_sampling_mask")
@@ -195,7 +197,7 @@ def _support(meta: dict[str, Any], token_ids: Int32Array) -> SamplingSupport:
 def _rows(
     meta: dict[str, Any], request: GenerateRequest, info: ModelInfo, routing: RoutingSpec, token_ids: Int32Array
 ) -> RoutedExperts:
-    """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also sends dense layers."""
+    """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also returns dense layers, as zeros."""
     encoded = _field(meta, "routed_experts", str)
     expected = rows_shape(request, len(token_ids), info=info, routing=routing)
     try:
@@ -218,7 +220,7 @@ def _rows(
 
 
 def _spans(meta: dict[str, Any], loaded: Mapping[str, WeightVersion], tokens: int) -> list[tuple[WeightVersion, int]]:
-    """(weights, tokens that they sampled) in order."""
+    """(weights, number of tokens that they sampled) in order."""
     spans: list[tuple[WeightVersion, int]] = []
     at = 0
     for span in _field(meta, "weight_versions", list):

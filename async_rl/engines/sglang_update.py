@@ -1,6 +1,6 @@
-"""A published version on its way into SGLang: what must be in it, where SGLang reads it, what it reports of the load.
+"""Checks a published version before SGLang loads it, and reads the server's report of the load.
 
-SGLang skips tensors of unknown name without a word and dies of a wrong shape, so both are refused before it is asked.
+SGLang silently skips tensors with unknown names and crashes on a wrong shape, so both are refused before the load.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError
 
 Shapes = Mapping[str, tuple[int, ...]]
-REPORTED = "loaded by rank: "  # in the message of an update; see sglang_side/plugin
-HOOKS = (  # what the plugin must have wrapped in the server; see sglang_side/plugin
+REPORTED = "loaded by rank: "  # marks the plugin's report in the server's answer; see sglang_side/plugin
+HOOKS = (  # functions of SGLang that the plugin must have wrapped; see sglang_side/plugin
     "DefaultModelLoader.load_weights_only",
     "Scheduler.get_init_info",
     "Scheduler.flush_cache",
@@ -36,12 +36,12 @@ HOOKS = (  # what the plugin must have wrapped in the server; see sglang_side/pl
 
 
 class Load(NamedTuple):
-    """What the server reports of a load."""
+    """The server's report of a load."""
 
     digest: str
-    """Of the tensors that it read; the same on all ranks."""
+    """Digest of the tensors that the server read; equal on all ranks."""
     checksums: Sequence[Mapping[str, str]]
-    """Of each tensor-parallel rank, parameter -> checksum after the load."""
+    """One mapping per tensor-parallel rank: parameter name -> checksum after the load."""
 
 
 def shapes_of(files: list[Path]) -> Shapes:
@@ -54,10 +54,13 @@ def shapes_of(files: list[Path]) -> Shapes:
 
 
 def check_update(update: WeightUpdate, expected: Shapes) -> None:
-    """Refuse an update that is not, tensor for tensor, of the checkpoint that is served.
+    """Refuse an update whose tensors differ from those of the served checkpoint in name or shape.
+
+    Args:
+        expected: names and shapes of the checkpoint's tensors.
 
     Raises:
-        ContractError: names the version, the file and the tensors.
+        ContractError: the message names the version, the file and the tensors.
     """
     what = f"version {update.weights.version} in {update.path}"
     try:
@@ -70,8 +73,8 @@ def check_update(update: WeightUpdate, expected: Shapes) -> None:
         )
     if unknown := sorted(found.keys() - expected.keys()):
         raise ContractError(
-            f"{what} has {len(unknown)} tensors that the checkpoint has not ({', '.join(unknown[:3])}, ...), which "
-            "SGLang would skip; export under the checkpoint's names"
+            f"{what} has {len(unknown)} tensors that the checkpoint lacks ({', '.join(unknown[:3])}, ...), which "
+            "SGLang would skip; export with the checkpoint's tensor names"
         )
     for name, shape in found.items():
         if shape != expected[name]:
@@ -80,7 +83,7 @@ def check_update(update: WeightUpdate, expected: Shapes) -> None:
 
 @contextmanager
 def update_folder(update: WeightUpdate, parent: Path) -> Generator[Path]:
-    """A folder with the one file of `update`, as SGLang loads every file of a folder."""
+    """A temporary folder with only the file of `update`, because SGLang loads all files of a folder."""
     folder = Path(tempfile.mkdtemp(prefix="update-", dir=parent))
     try:
         (folder / "model.safetensors").symlink_to(update.path.absolute())
@@ -90,29 +93,33 @@ def update_folder(update: WeightUpdate, parent: Path) -> Generator[Path]:
 
 
 def first_load(report: Mapping[str, Any]) -> Load:
-    """What the server loaded at its start.
+    """The server's load at its start.
+
+    Args:
+        report: see `SglangServer.report`.
 
     Raises:
-        ContractError: the plugin is not in the server, a hook does not apply, or see `reported_load`.
+        ContractError: the server runs without the plugin, a hook does not apply, or a rank's report is bad as in
+            `reported_load`.
     """
     if not report:
-        raise ContractError("the server reports no plugin; SGLANG_PLUGINS may exclude it")
+        raise ContractError("the server runs without async_rl's plugin; check whether SGLANG_PLUGINS excludes it")
     applied = "\n".join(report["hooks"])
     if missing := [hook for hook in HOOKS if hook not in applied]:
-        raise ContractError(f"hooks of the plugin do not apply in this SGLang: {', '.join(missing)}")
+        raise ContractError(f"the plugin's hooks do not apply in this SGLang: {', '.join(missing)}")
     return _load_of(report["ranks"])
 
 
 def reported_load(answer: Any) -> Load:
-    """What the server loaded, from its answer to an update.
+    """The server's load, from its answer to /update_weights_from_disk.
 
     Raises:
-        ContractError: it loaded nothing, the ranks loaded different weights, or one has no checksums.
+        ContractError: the server loaded nothing, the ranks loaded different weights, or a rank reports no checksums.
     """
     said, _, ranks = str(answer.get("message")).partition(REPORTED)
     if not answer.get("success") or not ranks:
         raise ContractError(f"the server loaded nothing and answers {said[:500]!r}")
-    return _load_of(json.JSONDecoder().raw_decode(ranks)[0])  # SGLang adds words of its own after it
+    return _load_of(json.JSONDecoder().raw_decode(ranks)[0])  # SGLang appends text after the JSON
 
 
 def _load_of(ranks: Sequence[Mapping[str, Any]]) -> Load:

@@ -1,4 +1,4 @@
-"""What one request returned, cut into segments where new weights arrived in flight; the same for every engine."""
+"""Splits the tokens of one answer into segments, one per weight version. All engines use it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,23 @@ def cut_into_segments(
     replica: str,
     support: SamplingSupport | None = None,
 ) -> list[TokenOutput]:
-    """One segment per span; exactly one when nothing was sampled.
+    """One segment per span; exactly one if no token was sampled.
 
-    A row belongs to the forward pass that ran it: the last token under the old weights is forwarded by the new ones, so
-    its row is the first of the next segment.
+    A row belongs to the forward pass that computed it. The last token that the old weights sampled is forwarded by the
+    new weights, so its row is the first row of the next segment. For a request of 4 tokens without existing rows and
+    spans of 2 and 3 tokens, the segments have rows 0..4 and 5..7.
 
     Args:
-        token_ids: int32 [n], all that was sampled. logprobs: float32 [n].
-        routed_experts: rows rows_held .. len(request.token_ids) + n - 2; None where none are captured.
-        spans: (weights, tokens that they sampled) in order, n tokens together; (weights, 0) alone when n is 0.
-        support: of n positions; None if tokens were sampled from the whole vocabulary.
+        token_ids: int32 [n], the sampled tokens.
+        logprobs: float32 [n], their logprobs.
+        routed_experts: rows `request.rows_held` .. len(request.token_ids) + n - 2; None if no rows are captured.
+        spans: (weights, number of tokens that they sampled) in order, n tokens in total; [(weights, 0)] if n is 0.
+        stop_reason: stop reason of the last segment; earlier segments end with ABORT.
+        replica: name of the replica.
+        support: kept tokens of n positions; None if tokens were sampled from the whole vocabulary.
 
     Raises:
-        ContractError: spans or a support that are not of n tokens, or rows that are not those of the request.
+        ContractError: the spans or the support do not cover n tokens, or the rows do not fit the request.
     """
     if support is not None and len(support) != len(token_ids):
         raise ContractError(f"the support has {len(support)} positions; {len(token_ids)} tokens were sampled")
@@ -77,7 +81,7 @@ def cut_into_segments(
 
 
 def continued(request: GenerateRequest, segments: Sequence[TokenOutput]) -> GenerateRequest:
-    """The request that goes on where `segments`, the answer to `request`, ended; as it was when they are empty."""
+    """The request that continues after `segments`, the answer to `request`; unchanged if they have no tokens."""
     sampled = [s for s in segments if len(s)]
     if not sampled:
         return request
@@ -92,10 +96,13 @@ def continued(request: GenerateRequest, segments: Sequence[TokenOutput]) -> Gene
 
 
 def joined(segments: Sequence[TokenOutput]) -> list[TokenOutput]:
-    """Segments of several answers to one request as one answer: less those that sampled nothing and say nothing."""
+    """Merge the segments of several answers to one request.
+
+    Empty segments are removed. An empty last segment stays if its stop reason is not ABORT or if no other is left.
+    """
     *before, last = segments
-    told = [s for s in before if len(s)]
-    return told if told and not len(last) and last.stop_reason is StopReason.ABORT else [*told, last]
+    sampled = [s for s in before if len(s)]
+    return sampled if sampled and not len(last) and last.stop_reason is StopReason.ABORT else [*sampled, last]
 
 
 def _check_extent(
@@ -113,5 +120,5 @@ def _check_extent(
     if (routed_experts.first_position, routed_experts.end_position) != (request.rows_held, end):
         raise ContractError(
             f"routed_experts has rows {routed_experts.first_position}..{routed_experts.end_position - 1}; "
-            f"need {request.rows_held}..{end - 1}"
+            f"the request needs {request.rows_held}..{end - 1}"
         )

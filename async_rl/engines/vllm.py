@@ -1,7 +1,7 @@
 """A vLLM replica: decodes with logprobs and routed experts, aborts to partial segments, and loads weights live.
 
-The engine core runs in a process of its own; this object lives on one event loop and talks to it. The same class
-serves CPU and GPU; what differs is in `vllm_config.py` (arguments, environment) and `vllm_cpu.py` (repairs of vLLM's
+The engine core runs in a separate process; the replica object belongs to one event loop and calls it. The same class
+serves CPU and GPU. The differences are in `vllm_config.py` (arguments, environment) and `vllm_cpu.py` (fixes for vLLM's
 CPU backend).
 """
 
@@ -41,8 +41,15 @@ __all__ = ["VllmConfig", "VllmReplica", "check_engine", "engine_environment"]
 class VllmReplica:
     """One vLLM engine; see `async_rl.engines.replica.Replica` for the contract of each call.
 
-    Made by `start`. weights: what `engine` has loaded. live: what its model holds. names: the tensors every update must
-    bring.
+    `start` creates it.
+
+    Args:
+        engine: running vLLM engine.
+        name: name of the replica.
+        model: the served checkpoint.
+        weights: version that `engine` has loaded.
+        live: checksums of the parameters of its model.
+        names: names of the tensors that every update must contain.
     """
 
     def __init__(
@@ -65,7 +72,7 @@ class VllmReplica:
         self._names = names
         self._gate = RequestGate(name)
         self._decoder = Decoder(engine, gate=self._gate, name=name, model=model, weights=self._weights)
-        self._halted = False  # whether the engine was told to hold still
+        self._halted = False  # whether the engine is paused by `freeze`
         self._closed = False
         self._processes = engine_processes(engine)
         self._loop = asyncio.get_running_loop()
@@ -85,12 +92,16 @@ class VllmReplica:
     ) -> VllmReplica:
         """Start an engine on a Hugging Face checkpoint folder.
 
-        weights: what the checkpoint is; None for version 0 with the digest of its tensors.
-        capture_support: whether requests may sample from a part of the vocabulary; on the CPU they always may.
+        Args:
+            name: name of the replica.
+            checkpoint: Hugging Face checkpoint folder.
+            weights: version of the checkpoint; None for version 0 with the digest of its tensors.
+            capture_routing: whether the replica returns routing rows.
+            capture_support: whether requests may sample from a part of the vocabulary; on the CPU they always may.
 
         Raises:
             ValueError: the configuration does not suit the checkpoint.
-            EngineError: wrong environment, the engine failed to start, or took longer than `engine.start_timeout_s`.
+            EngineError: the environment is wrong, or the engine did not start within `engine.start_timeout_s`.
         """
         model = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
         files = weight_files(checkpoint)
@@ -127,13 +138,13 @@ class VllmReplica:
 
     @property
     def weights(self) -> WeightVersion:
-        """What the engine has loaded."""
+        """The loaded weight version."""
         return self._weights.current
 
     # ---- generating
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """Decode; see `agent_loop.engine.Engine.generate`. A request that no engine can serve is an EngineError."""
+        """Decode; see `agent_loop.engine.Engine.generate`."""
         async with self._gate.admit(request.request_id) as flight:
             try:
                 async with asyncio.timeout(self._config.generate_timeout_s):
@@ -152,7 +163,7 @@ class VllmReplica:
         self._gate.pause()
 
     async def abort(self) -> int:
-        """End what is in flight; return how many became partial segments."""
+        """End all requests in flight; return the number of partial segments."""
         flights = self._gate.request_abort()
         if flights:
             await self._bounded("abort", self._engine.abort([flight.request_id for flight in flights]))
@@ -160,12 +171,12 @@ class VllmReplica:
         return sum(flight.stop_reason is StopReason.ABORT for flight in flights)
 
     async def drain(self) -> None:
-        """Wait for what is in flight now."""
+        """Wait until all requests that are in flight now have ended."""
         self._gate.require_moving("drain")
         await self._gate.unless_failed(self._gate.wait_landed(self._gate.in_flight()))
 
     async def freeze(self) -> int:
-        """Hold what is in flight inside the engine."""
+        """Freeze all requests in flight inside the engine; return their number."""
         self._gate.require_paused("freeze")
         if self._gate.in_flight():
             self._halted = True
@@ -173,12 +184,12 @@ class VllmReplica:
         return self._gate.freeze()
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
-        """Load a published version, and prove it by its digest and by what the model holds after it.
+        """Load a published version, and check its digest and the model's parameters.
 
-        To recompute, frozen requests leave the engine and are sent again by `resume`, as long as they are by then and
-        with the recorded experts forced. To keep, they stay where they are. Should the engine run out of K/V memory
-        and preempt one of those, it computes its K/V again by the weights of that time; the routing is the recorded
-        one where routers can be forced (see `check_engine`), else the live one.
+        With kv="recompute", frozen requests leave the engine. After `resume` they are sent again with all tokens so
+        far and with the recorded experts forced. With kv="keep", they stay in the engine. If the engine runs out of
+        K/V memory and preempts a kept request, it computes the K/V again with the weights of that time. The routing is
+        then the recorded one if routers can be forced (see `check_engine`), else the live one.
         """
         number = update.weights.version
         self._gate.require_quiet(f"load of version {number}")
@@ -209,18 +220,18 @@ class VllmReplica:
         return update.weights
 
     async def checksum(self) -> str:
-        """Of what the model holds since the last load."""
+        """Checksum of the model's parameters, taken at the last load."""
         return self._live.checksum
 
     async def _pin_routing(self) -> None:
-        """Have what is frozen routed as recorded, should its K/V be lost and computed again."""
+        """Make the engine use the recorded experts of frozen requests if it preempts and recomputes them."""
         if self._model.routing is None or self._model.unforcible is not None:
             return
         if rows := recorded_rows(self._engine, self._model.routing):
             await self._bounded("load", self._engine.collective_rpc("pin_routing", args=(rows,)))
 
     async def _recall(self) -> None:
-        """Take what is frozen out of the engine, to be sent again."""
+        """Take frozen requests out of the engine; `resume` sends them again."""
         if self._gate.in_flight() and self._model.routing is not None and self._model.unforcible is not None:
             raise EngineError(
                 f"{self.name}: K/V in flight cannot be computed again under the experts that were recorded, because "
@@ -232,7 +243,7 @@ class VllmReplica:
             await self._bounded("load", self._gate.wait_outside(flights))
 
     async def resume(self) -> None:
-        """Let held `generate` calls pass and what is frozen go on."""
+        """Open the gate: held `generate` calls and frozen requests continue."""
         self._gate.require_resumable()
         if self._halted:
             await self._bounded("resume", self._engine.resume_generation())
@@ -244,7 +255,7 @@ class VllmReplica:
         return self._gate.stats()
 
     async def close(self) -> None:
-        """Stop the engine process, by force when it does not stop by itself."""
+        """Stop the engine process; kill it if it does not stop in time."""
         if self._closed:
             return
         self._closed = True
@@ -258,7 +269,7 @@ class VllmReplica:
     # ---- inside
 
     async def _bounded(self, action: str, work: Any) -> Any:
-        """Result of a control call, within `engine.load_timeout_s` and unless the engine dies."""
+        """The result of a control call, bounded by `engine.load_timeout_s` and by the engine's death."""
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 return await self._gate.unless_failed(work)
@@ -275,7 +286,7 @@ class VllmReplica:
     def _on_death(self, process: Any) -> None:
         self._unwatch()
         process.join(0.1)  # its pipe closes a moment before it has an exit code
-        # vLLM's own monitor may have waited for the process first; the code is gone then.
+        # If vLLM's own monitor has waited for the process first, the exit code is unknown.
         code = "unknown" if process.exitcode is None else process.exitcode
         self._gate.fail(f"engine process {process.pid} died, exit code {code}")
 

@@ -1,4 +1,4 @@
-"""What a vLLM replica is asked to be, which models that suits, and the environment its process needs."""
+"""Settings of a vLLM replica, the checks of a checkpoint, and the arguments and environment of the engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from async_rl.engines.vllm_plugin import PLUGIN_VARIABLE
 from async_rl.model_info import ModelInfo
 from message_queue.tokens import RoutingSpec
 
-BLOCK_MULTIPLE = 32  # what vLLM's CPU attention kernels are written for
+BLOCK_MULTIPLE = 32  # vLLM's CPU attention kernels need a multiple of this
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
-FORCED_FAMILIES = (  # proven against transformers
+FORCED_FAMILIES = (  # checked against transformers
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
 )
-TIED_FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # where vLLM reads tie_word_embeddings
-ACCEPTED_ARGS = frozenset(  # neither weights nor the distribution of a token depend on them
+TIED_FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # vLLM ties in these
+ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the distribution of a token
     {
         *("trust_remote_code", "safetensors_load_strategy", "safetensors_prefetch_num_threads"),
         *("enable_prefix_caching", "prefix_caching_hash_algo", "num_gpu_blocks_override", "cpu_offload_gb"),
@@ -37,7 +37,7 @@ ACCEPTED_ARGS = frozenset(  # neither weights nor the distribution of a token de
 CPU_VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas would bind to the same cores
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs its worker in its own process
-    "TORCHDYNAMO_DISABLE": "1",  # or the first requests wait seconds for a compiler
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first requests wait seconds for compilation
 }
 CUDA_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only GPU runner that returns routed experts
 OWN_VARIABLES = frozenset(
@@ -47,21 +47,18 @@ OWN_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(ServingConfig):
-    """One vLLM replica.
-
-    max_num_seqs, max_num_batched_tokens: most requests and most tokens of one engine step.
-    kv_cache_bytes: K/V memory on the CPU.
-    block_size: tokens per K/V block; None is 32, and for multi-head latent attention what vLLM's kernel wants.
-    extra_args: further fields of vLLM's AsyncEngineArgs, of those in ACCEPTED_ARGS.
-    """
+    """Settings of one vLLM replica; `extra_args` are fields of vLLM's AsyncEngineArgs."""
 
     ENGINE: ClassVar[str] = "vllm"
     ACCEPTED_ARGS: ClassVar[frozenset[str]] = ACCEPTED_ARGS
     TIED_FAMILIES: ClassVar[tuple[str, ...]] = TIED_FAMILIES
 
     name: Literal["vllm"] = "vllm"
+    """Name of the engine."""
     kv_cache_bytes: int = 64 << 20
+    """K/V memory on the CPU, in bytes."""
     block_size: int | None = None
+    """Tokens per K/V block; None is 32 on the CPU, and vLLM's choice on a GPU or for multi-head latent attention."""
 
     def __post_init__(self) -> None:
         ServingConfig.__post_init__(self)
@@ -81,17 +78,18 @@ class VllmConfig(ServingConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A checkpoint as the engine serves it. latent_attention: K/V compressed as in DeepSeek (MLA).
-
-    routing: of the rows that the engine returns; None where it captures none.
-    unforcible: why the engine cannot be made to use given experts; None where it can.
-    """
+    """A checked checkpoint that a replica serves."""
 
     checkpoint: Path
+    """Hugging Face checkpoint folder."""
     info: ModelInfo
+    """Facts read from the checkpoint's config."""
     latent_attention: bool
+    """Whether the model has multi-head latent attention (MLA), as DeepSeek-V3."""
     routing: RoutingSpec | None
+    """Shape of the rows that the engine returns; None if it captures none."""
     unforcible: str | None
+    """Why the engine cannot use forced experts; None if it can."""
 
 
 def check_engine(
@@ -102,10 +100,13 @@ def check_engine(
     force_routing: bool = False,
     on_this_machine: bool = True,
 ) -> ServedModel:
-    """Refuse what vLLM would accept and then do wrong, before any process starts.
+    """Refuse configurations that vLLM accepts but handles wrongly. Call it before any process starts.
 
-    force_routing: whether requests will bring forced experts.
-    on_this_machine: whether the engine runs here; if not, rules about the device hold for an explicit engine.device.
+    Args:
+        capture_routing: whether the replica returns routing rows.
+        force_routing: whether requests carry forced experts.
+        on_this_machine: whether the engine runs here. If not, rules about the device are checked only for an explicit
+            engine.device.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
@@ -153,7 +154,7 @@ def _why_unforcible(device: Device | None, info: ModelInfo, *, capture_routing: 
 
 
 def process_environment(config: VllmConfig) -> dict[str, str]:
-    """Variables that a replica's process must have when it starts: torch reads the number of threads on import."""
+    """Environment variables that a replica's process needs at its start; torch reads OMP_NUM_THREADS on import."""
     return {
         PLUGIN_VARIABLE: "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -163,17 +164,17 @@ def process_environment(config: VllmConfig) -> dict[str, str]:
 
 
 def device_environment(config: VllmConfig) -> dict[str, str]:
-    """Variables that follow from the device of this process, which must have them before it imports vLLM."""
+    """Environment variables for the device of this process; they must be set before it imports vLLM."""
     return dict(CUDA_VARIABLES if device_of(config) == "cuda" else CPU_VARIABLES)
 
 
 def engine_environment(config: VllmConfig) -> dict[str, str]:
-    """Both; `VllmReplica.start` checks them."""
+    """`process_environment` and `device_environment` together; `VllmReplica.start` checks them."""
     return process_environment(config) | device_environment(config)
 
 
 def wrong_environment(config: VllmConfig) -> str | None:
-    """What `os.environ` lacks for `config`, as a message; None when it is complete."""
+    """Message that names the missing or wrong variables in `os.environ`; None if all are right."""
     wrong = {k: v for k, v in engine_environment(config).items() if os.environ.get(k) != v}
     if not wrong:
         return None
@@ -184,12 +185,14 @@ def wrong_environment(config: VllmConfig) -> str | None:
 def engine_args(
     config: VllmConfig, model: ServedModel, *, capture_routing: bool, capture_support: bool = False
 ) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs.
+    """Fields of vLLM's AsyncEngineArgs.
 
-    capture_support: whether requests may sample from a part of the vocabulary.
+    Args:
+        capture_routing: whether the engine returns routing rows.
+        capture_support: whether requests may sample from a part of the vocabulary.
 
     Raises:
-        ValueError: engine.extra_args undoes a repair that the device needs.
+        ValueError: engine.extra_args overrides an argument that the replica needs on this device.
     """
     args: dict[str, Any] = {
         "model": str(model.checkpoint),
@@ -201,7 +204,7 @@ def engine_args(
         "enforce_eager": config.enforce_eager,
         "seed": config.seed,
         "worker_extension_cls": "async_rl.engines.vllm_worker.LoadsUpdates",
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
+        "logprobs_mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
         "enable_return_routed_experts": capture_routing,
         "return_sampling_mask": capture_support,
         "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -225,11 +228,11 @@ def engine_args(
 
 
 def cpu_args(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
-    """What differs on the CPU."""
+    """Further arguments on the CPU."""
     args: dict[str, Any] = {
         "kv_cache_memory_bytes": config.kv_cache_bytes,  # the default takes nearly all memory of the machine
         "worker_cls": "async_rl.engines.vllm_cpu.RoutingCPUWorker",
-        "return_sampling_mask": True,  # our worker returns masks of requests that need them, and no others
+        "return_sampling_mask": True,  # RoutingCPUWorker returns masks only for requests that need them
     }
     if not model.latent_attention:
         args["block_size"] = config.block_size or BLOCK_MULTIPLE

@@ -1,8 +1,8 @@
-"""Repairs of vLLM 0.32's CPU backend: routed-experts capture, live updates of experts, seeded sampling; forced routing.
+"""Fixes for vLLM 0.32's CPU backend: routed-experts capture, expert weight updates, seeded sampling, forced routing.
 
-Upstream drives its routed-experts data plane (`vllm/distributed/aux_output_connector`) from the GPU model runner V2
-only, and only that runner returns the tokens that the sampler kept. Here the CPU runner drives the same data plane with
-the same calls, and returns kept tokens in the same form.
+In vLLM, only the GPU model runner V2 uses the routed-experts data plane (`vllm/distributed/aux_output_connector`), and
+only that runner returns the tokens that the sampler kept. Here the CPU runner makes the same calls to the data plane
+and returns kept tokens in the same form.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load
 
 
 class RoutingCPUModelRunner(CPUModelRunner):
-    """vLLM's CPU runner plus capture and forcing of routed experts, and the kept tokens of cut distributions.
+    """vLLM's CPU runner with capture and forcing of routed experts, and with kept tokens of cut distributions.
 
-    Samples that are thrown away leave a request's seed alone.
+    A sample that vLLM discards (of a partial prefill) does not advance the random state of a seeded request.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         sampler.forward = self._noting_logprobs(sampler.forward)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Also attach the capture to the model's routers."""
+        """Initialize the K/V cache and attach the capture to the model's routers."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if not self.vllm_config.aux_output_config.enabled:
             return
@@ -60,7 +60,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
             _keep_no_blocks(self._capture)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        """Forward, then take this step's routing before the next one overwrites it."""
+        """Run the forward pass, then collect its routing before the next step overwrites it."""
         if self._capture is None:
             return super().execute_model(scheduler_output, intermediate_tensors)
         self._capture.begin_step(scheduler_output.aux_output_connector_metadata)
@@ -79,7 +79,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
             self._forced.pin(rows)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Load, and pack the head again if it is the embedding: upstream packs only what has a tensor of its own."""
+        """Load weights, and pack a tied lm_head again, because vLLM packs only modules with tensors in the update."""
         super().reload_weights(*args, **kwargs)
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             for head in self.get_model().modules():
@@ -87,7 +87,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
                     head.quant_method.process_weights_after_loading(head)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, under the forced experts of this step; a warm-up run has no requests."""
+        """Run the forward pass with the forced experts of this step; a warm-up run has no requests."""
         if self._forced is None or not self._counts:
             return super()._model_forward(*args, **kwargs)
         batch = self.input_batch
@@ -97,7 +97,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Sample, and hang the step's routing rows and kept tokens on the output."""
+        """Sample, and add the routing rows and kept tokens of the step to the output."""
         self._logprobs = None
         untouched = [(g, g.get_state()) for g in self._generators_of_partial_prefills().values()]
         output: Any = super().sample_tokens(grammar_output)
@@ -106,7 +106,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         pending, self._pending = self._pending, None
         if pending is not None:
             if list(output.req_ids) != pending.request_ids:
-                raise RuntimeError(f"routing rows are of {pending.request_ids}, tokens of {output.req_ids}")
+                raise RuntimeError(f"routing rows belong to {pending.request_ids}, tokens to {output.req_ids}")
             sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
             output.aux_output_connector_output = pending.process_output()
@@ -115,7 +115,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return output
 
     def _noting_logprobs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Around the sampler's last step: hold the logprobs, [requests, vocab], -inf for tokens that are cut."""
+        """Wrap the sampler's last step to keep the logprobs [requests, vocab], -inf for cut tokens."""
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             sampled, self._logprobs = forward(*args, **kwargs)
@@ -124,7 +124,11 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return noting
 
     def _kept_tokens(self, logprobs: torch.Tensor) -> SamplingMaskLists | None:
-        """Kept tokens of the requests with a top_k, which every cut request has; None if there is no such request."""
+        """Kept tokens of the requests with a top_k, which every cut request has; None if no request is cut.
+
+        Args:
+            logprobs: [requests, vocab], -inf for cut tokens.
+        """
         params = [self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids]
         cut = torch.tensor([each is not None and each.top_k > 0 for each in params])
         if not cut.any():
@@ -134,9 +138,9 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), offsets)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Upstream rewinds the generator of a partial prefill by an offset that CPU generators do not have.
+        """Hide the generators of partial prefills from vLLM, which rewinds them by an offset.
 
-        They are hidden from it here; `sample_tokens` rewinds them by their state.
+        CPU generators have no offset; `sample_tokens` restores their state instead.
         """
         hidden = self._generators_of_partial_prefills()
         for index in hidden:
@@ -147,13 +151,13 @@ class RoutingCPUModelRunner(CPUModelRunner):
             self.input_batch.generators.update(hidden)
 
     def _generators_of_partial_prefills(self) -> dict[int, torch.Generator]:
-        """Seeded generators of requests whose sample of this step is thrown away, by batch index."""
+        """Batch index -> seeded generator, of requests whose sample in this step is discarded."""
         generators = self.input_batch.generators
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         return {int(i): generators[int(i)] for i in discarded if int(i) in generators}
 
     def _step_layout(self) -> Any:
-        """Which rows of this step belong to which request, in the fields of runner V2's input batch."""
+        """The position ranges of the requests in this step, in the fields of runner V2's input batch."""
         batch = self.input_batch
         counts = [self._counts[request_id] for request_id in batch.req_ids]
         return SimpleNamespace(
@@ -167,7 +171,7 @@ class RoutingCPUWorker(CPUWorker):
     """vLLM's CPU worker with `RoutingCPUModelRunner`."""
 
     def init_device(self) -> None:
-        """Upstream names its runner class inline, so the name is exchanged while it runs."""
+        """Replace the runner class in vLLM's module during the call, because vLLM uses it by name."""
         upstream: Any = importlib.import_module(CPUWorker.__module__)
         original = upstream.CPUModelRunner
         upstream.CPUModelRunner = RoutingCPUModelRunner
@@ -178,9 +182,9 @@ class RoutingCPUWorker(CPUWorker):
 
 
 def allow_routing_capture() -> None:
-    """Upstream's checks of routing capture and kept tokens, less the demands that `RoutingCPUModelRunner` makes void.
+    """Patch vLLM's checks so that they accept routing capture and kept tokens on the CPU.
 
-    Those are model runner V2, and prefix caching (which the CPU kernels of latent attention do not have).
+    The skipped requirements are model runner V2, and prefix caching, which the CPU kernels of latent attention lack.
     """
     upstream: Any = VllmConfig
     if getattr(upstream, REPAIRED, False):
@@ -201,7 +205,10 @@ def allow_routing_capture() -> None:
 
 
 def prepack_experts_on_reload() -> None:
-    """Upstream packs expert weights for the CPU kernel at the first load only, so every later load breaks them."""
+    """Patch vLLM to pack expert weights for the CPU kernel at every load.
+
+    Without the patch it packs them only at the first load, and every later load leaves wrong weights.
+    """
     upstream: Any = UnquantizedFusedMoEMethod
     if getattr(upstream, REPAIRED, False):
         return
@@ -218,9 +225,10 @@ def prepack_experts_on_reload() -> None:
 
 
 def note_packed_weights() -> None:
-    """Upstream packs linear weights into an opaque object of its kernel library and drops the tensor.
+    """Patch vLLM to store the checksum of a linear weight on its layer when the weight is packed.
 
-    Such a weight cannot be read back, so its checksum is taken as it is packed; the object is replaced with it.
+    vLLM packs linear weights into an opaque object of its kernel library and drops the tensor, so the weight cannot be
+    read back later. Each load packs the weight again and replaces the checksum.
     """
     upstream: Any = importlib.import_module("vllm.model_executor.layers.utils")
     if getattr(upstream, REPAIRED, False):
@@ -237,7 +245,7 @@ def note_packed_weights() -> None:
 
 
 class _Seen:
-    """An object as it would be with some attributes different."""
+    """A view of an object with some attributes replaced."""
 
     def __init__(self, target: object, **attributes: object) -> None:
         self.__dict__.update(attributes, _target=target)
@@ -247,7 +255,7 @@ class _Seen:
 
 
 def _keep_no_blocks(capture: AuxOutputWorkerConnector) -> None:
-    """Without a prefix cache no block has a hash to be stored under; give completed blocks back at once."""
+    """Release completed blocks at once; without a prefix cache they have no hash to be stored under."""
     connector: Any = capture
 
     def release(batches: Any, retain_keys: Any = (), release_keys: Any = ()) -> None:

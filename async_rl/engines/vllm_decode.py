@@ -1,4 +1,4 @@
-"""One request through a vLLM engine: sent, aborted, sent again after a load that recomputes its K/V, and translated."""
+"""Runs one request on a vLLM engine. After a load that recomputes K/V, the request is sent to the engine again."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class LoadedWeights:
-    """current: what the engine has. by_label: all that may have sampled a token of what is in flight."""
+    """The weight versions that may have sampled tokens of the requests in flight."""
 
     current: WeightVersion
+    """The loaded version."""
     by_label: dict[str, WeightVersion] = field(init=False)
+    """`weight_label` -> version, of all versions that may have sampled a token of a request in flight."""
 
     def __post_init__(self) -> None:
         self.by_label = {weight_label(self.current): self.current}
 
     def replace(self, weights: WeightVersion, *, in_flight: bool) -> None:
-        """Note a load; without anything in flight the versions before it are of no more use."""
+        """Record a load; if no request is in flight, earlier versions are removed."""
         if not in_flight:
             self.by_label.clear()
         self.by_label[weight_label(weights)] = self.current = weights
 
 
 class Decoder:
-    """Serves the requests that `gate` admits.
+    """Decodes the requests that `gate` admits.
 
     Args:
-        name: of the replica. weights: shared with whoever loads.
+        name: name of the replica, for error messages.
+        weights: loaded versions; the replica updates them after a load.
     """
 
     def __init__(
@@ -56,12 +59,12 @@ class Decoder:
         self._weights = weights
 
     async def decode(self, request: GenerateRequest, flight: Flight) -> list[TokenOutput]:
-        """Decode, and go on after every load that recomputes the K/V of what is in flight.
+        """Decode a request, and continue it after each load that recomputes its K/V.
 
-        What goes on is forced to the experts that were recorded before.
+        The continued request is forced to the experts that were recorded before.
 
         Raises:
-            EngineError: a request that cannot be served, or that the engine failed.
+            EngineError: the request cannot be served, or the engine failed it.
             AnswerError, ReplicaLostError: see `agent_loop.engine`.
         """
         self._check(request)
@@ -87,7 +90,11 @@ class Decoder:
             )
 
     async def _part(self, request: GenerateRequest, flight: Flight, recorded: list[RoutedExperts]) -> list[TokenOutput]:
-        """Segments of one stay in the engine."""
+        """Segments of one request to the engine.
+
+        Args:
+            recorded: rows of earlier segments, which the engine must use.
+        """
         forced = recorded if request.forced_experts is None else [request.forced_experts, *recorded]
         params = sampling_params(
             request, info=self._model.info, capture_routing=self._model.routing is not None, forced=forced
@@ -120,7 +127,7 @@ class Decoder:
                 output = collector.get_nowait() or await collector.get()
             return output
         except asyncio.CancelledError:
-            with contextlib.suppress(Exception):  # a dead engine holds no request
+            with contextlib.suppress(Exception):  # a dead engine has no request to abort
                 await self._engine.abort(request_id)
             raise
         except Exception as error:

@@ -1,9 +1,9 @@
-"""Forced routing in a vLLM worker: given experts at given positions of a request, the router's own choice elsewhere.
+"""Forced routing in a vLLM worker: recorded experts at some positions of a request, the router's choice elsewhere.
 
-Rows arrive with a request (`vllm_segment.FORCED_EXPERTS`), or with a load that leaves its K/V in place. Whenever the
-engine forwards one of their positions, in a first prefill, in a chunk of one, or again after a preemption, each MoE
-layer takes the row's experts, with the gate weights that its own router gives them, as router replay does in training.
-Capture sees the experts that were used.
+Rows arrive with a request (`vllm_segment.FORCED_EXPERTS`), or with a load that keeps the K/V of requests in flight.
+When the engine forwards one of their positions (in a prefill, in a chunk of a prefill, or again after a preemption),
+each MoE layer uses the experts of the row. The gate weights are those that the layer's router gives to these experts,
+as in the trainer's router replay. The capture records the experts that were used.
 """
 
 from __future__ import annotations
@@ -23,20 +23,28 @@ from async_rl.engines.vllm_segment import FORCED_EXPERTS
 
 @dataclass(slots=True, eq=False)
 class RowBlock:
-    """Rows of the `count` positions from `first` on, at the front of `rows`: int64 [capacity, moe_layers, top_k]."""
+    """Routing rows of consecutive positions of one request."""
 
     first: int
+    """Position of the first row."""
     rows: torch.Tensor
+    """int64 [capacity, moe_layers, top_k]; only the first `count` rows are valid."""
     count: int
+    """Number of valid rows."""
 
     @classmethod
     def decode(cls, fields: Mapping[str, Any]) -> RowBlock:
-        """From what `vllm_segment.encode_rows` made."""
+        """The rows that `vllm_segment.encode_rows` encoded."""
         rows = np.frombuffer(fields["rows"], dtype=fields["dtype"]).reshape(fields["shape"])
         return cls(fields["start"], torch.from_numpy(rows.astype(np.int64)), len(rows))
 
     def extend(self, start: int, rows: torch.Tensor) -> None:
-        """Append `rows` of the positions from `start` on, less those that are here."""
+        """Append the rows of new positions.
+
+        Args:
+            start: position of the first row in `rows`.
+            rows: integer [n, moe_layers, top_k]; rows of positions that this block already has are ignored.
+        """
         fresh = rows[max(0, self.first + self.count - start) :]
         end = self.count + len(fresh)
         if end > len(self.rows):
@@ -49,16 +57,18 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class ForcedStep:
-    """One forward pass. rows: int64 [m], batch rows that are forced. experts: int64 [m, moe_layers, top_k], to what."""
+    """The forced tokens of one forward pass."""
 
     rows: torch.Tensor
+    """int64 [m], indices of the forced tokens in the batch."""
     experts: torch.Tensor
+    """int64 [m, moe_layers, top_k], their experts."""
 
 
 class ForcedRouting:
-    """The forced rows of the requests in one worker, and the hook in its routers.
+    """The forced rows of the requests in one worker, and the hooks in its routers.
 
-    The routers are hooked when the first forced rows arrive; a worker that sees none runs as upstream.
+    The routers are hooked when the first forced rows arrive. Without forced rows the worker runs unmodified vLLM code.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -70,7 +80,7 @@ class ForcedRouting:
         self._hooked = False
 
     def update(self, scheduler_output: Any) -> None:
-        """Take the forced rows of new requests and forget those of finished ones."""
+        """Add the forced rows of new requests and remove those of finished requests."""
         for request_id in scheduler_output.finished_req_ids:
             self._given.pop(request_id, None)
             self._pinned.pop(request_id, None)
@@ -81,10 +91,10 @@ class ForcedRouting:
                 self._given[request.req_id] = [RowBlock.decode(fields) for fields in extra[FORCED_EXPERTS]]
 
     def pin(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Route known positions of these requests as they were routed, now and whatever is recorded from now on.
+        """Use the recorded experts of these requests from now on; later steps record further rows.
 
         Args:
-            rows: all that was recorded so far, by the request's id in the engine.
+            rows: `vllm_segment.encode_rows` of all rows recorded so far, by the request's id in the engine.
         """
         self._hook_routers()
         for request_id, fields in rows.items():
@@ -92,10 +102,12 @@ class ForcedRouting:
 
     @contextmanager
     def step(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Generator[None]:
-        """Force what is to be forced in the forward pass inside the block.
+        """Apply the forced rows to the forward pass inside the block.
 
         Args:
-            request_ids: of the batch, in its order; each forwards positions starts[i] .. starts[i] + counts[i] - 1.
+            request_ids: ids of the requests in the batch, in order.
+            starts: first position that the step forwards, for each request.
+            counts: number of positions that the step forwards, for each request.
         """
         if not self._given and not self._pinned:
             yield
@@ -128,7 +140,7 @@ class ForcedRouting:
     def _record(
         self, chosen: torch.Tensor, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
     ) -> None:
-        """chosen: [tokens, moe_layers, top_k], of this step."""
+        """Add the routing of this step to the pinned requests; chosen: int [tokens, moe_layers, top_k]."""
         offset = 0
         for request_id, start, count in zip(request_ids, starts, counts, strict=True):
             if request_id in self._pinned:
@@ -165,10 +177,11 @@ class ForcedRouting:
 
 
 def gate_weights(router: CPURouter, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """float32 [m, top_k], the weights that `router` gives these experts; the arithmetic is upstream's.
+    """The weights float32 [m, top_k] that `router` gives to `experts`, computed in the same way as in vLLM.
 
     Args:
-        logits: [m, num_experts]. experts: int64 [m, top_k].
+        logits: [m, num_experts].
+        experts: int64 [m, top_k].
     """
     if not router.use_grouped_topk:
         taken = logits.gather(1, experts)
@@ -177,18 +190,18 @@ def gate_weights(router: CPURouter, logits: torch.Tensor, experts: torch.Tensor)
         return (taken - logits.logsumexp(-1, keepdim=True)).exp().float()
     logits = logits.float()
     scores = logits.softmax(-1) if router.scoring_func == "softmax" else logits.sigmoid()
-    weights = scores.gather(1, experts)  # a correction bias steers the choice alone
+    weights = scores.gather(1, experts)  # a correction bias only affects the choice
     if router.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * router.routed_scaling_factor
 
 
 def require_forcible(router: Any) -> None:
-    """Raise TypeError for a router whose gate weights `gate_weights` does not know."""
+    """Raise TypeError if `gate_weights` cannot compute the gate weights of `router`."""
     known = isinstance(router, CPURouter) and (
         router.scoring_func in ("softmax", "sigmoid")
         if router.use_grouped_topk
         else router.scoring_func == "softmax" and router.custom_routing_function is None
     )
     if not known:
-        raise TypeError(f"no forced routing through {type(router).__name__}: its gate weights are not known")
+        raise TypeError(f"forced routing does not support {type(router).__name__}: its gate weights are unknown")

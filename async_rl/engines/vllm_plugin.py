@@ -1,6 +1,6 @@
-"""vLLM's entry point into this package (group `vllm.general_plugins`); vLLM calls `register` in each of its processes.
+"""Plugin for vLLM (group `vllm.general_plugins`); vLLM calls `register` in each of its processes.
 
-Imports little at module level: every vLLM process of the virtual environment loads it, wanted or not.
+The module imports little, because every vLLM process of the virtual environment loads it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ PLUGIN_VARIABLE = "ASYNC_RL_VLLM"  # set to 1 in the processes of a replica
 
 
 def register() -> None:
-    """Prepare one process of a replica; does nothing in vLLM processes that are not of a replica.
+    """Prepare a vLLM process of a replica; do nothing in other vLLM processes.
 
-    On the CPU it also repairs vLLM's backend; on a GPU upstream is left as it is.
+    The process ends with its parent. On the CPU, vLLM's backend is patched; on a GPU it is unchanged.
     """
     if os.environ.get(PLUGIN_VARIABLE) != "1":
         return
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def _end_with_parent() -> None:
-    """Kill this process when its parent is gone; vLLM's engine process would otherwise outlive a killed replica."""
+    """Kill this process when its parent ends; otherwise vLLM's engine process would outlive a killed replica."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

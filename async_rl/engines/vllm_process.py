@@ -1,4 +1,4 @@
-"""Start and end of vLLM's engine process, and what its errors say."""
+"""Starts and stops vLLM's engine process, and describes its errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ STOP_TIMEOUT_S = 10.0  # an engine process that takes longer to stop is killed
 
 
 async def start_engine(args: dict[str, Any]) -> AsyncLLM:
-    """Start the engine process without holding up the event loop."""
+    """Start the engine process without blocking the event loop.
+
+    Args:
+        args: fields of vLLM's AsyncEngineArgs.
+    """
 
     def start() -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,36 +27,36 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
 
     engine = await asyncio.to_thread(start)
-    # The engine has its own copy: here it is for a check alone, which refuses greedy requests of such an engine.
+    # The engine process has its own copy. In this process the flag only enables a check that refuses greedy requests.
     engine.input_processor.model_config.return_sampling_mask = False
-    await engine.get_supported_tasks()  # cached by vLLM; the first request need not ask
+    await engine.get_supported_tasks()  # vLLM caches the result, which saves the first request a call
     return engine
 
 
 async def stop_engine(engine: Any) -> None:
-    """Shut down without holding up the event loop; requests in flight end with an error."""
+    """Stop the engine without blocking the event loop; requests in flight end with EngineError."""
     handler = engine.output_handler
     if handler is not None and not handler.done():
-        handler.cancel()  # or vLLM logs the end of the engine as a failure
+        handler.cancel()  # otherwise vLLM logs the stop as a failure
         engine.output_processor.propagate_error(EngineError("the replica is closed"))
     await asyncio.to_thread(engine.shutdown, timeout=STOP_TIMEOUT_S)
-    engine.shutdown = lambda timeout=None: None  # vLLM calls it again at interpreter exit, when it can only fail
+    engine.shutdown = lambda timeout=None: None  # vLLM calls it again at interpreter exit, where it fails
 
 
 def engine_processes(engine: Any) -> list[Any]:
-    """The processes that vLLM's client started."""
+    """The processes that vLLM's client started; none if the engine runs in this process."""
     manager = engine.engine_core.resources.engine_manager
     return list(manager.processes) if manager is not None else []
 
 
 def is_engine_death(error: BaseException) -> bool:
-    """Whether vLLM says that its engine is gone, rather than that one call failed."""
+    """Whether the error means that the engine is dead, not only that one call failed."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an error, with its cause; vLLM's own wrappers have no text."""
+    """Type and text of an error and its causes; vLLM's wrapper exceptions have no text."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"{text} ({describe(error.__cause__)})" if error.__cause__ is not None else text

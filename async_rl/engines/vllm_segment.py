@@ -1,4 +1,4 @@
-"""From a request to vLLM's sampling parameters, and from vLLM's final output to checked segments."""
+"""Converts a request to vLLM's sampling parameters, and vLLM's final output to checked segments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ STOP_REASONS = {
 def sampling_params(
     request: GenerateRequest, *, info: ModelInfo, capture_routing: bool, forced: Sequence[RoutedExperts] = ()
 ) -> SamplingParams:
-    """vLLM's parameters for one decode of a checked request, with `forced` rows wherever it forwards them."""
+    """vLLM's parameters for one decode of a checked request.
+
+    Args:
+        capture_routing: whether the engine returns routing rows.
+        forced: rows that the engine must use if it forwards their positions.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -52,8 +57,8 @@ def sampling_params(
         min_p=request.sampling.min_p,
         max_tokens=request.max_new_tokens,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # only the request says what stops it
-        logprobs=0,  # of the sampled token alone
+        ignore_eos=True,  # only the request's stop tokens end it
+        logprobs=0,  # only of the sampled token
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -64,20 +69,20 @@ def sampling_params(
 
 
 def forced_args(forced: Sequence[RoutedExperts], routing: RoutingSpec | None) -> dict[str, Any] | None:
-    """vLLM's `extra_args` for rows to force: bytes, in blocks of consecutive positions, that reach every worker."""
+    """vLLM's `extra_args` with the forced rows in blocks of consecutive positions; they reach every worker."""
     if not forced or routing is None:
         return None
     return {FORCED_EXPERTS: [encode_rows(rows.experts, start=rows.first_position, routing=routing) for rows in forced]}
 
 
 def encode_rows(experts: NDArray[Any], *, start: int, routing: RoutingSpec) -> dict[str, Any]:
-    """Rows [n, moe_layers, top_k] of the positions from `start` on, for a call to the engine."""
+    """Encode rows [n, moe_layers, top_k] of the positions from `start` on, for a call to the engine."""
     rows = np.ascontiguousarray(experts, dtype=routing.dtype)
     return {"start": start, "shape": list(rows.shape), "dtype": rows.dtype.name, "rows": rows.tobytes()}
 
 
 def recorded_rows(engine: AsyncLLM, routing: RoutingSpec) -> dict[str, dict[str, Any]]:
-    """`encode_rows` of all that the engine returned so far for what is in flight, by the request's id in the engine."""
+    """`encode_rows` of all rows that the engine returned for requests in flight, by the request's id in the engine."""
     rows: dict[str, dict[str, Any]] = {}
     states: Any = engine.output_processor.request_states
     for request_id, state in states.items():
@@ -89,7 +94,7 @@ def recorded_rows(engine: AsyncLLM, routing: RoutingSpec) -> dict[str, dict[str,
 
 
 def cache_salt(request: GenerateRequest, *, forced: Sequence[RoutedExperts]) -> str:
-    """Prefix-cache salt: K/V under forced experts is of use to its own session alone, as that forces them again."""
+    """Prefix-cache salt. K/V under forced experts is cached only for its session, which forces the same experts."""
     return f"{request.cache_salt}|forced|{request.session or request.request_id}" if forced else request.cache_salt
 
 
@@ -103,11 +108,13 @@ def to_segments(
     loaded: Mapping[str, WeightVersion],
     replica: str,
 ) -> list[TokenOutput]:
-    """Check and translate a finished output: a segment per weight version that sampled.
+    """Check a finished output and convert it to segments, one per weight version that sampled.
 
     Args:
-        weights: loaded now; what an output without tokens is stamped with.
-        loaded: every version that the replica may have sampled this output with, by `weight_label`.
+        routing: shape of the captured rows; None if no rows are captured.
+        weights: the loaded version, for an output without tokens.
+        loaded: all versions that may have sampled tokens of this output, by `weight_label`.
+        replica: name of the replica.
 
     Raises:
         ContractError: the engine's answer does not fit the request or the model; names the field and the value.
@@ -134,12 +141,12 @@ def to_segments(
 
 
 def _top_k(request: GenerateRequest, info: ModelInfo) -> int:
-    """vLLM returns kept tokens of requests with a top_k; one of the whole vocabulary cuts nothing."""
+    """vLLM returns kept tokens only for requests with a top_k; a top_k of the whole vocabulary cuts nothing."""
     return info.vocab_size if request.sampling.is_cut and request.sampling.top_k < 0 else request.sampling.top_k
 
 
 def _support(completion: CompletionOutput, token_ids: Int32Array) -> SamplingSupport:
-    """Of n positions."""
+    """The kept tokens of n positions."""
     if not len(token_ids):
         return SamplingSupport.whole(0)
     if completion.sampling_mask is None:
@@ -148,7 +155,7 @@ def _support(completion: CompletionOutput, token_ids: Int32Array) -> SamplingSup
 
 
 def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Array:
-    """float32 [n], of the sampled tokens."""
+    """The logprobs float32 [n] of the sampled tokens."""
     flat: Any = completion.logprobs
     if not len(token_ids):
         return np.zeros(0, np.float32)
@@ -163,7 +170,7 @@ def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Arr
 def _rows(
     completion: CompletionOutput, request: GenerateRequest, info: ModelInfo, routing: RoutingSpec
 ) -> RoutedExperts:
-    """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also counts dense layers, as zeros."""
+    """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also returns dense layers, as zeros."""
     experts: Any = completion.routed_experts
     expected = rows_shape(request, len(completion.token_ids), info=info, routing=routing)
     if experts is None or experts.shape != expected:
@@ -175,7 +182,7 @@ def _rows(
 
 
 def _spans(completion: CompletionOutput, loaded: Mapping[str, WeightVersion]) -> list[tuple[WeightVersion, int]]:
-    """(weights, tokens sampled by them) in order."""
+    """(weights, number of tokens that they sampled) in order."""
     spans: list[tuple[WeightVersion, int]] = []
     at = 0
     for span in completion.weight_versions or ():

@@ -1,6 +1,6 @@
-"""What a vLLM worker learns: to load a published version in one call, between two engine steps, and to pin routing.
+"""Methods added to vLLM's worker: load a published version in one call between two engine steps, and pin routing.
 
-It also reports checksums of the parameters that its model holds, which a load must have changed.
+A load also returns checksums of the model's parameters, which prove that the load changed them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from async_rl.weights.checksum import model_checksums
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.transport import read_update
 
-PACKED = "_async_rl_packed"  # on a layer: checksum of the weight that its CPU kernel keeps in a form of its own
+PACKED = "_async_rl_packed"  # attribute of a layer: checksum of a weight that its CPU kernel holds in packed form
 
 
 class ForcesRouting(Protocol):
-    """The part of a model runner that the mixin stands on; see `async_rl.engines.vllm_cpu`."""
+    """The model runner's method that the mixin calls; see `async_rl.engines.vllm_cpu`."""
 
     def pin_routing(self, rows: Mapping[str, Mapping[str, Any]]) -> None: ...
 
 
 class ReloadsWeights(Protocol):
-    """The part of vLLM's worker that the mixin stands on."""
+    """The attributes of vLLM's worker that the mixin uses."""
 
     model_runner: ForcesRouting
+    """Runs the model's forward passes."""
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None: ...
     def get_model(self) -> torch.nn.Module: ...
@@ -35,19 +36,22 @@ class ReloadsWeights(Protocol):
 
 
 class LoadsUpdates:
-    """Mixed into vLLM's worker class through `worker_extension_cls`; its methods are called by `collective_rpc`."""
+    """Mixin for vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls its methods on every rank."""
 
     def load_update(self: ReloadsWeights, path: str) -> tuple[str, dict[str, str]]:
-        """Load every tensor of a written version; return the digest of what was read, and `live_checksums` after it.
+        """Load all tensors of a published version.
 
-        Runs whole between two engine steps, so no forward pass sees half of a version.
+        The call runs between two engine steps, so no forward pass uses a partly loaded version.
+
+        Returns:
+            Digest of the tensors that were read, and `live_checksums` after the load.
         """
         digest = WeightsDigest()
         self.reload_weights(weights_iterator=_hashed(read_update(Path(path)), digest))
         return digest.hexdigest(), self.live_checksums()
 
     def live_checksums(self: ReloadsWeights) -> dict[str, str]:
-        """Checksum of each parameter and persistent buffer of this worker's model."""
+        """Name -> checksum for each parameter and persistent buffer of this worker's model."""
         model = self.get_model()
         packed = [(name, getattr(module, PACKED, None)) for name, module in model.named_modules()]
         return {
@@ -56,12 +60,16 @@ class LoadsUpdates:
         }
 
     def pin_routing(self: ReloadsWeights, rows: dict[str, dict[str, Any]]) -> None:
-        """Route the positions of running requests as recorded, should their K/V have to be computed again."""
+        """Use the recorded experts of running requests if their K/V has to be computed again.
+
+        Args:
+            rows: `vllm_segment.encode_rows` of each request, by its id in the engine.
+        """
         self.model_runner.pin_routing(rows)
 
 
 def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: WeightsDigest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on and hash what passes."""
+    """Yield the tensors unchanged and add each to `digest`."""
     for name, tensor in tensors:
         digest.update(name, tensor)
         yield name, tensor

@@ -1,4 +1,4 @@
-"""Live console: a table that is redrawn on a terminal, one plain line per step elsewhere."""
+"""Console output: a live table on a terminal, otherwise one plain line per step."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _SHOWN_STEPS = 12
 
 
 def open_console(*, total_train_steps: int, log: Path) -> Console:
-    """The live table on a terminal, plain lines elsewhere; the same lines are appended to the file `log`."""
+    """A live table on a terminal, otherwise plain lines. Plain lines are also appended to the file `log`."""
     clock = _Clock(total=total_train_steps)
     shown = LiveConsole(clock) if sys.stdout.isatty() else PlainConsole(clock)
     return LoggedConsole(shown, log=PlainConsole(_Clock(total=total_train_steps), out=log.open("a")))
 
 
 class LoggedConsole:
-    """A console and a log of it."""
+    """Writes every event to the console and to its log file."""
 
     def __init__(self, shown: Console, *, log: Console) -> None:
         self._both = (shown, log)
@@ -69,7 +69,12 @@ class LoggedConsole:
 
 
 class PlainConsole:
-    """One line per event, for files and pipes. out: a file that it closes; None for the output of the process."""
+    """One line per event, for files and pipes.
+
+    Args:
+        clock: for the time left.
+        out: file, which `close` closes; None for standard output.
+    """
 
     def __init__(self, clock: _Clock, *, out: TextIO | None = None) -> None:
         self._clock = clock
@@ -92,7 +97,7 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """The last steps as a table, the newest validation, a progress bar."""
+    """Table of the last steps, newest validation and progress bar."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock = clock
@@ -130,14 +135,17 @@ class LiveConsole:
 
 
 class _Clock:
-    """Time left, from the mean time between the steps seen so far."""
+    """Estimates the time left from the mean time between recorded steps."""
 
     def __init__(self, *, total: int) -> None:
         self.total = total
         self._first: tuple[int, float] | None = None
 
     def left(self, record: StepRecord) -> str:
-        """minutes:seconds, unknown after the first step, and after one that is done again."""
+        """Time left as minutes:seconds; `--:--` for the first step and when a step is repeated after a restart.
+
+        Step 2 at 0 s and step 4 at 60 s with total=10: 30 s per step, 6 steps left, 03:00.
+        """
         step, now = int(record.metrics["train_step"]), time.monotonic()
         if self._first is None or step <= self._first[0]:
             self._first = (step, now)

@@ -1,10 +1,10 @@
-"""How long trajectories are: those that were offered to training, and those that were trained.
+"""Length distributions of offered trajectories (finished or given up) and of trained ones.
 
-What a staleness policy gives up is mostly long, so the two differ by its bias. Both are over a window of the newest
-trajectories. Of one that was given up only a lower bound is known, how far it got; the distribution of what was offered
-is the product-limit estimate, which takes that as it is (Kaplan and Meier 1958, "Nonparametric Estimation from
-Incomplete Observations"). An engine does not tell what a cancelled request had sampled, so where much is given up the
-estimate is still too short; the share that was given up says so.
+Trajectories that a staleness policy gives up are mostly long, so the difference shows the bias of the policy. Both
+distributions are over a window of the newest trajectories. The length of a trajectory that was given up is known only
+as a lower bound. Therefore the offered distribution is the product-limit estimate, which accounts for lower bounds
+(Kaplan and Meier 1958, "Nonparametric Estimation from Incomplete Observations"). An engine does not report the tokens
+of a cancelled request, so the estimate is too short if many trajectories are given up; see length/given_up_fraction.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Lengths:
-    """Counts trajectories by their sampled tokens; of trained ones, those that took gradient."""
+    """Lengths of the newest trajectories: sampled tokens of offered ones, tokens in the loss of trained ones."""
 
     def __init__(self) -> None:
         self._offered: deque[tuple[int, bool]] = deque(maxlen=WINDOW)
         self._trained: deque[int] = deque(maxlen=WINDOW)
 
     def offered(self, lengths: Iterable[tuple[int, bool]]) -> None:
-        """(tokens, whether it was finished) of each trajectory; False: given up."""
+        """Add (sampled tokens, whether the trajectory finished); False if it was given up."""
         self._offered.extend(lengths)
 
     def trained(self, lengths: Sequence[int]) -> None:
-        """Trajectories of a batch."""
+        """Add the tokens in the loss of each trajectory of a batch."""
         self._trained.extend(lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Quantiles of both, NaN where there is nothing yet, and the mean of what was offered."""
+        """Quantiles of both distributions in tokens, mean of the offered one, fraction given up.
+
+        The quantiles are NaN before the first trajectory.
+        """
         lengths, left = survival(self._offered)
         given_up = sum(not finished for _, finished in self._offered)
         found = {
@@ -51,14 +54,16 @@ class Lengths:
 
 
 def survival(lengths: Iterable[tuple[int, bool]]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Product-limit estimate of how many are longer than each length.
+    """Product-limit estimate of the share of trajectories that are longer than each length.
+
+    Lengths 2, 5, 8 and a lower bound of 3: the shares for (2, 3, 5, 8) are (0.75, 0.75, 0.375, 0).
 
     Args:
-        lengths: (length, whether it is known; else it is a lower bound).
+        lengths: (length, whether it is exact); otherwise it is a lower bound.
 
     Returns:
-        int64 [L] distinct lengths, rising; float64 [L] share of trajectories that are longer than each. The share does
-        not fall to 0 where the longest is not known.
+        int64 [L] distinct lengths, ascending; float64 [L] share of trajectories that are longer. The last share is
+        above 0 if the largest length is a lower bound.
     """
     table = np.array(list(lengths), np.int64).reshape(-1, 2)
     distinct, at = np.unique(table[:, 0], return_inverse=True)
@@ -69,13 +74,15 @@ def survival(lengths: Iterable[tuple[int, bool]]) -> tuple[NDArray[np.int64], ND
 
 
 class HasColumns(Protocol):
-    """A run, by its metrics."""
+    """Metrics of a run; see `async_rl.observe.report.RunRecord`."""
 
-    def column(self, key: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]: ...
+    def column(self, key: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(train steps, values) of a metric."""
+        ...
 
 
 def draw_lengths(axis: Axes, runs: Sequence[HasColumns]) -> None:
-    """Median and 90th percentile of what was offered (lines) and trained (crosses) over train steps."""
+    """Draw median and 90th percentile of offered (lines) and trained (crosses) lengths over train steps."""
     for number, run in enumerate(runs):
         for quantile, width in (("p50", 1.0), ("p90", 2.0)):
             for kind, style in (("offered", "-"), ("trained", "x")):
@@ -86,7 +93,7 @@ def draw_lengths(axis: Axes, runs: Sequence[HasColumns]) -> None:
 
 
 def _first_below(lengths: NDArray[np.int64], left: NDArray[np.float64], share: float) -> float:
-    """The first length that at most `share` are longer than; the longest where it is longer than that."""
+    """The first length that at most `share` of the trajectories exceed, or the last length; NaN without lengths."""
     if not len(lengths):
         return float("nan")
     below = np.flatnonzero(left <= share + 1e-9)

@@ -1,4 +1,4 @@
-"""Every metric of a train step: its key, how it is reduced over steps, its unit and meaning."""
+"""Metrics of a train step: key, reduction over steps, unit and meaning."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ Reduction = Literal["mean", "max", "sum", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """reduction: how values of several steps become one."""
+    """Description of a metric."""
 
     reduction: Reduction
+    """How values of several steps become one value."""
     unit: str
+    """Unit; empty for a plain number."""
     meaning: str
+    """Shown in the report."""
 
 
 LAGS = ("lag0", "lag0_mixed", "lag1", "lag2", "lag3")
-"""Groups of tokens by the staleness of the weights that sampled them.
+"""Buckets of tokens by staleness.
 
-lag0: the current weights, over a context that they computed too: what differs here is the engine, not the weights.
-lag0_mixed: the current weights, over a context that older ones computed in part. lag1, lag2: one and two updates old.
-lag3: three or more.
+lag0        sampled by the current weights, which also computed the context: trainer and engine differ by rounding only.
+lag0_mixed  sampled by the current weights; older weights computed a part of the context.
+lag1, lag2  sampled by weights that are one and two updates old.
+lag3        sampled by weights that are three or more updates old.
 """
 
 _OF_LAG = {
-    "lag0": "tokens whose context and own decode saw only current weights",
-    "lag0_mixed": "tokens of the current weights over a context that older ones computed in part",
-    "lag1": "tokens one update old",
-    "lag2": "tokens two updates old",
-    "lag3": "tokens three or more updates old",
+    "lag0": "tokens sampled by the current weights over a context that only they computed",
+    "lag0_mixed": "tokens sampled by the current weights over a context that older weights computed in part",
+    "lag1": "tokens sampled one update ago",
+    "lag2": "tokens sampled two updates ago",
+    "lag3": "tokens sampled three or more updates ago",
 }
 _FILTERS = {
     "clip": "sampled tokens whose ratio is clipped",
@@ -71,7 +75,7 @@ INFO = "info/"  # followed by a key of `Trajectory.info`
 
 
 def _by_lag(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Each metric over the tokens of each lag."""
+    """Metrics over the tokens of each lag bucket."""
     return {
         f"{key}_{lag}": Metric(metric.reduction, metric.unit, f"{key.partition('/')[2]} of {_OF_LAG[lag]}")
         for key, metric in metrics.items()
@@ -80,10 +84,10 @@ def _by_lag(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def _filter_metrics(name: str, meaning: str) -> dict[str, Metric]:
-    """Share of the tokens of each lag and each sign of the advantage that a filter touched."""
+    """Share of tokens that a filter changed: total, by sign of the advantage and by lag bucket."""
     total = {f"{name}/fraction": Metric("mean", "share", meaning)}
     signs = {
-        f"{name}/fraction_{sign}": Metric("mean", "share", f"{meaning}, of those with {sign} advantage")
+        f"{name}/fraction_{sign}": Metric("mean", "share", f"{meaning}, among tokens with {sign} advantage")
         for sign in ("positive", "negative")
     }
     return total | signs | _by_lag(total)
@@ -93,8 +97,8 @@ METRICS: dict[str, Metric] = {
     "train_step": Metric("last", "steps", "optimizer steps done"),
     "optimizer_steps": Metric("sum", "steps", "optimizer steps made on the batch (trainer.updates_per_batch)"),
     "param_version": Metric("last", "version", "newest published version"),
-    "reward/mean": Metric("mean", "reward", "over the trajectories of the batch"),
-    "reward/std": Metric("mean", "reward", "over the trajectories of the batch"),
+    "reward/mean": Metric("mean", "reward", "mean over the trajectories of the batch"),
+    "reward/std": Metric("mean", "reward", "standard deviation over the trajectories of the batch"),
     "reward/groups_without_signal": Metric("mean", "share", "groups whose trajectories all have the same reward"),
     "reward/groups_all_right": Metric("mean", "share", "groups without signal whose reward is above 0"),
     "reward/groups_all_wrong": Metric("mean", "share", "groups without signal whose reward is 0 or less"),
@@ -107,8 +111,8 @@ METRICS: dict[str, Metric] = {
     "info/tool_errors": Metric("mean", "calls", "tool calls that failed per trajectory"),
     "info/truncated_replies": Metric("mean", "replies", "tool replies cut by limits.max_tool_reply_chars"),
     "info/aborts": Metric("mean", "aborts", "resumed decodes per trajectory"),
-    "info/refused_answers": Metric("mean", "answers", "engine answers that were asked for again per trajectory"),
-    "loss": Metric("mean", "nat", "policy loss, summed over tokens and divided as loss.aggregation says"),
+    "info/refused_answers": Metric("mean", "answers", "refused engine answers per trajectory, each requested again"),
+    "loss": Metric("mean", "nat", "policy loss, aggregated over tokens by loss.aggregation"),
     "grad_norm": Metric("mean", "", "global norm before clipping"),
     "lr": Metric("last", "", "learning rate of the step"),
     "entropy": Metric("mean", "nat", "mean over sampled tokens, current policy"),
@@ -117,69 +121,70 @@ METRICS: dict[str, Metric] = {
     **_filter_metrics("mask", _FILTERS["mask"]),
     "kl/reference": Metric("mean", "nat", "mean k3 estimate of KL(current || reference)"),
     "tokens": Metric("sum", "tokens", "sampled tokens in the loss, without groups that have no gradient"),
-    "tokens/positive": Metric("sum", "tokens", "of these, with positive advantage"),
-    "tokens/negative": Metric("sum", "tokens", "of these, with negative advantage"),
-    **{f"tokens/{lag}": Metric("sum", "tokens", f"of these, {meaning}") for lag, meaning in _OF_LAG.items()},
-    "staleness/mean": Metric("mean", "updates", "over tokens of the batch that take gradient, at their mini-batch"),
-    "staleness/p99": Metric("max", "updates", "over tokens of the batch that take gradient"),
-    "staleness/max": Metric("max", "updates", "over tokens of the batch that take gradient"),
-    "staleness/masked_tokens": Metric("sum", "tokens", "sampled tokens of the batch that are too old to take gradient"),
-    "staleness/masked_fraction": Metric("mean", "share", "of the sampled tokens of the batch"),
-    "staleness/masked_fraction_positive": Metric("mean", "share", "of those with positive advantage"),
-    "staleness/masked_fraction_negative": Metric("mean", "share", "of those with negative advantage"),
+    "tokens/positive": Metric("sum", "tokens", "tokens in the loss with positive advantage"),
+    "tokens/negative": Metric("sum", "tokens", "tokens in the loss with negative advantage"),
+    **{f"tokens/{lag}": Metric("sum", "tokens", f"in the loss: {meaning}") for lag, meaning in _OF_LAG.items()},
+    "staleness/mean": Metric("mean", "updates", "mean over tokens in the loss, in their mini-batch"),
+    "staleness/p99": Metric("max", "updates", "99th percentile over tokens in the loss"),
+    "staleness/max": Metric("max", "updates", "maximum over tokens in the loss"),
+    "staleness/masked_tokens": Metric("sum", "tokens", "sampled tokens that are too old for the loss"),
+    "staleness/masked_fraction": Metric("mean", "share", "masked share of the sampled tokens"),
+    "staleness/masked_fraction_positive": Metric("mean", "share", "masked share of tokens with positive advantage"),
+    "staleness/masked_fraction_negative": Metric("mean", "share", "masked share of tokens with negative advantage"),
     **_MISMATCH,
     **_by_lag(_MISMATCH),
-    "mismatch/k3_probe": Metric("max", "nat", "k3 of the newest probe of a version that engine and trainer both hold"),
+    "mismatch/k3_probe": Metric("max", "nat", "k3 of the newest comparison of engine and trainer at equal weights"),
     "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
     **_ROUTING,
-    "routing/missing_fraction": Metric("max", "share", "forwarded positions whose row the engine could not give"),
+    "routing/missing_fraction": Metric("max", "share", "forwarded positions for which the engine returned no row"),
     "routing/bytes_per_token": Metric("mean", "bytes", "row bytes received per token of the batch"),
     "partial/resumed_fraction": Metric("mean", "share", "trajectories that were aborted and resumed at least once"),
     "partial/max_segments": Metric("max", "segments", "most segments of one trajectory"),
     "length/offered_mean": Metric("mean", "tokens", "sampled tokens per trajectory, as if none were given up"),
-    "length/given_up_fraction": Metric("last", "share", f"of the newest {WINDOW} trajectories, not finished"),
-    "length/trained_mean": Metric("mean", "tokens", "tokens with gradient per trajectory of the batch"),
+    "length/given_up_fraction": Metric("last", "share", f"unfinished among the newest {WINDOW} trajectories"),
+    "length/trained_mean": Metric("mean", "tokens", "tokens in the loss per trajectory of the batch"),
     **{
         f"length/{kind}_{name}": Metric("last", "tokens", f"{name} of {meaning}, newest {WINDOW} trajectories")
-        for kind, meaning in (("offered", "sampled tokens"), ("trained", "tokens with gradient"))
+        for kind, meaning in (("offered", "sampled tokens"), ("trained", "tokens in the loss"))
         for name in QUANTILES
     },
-    "idle/trainer": Metric("mean", "share", "of the step spent waiting for a batch"),
-    "idle/rollout": Metric("mean", "share", "of the step in which replicas had nothing in flight"),
-    "queue/ready": Metric("mean", "groups", "finished, waiting for the trainer"),
-    "queue/open": Metric("mean", "groups", "being generated"),
+    "idle/trainer": Metric("mean", "share", "time of the step that the trainer waited for a batch"),
+    "idle/rollout": Metric("mean", "share", "time of the step that replicas had no request in flight"),
+    "queue/ready": Metric("mean", "groups", "finished groups that wait for the trainer"),
+    "queue/open": Metric("mean", "groups", "groups that are being generated"),
     "sync/seconds": Metric("mean", "s", "newest publish, first pause to last resume"),
     "sync/pause_seconds": Metric("mean", "s", "newest publish, longest pause of a replica"),
     "throughput/tokens_per_s": Metric("mean", "tokens/s", "sampled tokens trained per second of wall time"),
-    "ledger/admitted": Metric("last", "groups", "admitted since the run began"),
-    "ledger/trained": Metric("last", "groups", "trained since the run began"),
-    "ledger/dropped": Metric("last", "groups", "dropped since the run began"),
+    "ledger/admitted": Metric("last", "groups", "admitted since the start of the run"),
+    "ledger/trained": Metric("last", "groups", "trained since the start of the run"),
+    "ledger/dropped": Metric("last", "groups", "dropped since the start of the run"),
     "ledger/open": Metric("last", "groups", "admitted, neither trained nor dropped"),
-    "ledger/recycled": Metric("last", "groups", "of the dropped ones, whose prompt was to be admitted again"),
-    "ledger/error": Metric("last", "groups", "admitted - trained - dropped - open; 0 or the run stops"),
-    "ledger/trained_tokens": Metric("last", "tokens", "sampled tokens that took gradient"),
-    "ledger/masked_tokens": Metric("last", "tokens", "of trained groups, too old or of a failed rollout"),
-    "ledger/dropped_tokens": Metric("last", "tokens", "of groups that were dropped"),
-    "ledger/open_tokens": Metric("last", "tokens", "of finished groups that are held"),
-    "ledger/token_error": Metric("last", "tokens", "generated - trained - masked - dropped - open; 0 or the run stops"),
+    "ledger/recycled": Metric("last", "groups", "dropped groups whose prompt is admitted again"),
+    "ledger/error": Metric("last", "groups", "admitted - trained - dropped - open; must be 0"),
+    "ledger/trained_tokens": Metric("last", "tokens", "sampled tokens that were trained"),
+    "ledger/masked_tokens": Metric("last", "tokens", "tokens of trained groups: too old, or of a failed rollout"),
+    "ledger/dropped_tokens": Metric("last", "tokens", "tokens of dropped groups"),
+    "ledger/open_tokens": Metric("last", "tokens", "tokens of finished groups in the queue"),
+    "ledger/token_error": Metric("last", "tokens", "generated - trained - masked - dropped - open; must be 0"),
 }
 
 
 def of_layer(key: str, layer: int) -> str:
-    """Key of a metric of `_ROUTING` of one layer, by its global number from 0."""
+    """Key of a routing metric for one layer, numbered globally from 0: `routing/overlap_layer3`."""
     return f"{key}_layer{layer}"
 
 
 def split_layer(key: str) -> tuple[str, int] | None:
-    """(key, layer) of what `of_layer` made; None for any other key."""
+    """Inverse of `of_layer`: `routing/overlap_layer3` -> ("routing/overlap", 3); None for any other key."""
     found = _LAYER.fullmatch(key)
     return None if found is None or found[1] not in _ROUTING else (found[1], int(found[2]))
 
 
 def metric_of(key: str) -> Metric | None:
-    """What a key of a train step means; None for no metric.
+    """Metric of a key; None if the key is not a metric.
 
-    Layers and the keys of a task's own `Trajectory.info` are not in METRICS: the model and the task determine them.
+    Also accepts keys that are not in METRICS because the model or the task determines them: routing metrics of a layer,
+    and `info/` keys for `Trajectory.info`.
     """
     found = split_layer(key)
     if found is None:
@@ -200,10 +205,11 @@ def batch_metrics(
     """Metrics that the trajectories of a batch determine.
 
     Args:
-        update: optimizer updates held by the weights at the start of the batch.
-        version_updates: param_version -> optimizer updates those weights hold.
-        min_update: tokens of weights that hold fewer take no gradient.
-        mini_batches: group id -> its mini-batch, from 0; None if the batch is one optimizer step.
+        groups: of the batch, without failed trajectories.
+        update: optimizer updates of the weights at the start of the batch.
+        version_updates: `param_version` -> optimizer updates of the weights.
+        min_update: tokens sampled by weights with fewer optimizer updates are not in the loss.
+        mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
@@ -228,9 +234,9 @@ def batch_metrics(
 
 
 def _signal_metrics(groups: Sequence[GroupHead]) -> dict[str, float]:
-    """Shares of groups whose rewards do not differ, over groups of two trajectories or more; NaN without any.
+    """Shares of groups with equal rewards, over groups of two or more trajectories; NaN if there are none.
 
-    Rewards (1, 1), (0, 0), (0, 1), (0, 0) of four groups: 0.75 without signal, 0.25 all right, 0.5 all wrong.
+    Four groups with the rewards (1, 1), (0, 0), (0, 1), (0, 0): 0.75 without signal, 0.25 all right, 0.5 all wrong.
     """
     rewards = [[t.reward for t in group.trajectories] for group in groups if len(group.trajectories) > 1]
     equal = [values[0] for values in rewards if min(values) == max(values)]
@@ -244,7 +250,7 @@ def _signal_metrics(groups: Sequence[GroupHead]) -> dict[str, float]:
 
 
 def _outcome_metrics(trajectories: Sequence[TrajectoryHead]) -> dict[str, float]:
-    """How trajectories ended, and the mean of each key of their `info` over those that have it."""
+    """Shares of stop reasons, and the mean of each `info` key over the trajectories that have the key."""
     found: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for key, value in trajectory.info.items():
@@ -259,10 +265,12 @@ def _outcome_metrics(trajectories: Sequence[TrajectoryHead]) -> dict[str, float]
 def masking_metrics(
     sampled: Sequence[int], with_gradient: Sequence[int], advantages: NDArray[np.float32]
 ) -> dict[str, float]:
-    """How many tokens are too old to take gradient, also by sign of the advantage.
+    """Tokens that are too old for the loss: their number, and their share by sign of the advantage.
 
     Args:
-        sampled, with_gradient: tokens of each trajectory. advantages: float32 [S] of each.
+        sampled: [S], sampled tokens of each trajectory.
+        with_gradient: [S], tokens in the loss of each trajectory.
+        advantages: float32 [S].
     """
     total = np.array(sampled, np.int64)
     masked = total - np.array(with_gradient, np.int64)
@@ -279,7 +287,7 @@ def masking_metrics(
 
 
 def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
-    """What the queue holds, and its ledger."""
+    """Metrics of the queue's content and ledger."""
     counts = snapshot.ledger
     return {
         "queue/ready": snapshot.ready,
@@ -306,9 +314,10 @@ def staleness_histogram(
     min_update: int = 0,
     mini_batches: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Tokens of the batch by staleness, but for those of weights that hold fewer than `min_update` updates.
+    """Staleness in optimizer steps -> tokens in the loss, ascending. The arguments are as in `batch_metrics`.
 
-    The arguments are those of `batch_metrics`.
+    A group with 4 tokens of version 4 and 2 of version 5, version v = v updates, update=5: {0: 2, 1: 4}. If the group
+    is in mini-batch 1: {1: 2, 2: 4}.
     """
     counts: dict[int, int] = {}
     for group in groups:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the `.jsonl` files of its directory, TensorBoard, and the console."""
+"""Records of a run: the `.jsonl` files of its directory, TensorBoard, and the console."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from async_rl.rollout.validator import ValidationResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One batch, and the train steps that were made on it.
+    """Record of one batch and its train steps.
 
-    staleness_tokens: sampled tokens of the batch by staleness. schedule: see `async_rl.rollout.schedule`.
+    Raises:
+        ValueError: a metric is not in `async_rl.observe.metrics.METRICS`.
     """
 
     metrics: Mapping[str, float]
+    """Key -> value; `train_step` is required."""
     staleness_tokens: Mapping[int, int]
+    """Staleness in optimizer steps -> tokens in the loss."""
     schedule: Sequence[Mapping[str, Any]] | None = None
+    """A record per group, see `async_rl.rollout.schedule`; None writes no line to schedule.jsonl."""
 
     def __post_init__(self) -> None:
         unknown = sorted(key for key in self.metrics if metric_of(key) is None)
@@ -35,25 +39,45 @@ class StepRecord:
 
 
 class Console(Protocol):
-    """What a person sees while the run goes on."""
+    """Output for the user during a run."""
 
-    def step(self, record: StepRecord) -> None: ...
-    def validation(self, train_step: int, result: ValidationResult) -> None: ...
-    def note(self, text: str) -> None: ...
-    def close(self) -> None: ...
+    def step(self, record: StepRecord) -> None:
+        """Show the metrics of a batch."""
+        ...
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        """Show the result of a validation that was requested after `train_step`."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a message."""
+        ...
+
+    def close(self) -> None:
+        """Flush the output and restore the terminal."""
+        ...
 
 
 class Scalars(Protocol):
-    """The part of TensorBoard's SummaryWriter that is used."""
+    """The part of TensorBoard's SummaryWriter that `Recorder` uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
     def close(self) -> None: ...
 
 
 class Recorder:
-    """Writes every record as it comes; a run that is cut short leaves whole lines, a loss of power what was synced.
+    """Writes every record immediately, one line each.
 
-    lengths: of trajectories, to be told of; their quantiles go with each step.
+    If the process is killed, all records so far are on file as complete lines. After a power loss, all records before
+    the last `sync` are.
+
+    Args:
+        directory: of the run; created if it does not exist.
+        console: gets every record except those of the ledger.
+        scalars: TensorBoard writer for the finite metrics.
+
+    Attributes:
+        lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
     """
 
     def __init__(self, directory: Path, *, console: Console, scalars: Scalars) -> None:
@@ -67,12 +91,17 @@ class Recorder:
     def go_on_after(
         self, train_step: int, *, next_group: int, live: Collection[int], trained: int | None = None
     ) -> None:
-        """Take back what was recorded after `train_step`, and add groups whose end a kill kept from the record.
+        """Prepare the records for resuming after `train_step`.
+
+        Removes records of later steps, adds ledger records of groups whose end was not recorded because the run was
+        killed, and warns if records are missing.
 
         Args:
-            next_group: groups with smaller ids were admitted. live: of them, those whose end is yet to be recorded.
-            trained: groups trained up to `train_step`, all of which are to be recorded, as are the steps: what is
-                missing is told. None where the records need not have them, as those of another run.
+            train_step: of the checkpoint.
+            next_group: first group id that was not admitted before the checkpoint.
+            live: ids of groups that are still in flight; their end is not recorded yet.
+            trained: number of groups trained up to `train_step`. The ledger must have all these groups, and the step
+                files all steps. None skips this check, for a checkpoint of another run.
         """
         self._close_files()
         lost = [] if trained is None else missing_records(self._directory, train_step=train_step, trained=trained)
@@ -83,12 +112,12 @@ class Recorder:
         for text in lost:
             self.warn(text)
         if unseen and not lost:
-            self.note(f"ledger.jsonl has {len(unseen)} groups more: {ENDED_UNSEEN}, and why they ended is not known")
+            self.note(f"added {len(unseen)} groups to ledger.jsonl as dropped: each {ENDED_UNSEEN}")
 
     def sync(self) -> None:
-        """Return once all that was recorded so far survives a loss of power. Blocks; may be called in a thread.
+        """Return when all records so far survive a power loss. Blocks; may be called in a thread.
 
-        What was recorded has left Python's buffers: the files are line-buffered, and a record is a line.
+        No flush is needed: the files are line-buffered, and a record is a line.
         """
         for file in self._files():
             os.fsync(file.fileno())
@@ -111,7 +140,7 @@ class Recorder:
         self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
-        """Record one round over the held-out prompts, asked for after `train_step`."""
+        """Record one round over the held-out prompts, requested after `train_step`."""
         self._validation.write(
             _json_line(
                 {
@@ -131,16 +160,16 @@ class Recorder:
         self._console.validation(train_step, result)
 
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append what became of groups."""
+        """Append the outcomes of groups."""
         for record in records:
             self._ledger.write(_json_line(record))
 
     def note(self, text: str) -> None:
-        """Tell the person at the console."""
+        """Show a message on the console."""
         self._console.note(text)
 
     def warn(self, text: str) -> None:
-        """Tell the person at the console that something is off, though the run goes on."""
+        """Show a warning on the console about a fault that does not stop the run."""
         self._console.note(f"warning: {text}")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads run directories and draws them: curves as PNG, a self-contained HTML page per run or comparison."""
+"""Reports of one or more runs: curves as PNG, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -30,25 +30,28 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("groups without signal (share)", ("reward/groups_without_signal",)),
 )
 _BY_LAYER = ("routing/overlap", "routing/gate_mass", "routing/refused_fraction", "routing/fallback_fraction")
-_STYLES = ("-", "x")  # of the first and second metric of a panel
+_STYLES = ("-", "x")  # first and second metric of a panel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run directory holds. steps: objects of metrics.jsonl. validations: of validation.jsonl."""
+    """Records of a run directory."""
 
     name: str
+    """Name of the directory."""
     steps: Sequence[dict[str, Any]]
+    """Objects of metrics.jsonl, one per batch."""
     validations: Sequence[dict[str, Any]]
+    """Objects of validation.jsonl; empty if the file does not exist."""
 
     def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(train steps, values) of a metric; steps without a value are left out."""
+        """(train steps, values) of a metric, float64 [n] each; steps without a value are left out."""
         rows = [(s["train_step"], s[key]) for s in self.steps if s.get(key) is not None]
         table = np.array(rows, np.float64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
     def by_layer(self, key: str) -> dict[int, float]:
-        """Layer (global, from 0) -> mean over the train steps of a metric of `async_rl.observe.metrics.of_layer`."""
+        """Layer (global, from 0) -> mean over the train steps of a routing metric; see `metrics.of_layer`."""
         values: dict[int, list[float]] = {}
         for step in self.steps:
             for name, value in step.items():
@@ -59,10 +62,10 @@ class RunRecord:
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Read a run directory.
+    """Read the records of a run directory.
 
     Raises:
-        ValueError: no metrics.jsonl, or a damaged line; names the file.
+        ValueError: metrics.jsonl does not exist, or a line is damaged; the message names the file.
     """
     return RunRecord(
         name=directory.name,
@@ -72,7 +75,7 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def draw_curves(runs: Sequence[RunRecord]) -> Figure:
-    """Held-out success and the main metrics of one or more runs over train steps."""
+    """Draw held-out success and the main metrics of one or more runs over train steps."""
     figure = Figure(figsize=(16, 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 4).ravel()
@@ -96,7 +99,7 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
 
 
 def draw_layers(runs: Sequence[RunRecord]) -> Figure | None:
-    """Metrics of router replay over the layers of the model, each the mean of a run; None where no run has any."""
+    """Draw metrics of router replay over the layers of the model, as means over a run; None if no run has them."""
     if not any(run.by_layer(key) for run in runs for key in _BY_LAYER):
         return None
     figure = Figure(figsize=(13, 3.5), layout="constrained")
@@ -111,12 +114,12 @@ def draw_layers(runs: Sequence[RunRecord]) -> Figure | None:
 
 
 def _colours(count: int) -> list[str]:
-    """One per run."""
+    """A matplotlib colour per run."""
     return [f"C{i}" for i in range(count)]
 
 
 def write_report(runs: Sequence[RunRecord], path: Path) -> None:
-    """One HTML page: curves, replay by layer and the last values, nothing external."""
+    """Write one self-contained HTML page: curves, router replay by layer, lengths and the values of the last step."""
     layers = draw_layers(runs)
     by_layer = "" if layers is None else f"<h2>Router replay by layer, mean over the run</h2>{_image(layers)}"
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
@@ -134,7 +137,7 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
 
 
 def _lengths(runs: Sequence[RunRecord]) -> str:
-    """Trajectory lengths, offered and trained; nothing where no run has them."""
+    """HTML section of offered and trained trajectory lengths; empty if no run has them."""
     if not any(step.get("length/trained_p50") is not None for run in runs for step in run.steps):
         return ""
     figure = Figure(figsize=(13, 3.5), layout="constrained")

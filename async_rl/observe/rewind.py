@@ -1,4 +1,4 @@
-"""Takes back what a run recorded after the checkpoint that it goes on from: each step and group is there once."""
+"""Truncates the records of a run to the checkpoint from which it resumes, so that no step or group appears twice."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from typing import Any, cast
 from async_rl.jsonl import read_lines
 
 ENDED_UNSEEN = "ended before it was recorded: the run was killed"
-RECORD_LOST = "record lost: trained up to the checkpoint, or dropped; the file lost a part of what was written"
+RECORD_LOST = "record missing: the group was trained before the checkpoint or dropped; the file is incomplete"
 STEP_FILES = ("metrics.jsonl", "schedule.jsonl")
 
 
 def rewind(directory: Path, *, train_step: int, next_group: int | None = None, live: Collection[int] = ()) -> None:
-    """Of `ledger.jsonl` keep groups that ended, of the others (metrics, validation, schedule) steps up to `train_step`.
+    """Remove records that do not belong to the checkpoint of `train_step`; each file is replaced atomically.
 
-    Groups that are `live` did not end: the journal lost that. Those from `next_group` on, where it is given, it lost
-    altogether, and others get their ids. A last line that was cut short goes too. Each file is replaced as a whole.
+    metrics.jsonl, validation.jsonl and schedule.jsonl keep lines up to `train_step`. ledger.jsonl keeps groups that
+    were trained up to `train_step` or dropped. Damaged lines are removed.
+
+    Args:
+        directory: of the run.
+        train_step: of the checkpoint.
+        next_group: ledger records of this and larger ids are removed, because new groups get these ids; None keeps
+            them.
+        live: ids of groups that are in flight again after the restart; their ledger records are removed.
     """
 
     def ended(line: dict[str, Any]) -> bool:
@@ -33,15 +40,17 @@ def rewind(directory: Path, *, train_step: int, next_group: int | None = None, l
 
 
 def missing_records(directory: Path, *, train_step: int, trained: int) -> list[str]:
-    """What a checkpoint holds and the records do not, a sentence for each file; call it before `rewind`.
+    """Describe records that are missing although the checkpoint includes them, one sentence per file.
 
-    Records are on the disk before the checkpoint is: only a disk that lost what it said it had, or somebody who changed
-    a file, makes this more than nothing.
+    Call this before `rewind`. Records are synced before the checkpoint is written, so they are missing only if a file
+    was changed or the disk failed. A line of metrics.jsonl covers the `optimizer_steps` steps up to its `train_step`;
+    with the lines (train_step=2, optimizer_steps=2) and (6, 2) and a checkpoint of step 6 the steps 3 and 4 are
+    missing. Steps before the first line are not expected, because they may be in the directory of another run.
 
     Args:
-        train_step: of the checkpoint; there is a line of `metrics.jsonl` for the `optimizer_steps` that end with each,
-            from the first step of the run in this directory on, and of `schedule.jsonl` where the run writes it.
-        trained: groups up to that step.
+        directory: of the run.
+        train_step: of the checkpoint.
+        trained: number of groups trained up to that step.
     """
     found = {name: _steps(directory / name) for name in STEP_FILES}
     lost: list[str] = []
@@ -51,22 +60,26 @@ def missing_records(directory: Path, *, train_step: int, trained: int) -> list[s
         missing = sorted(set(range(min(steps, default=1), train_step + 1)) - steps)
         if missing:
             lost.append(f"{name} lacks {len(missing)} train steps, {missing[0]} to {missing[-1]}")
-    if min(found["metrics.jsonl"], default=1) == 1:  # else the groups before it are in the records of another run
+    if min(found["metrics.jsonl"], default=1) == 1:  # else earlier groups are in the records of another run
         lines = _lines(directory / "ledger.jsonl")
         recorded = sum(line["outcome"] == "trained" and line["train_step"] <= train_step for line in lines)
         if recorded < trained:
             lost.append(f"ledger.jsonl has {recorded} of {trained} groups that were trained")
-    why = f"though the checkpoint of train step {train_step} is newer; the file was changed, or a loss of power cut it"
-    return [f"{text}, {why}. The run goes on without them" for text in lost]
+    why = f"though the checkpoint of train step {train_step} is newer; the file was changed or cut by a power loss"
+    return [f"{text}, {why}. The run continues without these records" for text in lost]
 
 
 def unseen_groups(
     directory: Path, *, next_group: int, live: Collection[int], lost: bool = False
 ) -> list[dict[str, Any]]:
-    """Ledger records of groups that ended, and whose records a kill kept from `ledger.jsonl`: dropped ones.
+    """Ledger records for groups that ended without one because the run was killed; their outcome is `dropped`.
 
-    Groups that were trained up to a checkpoint are recorded before it is made. lost: some such records are missing, so
-    that nobody can tell these groups from dropped ones.
+    Args:
+        directory: of the run.
+        next_group: first group id that was not admitted before the checkpoint.
+        live: ids of groups that are still in flight.
+        lost: whether records of trained groups are missing too, so that the groups may have been trained; the reason
+            is then `RECORD_LOST`.
     """
     seen = {line.get("group") for line in _lines(directory / "ledger.jsonl")}
     return [
@@ -86,7 +99,7 @@ def unseen_groups(
 
 
 def _steps(path: Path) -> set[int]:
-    """Train steps that the lines of a file are of; a line is of the `optimizer_steps` up to its `train_step`."""
+    """Train steps that the lines of a file cover: a line covers the `optimizer_steps` steps up to its `train_step`."""
     steps: set[int] = set()
     for line in _lines(path):
         last = cast(int, line["train_step"])
@@ -116,7 +129,7 @@ def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file, but for lines that are not whole."""
+    """Records of a file without damaged lines; none if the file does not exist."""
     if not path.is_file():
         return
     for line in read_lines(path, errors="replace"):

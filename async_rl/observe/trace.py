@@ -1,7 +1,8 @@
-"""Spans of the driver as a Chrome trace (`trace.json`), readable by Perfetto."""
+"""Time spans of the driver as a Chrome trace (`trace.json`), readable by Perfetto."""
 
 from __future__ import annotations
 
+import heapq
 import json
 import time
 from collections.abc import Generator
@@ -9,34 +10,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MAX_EVENTS = 200_000  # about 30 MB of JSON; later spans are counted, not kept
+MAX_EVENTS = 200_000  # about 30 MB of JSON; later spans are only counted
 
 
 class Trace:
-    """Collects spans; a track per stage, overlapping spans of one stage on lanes of their own."""
+    """Collects spans. Each stage is a track; overlapping spans of a stage are on separate lanes.
+
+    Args:
+        path: of the file; None writes nothing.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._origin = time.monotonic()
         self._events: list[dict[str, Any]] = []
-        self._busy_lanes: dict[str, set[int]] = {}
+        self._num_lanes: dict[str, int] = {}
+        self._free_lanes: dict[str, list[int]] = {}  # heaps
         self._lost = 0
 
     @contextmanager
     def span(self, track: str, name: str, **args: Any) -> Generator[None]:
-        """Record the time between enter and exit."""
-        lanes = self._busy_lanes.setdefault(track, set())
-        lane = next(i for i in range(len(lanes) + 1) if i not in lanes)
-        lanes.add(lane)
+        """Record the time between enter and exit; `args` are shown with the span."""
+        free = self._free_lanes.setdefault(track, [])
+        if not free:
+            count = self._num_lanes[track] = self._num_lanes.get(track, 0) + 1
+            free.append(count - 1)
+        lane = heapq.heappop(free)
         begun = time.monotonic()
         try:
             yield
         finally:
-            lanes.discard(lane)
+            heapq.heappush(free, lane)
             self._add(track, lane, name, begun, time.monotonic(), args)
 
     def write(self) -> None:
-        """Write what was collected."""
+        """Write the file."""
         if self._path is None:
             return
         document = {"traceEvents": self._events, "otherData": {"spans_not_kept": self._lost}}

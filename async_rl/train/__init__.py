@@ -1,4 +1,4 @@
-"""The Megatron trainer. Importing any part of it first prepares megatron-core for machines without CUDA or TE."""
+"""The Megatron trainer. Importing it prepares megatron-core for machines without CUDA or Transformer Engine."""
 
 from async_rl.train import megatron_cpu
 

@@ -1,8 +1,8 @@
-"""Modules that replace those of megatron's local spec, which refuse packed sequences, context and sequence parallelism.
+"""Attention and norm modules for megatron's local spec, whose own refuse packed, context and sequence parallelism.
 
-The forward pass sees rows: the tokens of several sequences end to end, batch dimension 1. What attention must know
-about them travels as megatron's `packed_seq_params`, which is handed down to every layer and comes back unchanged when
-activations are recomputed. The rotary embedding is part of attention here, because only rows know their position.
+The forward pass sees rows: the concatenated tokens of several sequences, with batch dimension 1. Positions and
+sequences of the rows travel as megatron's `packed_seq_params`, which is passed to every layer, also when activations
+are recomputed. Attention applies the rotary embedding itself, because it depends on these positions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from async_rl.train.router_replay import MicroBatchRouting
 
 
 class Rotary:
-    """Rotary angles by position, float32.
+    """Table of rotary angles by position, float32.
 
     Args:
-        frequencies: float32 [dim / 2], radians per position; of `dim` channels the first half turns against the second.
-        amplitude: of cosine and sine. length: positions 0..length-1 are known.
+        frequencies: float32 [dim / 2], radians per position. Channel i rotates with channel i + dim / 2.
+        length: number of positions in the table.
+        amplitude: factor of cosine and sine.
     """
 
     def __init__(self, frequencies: Tensor, *, length: int, amplitude: float = 1.0) -> None:
@@ -37,31 +38,35 @@ class Rotary:
         self._cosine, self._signed_sine = torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cosine, signed sine), each [t, 1, dim], of positions int64 [t]; the sine of the first half is negated."""
+        """(cosine, signed sine) [t, 1, dim] each for positions int64 [t]; the first half of the sine is negated."""
         return self._cosine[positions].unsqueeze(1), self._signed_sine[positions].unsqueeze(1)
 
 
 @dataclass(kw_only=True)
 class RowContext(PackedSeqParams):
-    """What the layers know about the rows of a micro-batch.
-
-    `qkv_format` is none of megatron's, so that its own code treats the rows as one sequence of a batch of one.
-    rotary: see Rotary.at.
-    """
+    """Properties of the rows of a micro-batch that the layers use."""
 
     qkv_format: str = "rows"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A format that megatron does not know, so that its code treats the rows as one sequence of a batch of one."""
     rows: PackedRows
+    """Positions and sequences of the rows."""
     rotary: tuple[Tensor, Tensor]
+    """(cosine, signed sine) [t, 1, dim] each; see `Rotary.at`."""
     routing: MicroBatchRouting | None = None
+    """Routing to record or replay; None for the live router."""
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm that sequence parallelism can use: its weight is marked, so that gradients are summed over ranks."""
+    """RMS norm with support for sequence parallelism: megatron sums the gradients of marked weights over ranks.
+
+    Raises:
+        ValueError: the model has another norm.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
         super().__init__()
         if config.normalization != "RMSNorm":
-            raise ValueError(f"the model's normalization is {config.normalization}; only RMSNorm is built")
+            raise ValueError(f"the model's normalization is {config.normalization}; only RMSNorm is supported")
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,7 +78,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _Float32Norm(torch.autograd.Function):
-    """RMS norm in few passes over memory; torch's own is made of many small steps on a CPU.
+    """RMS norm with few passes over memory. On a CPU torch's own consists of many small steps.
 
     y = n w, n = x r, r = (mean(x^2) + eps)^-1/2;  dx = r (g - n mean(g n)), g = dy w;  dw = sum(dy n)
     """
@@ -95,7 +100,7 @@ class _Float32Norm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """x cos + swap(x) sin, swap exchanging the halves of the last dimension; its gradient turns the other way."""
+    """x cos + swap(x) sin, where swap exchanges the halves of the last dimension. The gradient rotates back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
@@ -109,7 +114,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first `dim` channels of x [t, heads, channels] by Rotary.at of the positions of its rows."""
+    """Rotate the first `dim` channels of x [t, heads, channels] by `rotary`, the result of Rotary.at for its rows.
+
+    Channels (1, 0) rotated by 90 degrees become (0, 1).
+    """
     width = rotary[0].shape[-1]
     if width == x.shape[-1]:
         return cast(Tensor, _Rotate.apply(x, *rotary))
@@ -122,7 +130,7 @@ def _rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Rows [t, ...] to padded slots [slots, ...]; padding slots repeat a row and have no gradient."""
+    """Rows [t, ...] -> padded slots [slots, ...]; padding slots repeat a row and have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slot_row: Tensor, row_slot: Tensor) -> Tensor:
@@ -136,7 +144,7 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _ToRows(torch.autograd.Function):
-    """Padded slots [slots, ...] back to rows [t, ...]."""
+    """Padded slots [slots, ...] -> rows [t, ...]."""
 
     @staticmethod
     def forward(ctx: Any, slots: Tensor, row_slot: Tensor) -> Tensor:
@@ -151,9 +159,9 @@ class _ToRows(torch.autograd.Function):
 
 
 class RowModule(MegatronModule):
-    """Rotary embedding, then `attend`, where megatron has its core attention.
+    """Rotary embedding and `attend`, in place of megatron's core attention.
 
-    Latent attention turns queries and keys itself, before each head gets a copy of the key.
+    With latent attention this module does not rotate: `LatentAttention` rotates before the key is copied to the heads.
     """
 
     def __init__(self, config: Any) -> None:
@@ -170,7 +178,11 @@ class RowModule(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: RowContext | None = None,
     ) -> Tensor:
-        """[t, 1, heads * value dim] from query [t, 1, heads, dim], key and value [t, 1, kv heads, their dim]."""
+        """Output [t, 1, heads * value dim] from query [t, 1, heads, dim], key and value [t, 1, kv heads, own dim].
+
+        Raises:
+            ValueError: `packed_seq_params` is missing.
+        """
         if packed_seq_params is None:
             raise ValueError(f"{type(self).__name__} needs packed_seq_params: a RowContext")
         q, k, v = (x.squeeze(1) for x in (query, key, value))
@@ -179,15 +191,18 @@ class RowModule(MegatronModule):
         return self.attend(q, k, v, packed_seq_params.rows).reshape(len(q), 1, -1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        """[t, ...] of all heads: causal attention within each sequence of the rows. Inputs as of forward, without 1."""
+        """Causal attention within each sequence: [t, heads, ...] or [t, heads * ...].
+
+        Inputs are as in `forward`, without the batch dimension.
+        """
         raise NotImplementedError
 
 
 class RowAttention(RowModule):
-    """Attention by torch's kernels.
+    """Attention with torch's kernels.
 
-    Without context parallelism sequences of similar length form padded batches (see PackedRows.buckets): with padding
-    on the right, causality alone keeps real tokens from seeing it. With context parallelism keys and values of all
+    Without context parallelism, sequences of similar length form padded batches (see PackedRows.buckets). Padding is on
+    the right, so causality keeps real tokens from attending to it. With context parallelism, keys and values of all
     ranks are gathered, and a mask compares sequence and position.
     """
 
@@ -215,7 +230,7 @@ class RowAttention(RowModule):
         return attend(query, key, value, rows)
 
     def _in_slots(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        """[t, heads, dim]."""
+        """Attention [t, heads, dim] in padded batches."""
         parts: list[Tensor] = []
         q, k, v = (cast(Tensor, _ToSlots.apply(x, rows.slot_row, rows.row_slot)) for x in (query, key, value))
         sizes = [b.sequences * b.width for b in rows.buckets]
@@ -226,7 +241,7 @@ class RowAttention(RowModule):
         return cast(Tensor, _ToRows.apply(torch.cat(parts) if len(parts) > 1 else parts[0], rows.row_slot))
 
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        """[t, heads, dim]."""
+        """Attention [t, heads, dim] to the gathered keys and values of all context ranks."""
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
         )

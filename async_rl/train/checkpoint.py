@@ -1,11 +1,11 @@
-"""State of the trainer on disk: one folder for all ranks, which appears whole or not, and fits every parallel layout.
+"""Trainer checkpoints: one folder for all ranks, written atomically and independent of the parallel layout.
 
-    trainer.json      Manifest: what the rest is, and a hash of every other file
-    __R_0.distcp      the parts of tensors that rank R wrote; with .metadata, common.pt and metadata.json it is a
-                      checkpoint of megatron.core.dist_checkpointing (torch_dist)
+    trainer.json      Manifest, and a hash of every other file
+    __R_0.distcp      parts of tensors that rank R wrote; with .metadata, common.pt and metadata.json a checkpoint of
+                      megatron.core.dist_checkpointing (torch_dist)
 
-Tensors are stored under the names of megatron's modules, with global layer and expert numbers; their whole shapes are
-the same in every layout, up to the padding of the vocabulary.
+Tensors are stored under the names of megatron's modules, with global layer and expert numbers. Their global shapes are
+the same in every layout except for the padding of the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,52 +30,61 @@ _MANIFEST = "trainer.json"
 
 
 class TrainerCheckpointError(ValueError):
-    """A folder that cannot be restored from; names it and the way out."""
+    """A checkpoint cannot be restored; the message names the folder and a fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """model: fields that a trainer must agree with. layout: names and sizes of the parallel groups that wrote it.
-
-    updates: made so far, as the learning rate counts them. steps: as Adam counts them.
-    reference: whether the frozen weights of a KL term are in it.
-    """
+    """Description of a checkpoint."""
 
     model: dict[str, Any]
+    """Result of `fields_of`; the restoring trainer must have the same."""
     layout: dict[str, int]
+    """Name of a parallel group -> its size when the checkpoint was written."""
     updates: int
+    """Optimizer updates so far, as the learning rate schedule counts them."""
     steps: int
+    """Optimizer updates so far, as Adam counts them: without updates that had no gradient."""
     reference: bool
+    """Whether the checkpoint contains the reference weights of a KL term."""
 
 
 class Ranks(Protocol):
     """The ranks that share a checkpoint."""
 
     rank: int
+    """Rank of this process."""
     size: int
+    """Number of ranks."""
 
     def gather(self, value: object) -> list[Any]:
-        """The value of every rank. Collective."""
+        """Values of all ranks, by rank. Collective."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Document:
+    """Content of trainer.json."""
+
     format: int
+    """FORMAT."""
     manifest: Manifest
+    """Description of the checkpoint."""
     files: dict[str, str]
+    """Name of every other file -> hash of its content."""
 
 
 def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: Ranks) -> None:
-    """Write nested shards as checkpoint `directory`; the folder appears when all is on disk. Collective.
+    """Write nested shards as checkpoint `directory`, which appears when all files are on disk. Collective.
 
     Raises:
-        OSError: no room or no permission, on every rank; a checkpoint that was there stays.
+        OSError: the disk has no free space or is not writable; raised on all ranks. An existing checkpoint is
+            unchanged.
     """
     try:
         _write(directory, state, manifest, ranks=ranks)
     except OSError:
-        _on_first_rank(lambda: recover_folder(directory), ranks)  # a full disk has its room back
+        _on_first_rank(lambda: recover_folder(directory), ranks)  # free the space of the partial copy
         raise
 
 
@@ -103,13 +112,16 @@ def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks:
 
 
 def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: Ranks) -> Manifest:
-    """What is in checkpoint `directory`, once every file is seen to be as it was written. Collective.
+    """Check all files of checkpoint `directory` and return its manifest. Collective.
 
     Args:
-        model: what `Manifest.model` has to be.
+        directory: the checkpoint.
+        model: required value of `Manifest.model`.
+        ranks: each checks a part of the files.
 
     Raises:
-        TrainerCheckpointError: no such folder, damaged, of another format or model; the same on every rank.
+        TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model; the same error
+            on all ranks.
     """
     document = _on_first_rank(lambda: _read_document(directory), ranks)
     mine = [directory / name for name in sorted(document.files)[ranks.rank :: ranks.size]]
@@ -130,38 +142,41 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: Ranks) ->
 
 
 def require_complete(directory: Path) -> None:
-    """Check that this process sees every file of checkpoint `directory`; their content is checked on a restore.
+    """Check that all files of checkpoint `directory` exist; their content is checked when it is restored.
 
     Raises:
-        TrainerCheckpointError: the folder, its manifest or a file of a rank is missing.
+        TrainerCheckpointError: the folder, its manifest or a file is missing.
     """
     missing = sorted(name for name in _read_document(directory).files if not (directory / name).is_file())
     if missing:
-        raise TrainerCheckpointError(f"{directory} lacks {', '.join(missing)}, which the ranks have written elsewhere")
+        raise TrainerCheckpointError(
+            f"{directory} lacks {', '.join(missing)}, which ranks wrote on another machine; use a shared disk"
+        )
 
 
 def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors in the place of the shards in `state`. Collective; after `read_manifest`.
+    """Read the tensors of the shards in `state`, in the same nesting. Collective; call `read_manifest` first.
 
     Raises:
-        TrainerCheckpointError: a tensor is missing or of another shape. The trainer must not be used then.
+        TrainerCheckpointError: a tensor is missing or has another shape. The trainer must not be used any more, because
+            some tensors may have been loaded.
     """
     try:
         return read_shards(directory, state)
     except Exception as error:
         raise TrainerCheckpointError(
-            f"{directory} does not fit this trainer: {error}; give a checkpoint that the same model has saved"
+            f"{directory} does not fit this trainer: {error}; give a checkpoint of the same model"
         ) from error
 
 
 def fields_of(shape: ModelShape, *, dtype: str) -> dict[str, Any]:
-    """`Manifest.model` of a model, in a form that JSON gives back unchanged."""
+    """`Manifest.model` of a model; equal to its JSON round trip."""
     fields = {**shape.megatron, "vocab_size": shape.vocab_size, "tied": shape.tied, "dtype": dtype}
     return msgspec.json.decode(msgspec.json.encode(fields, enc_hook=str))
 
 
 def _on_first_rank(work: Callable[[], Value], ranks: Ranks) -> Value:
-    """Do it on rank 0; every rank returns its result or raises its error."""
+    """Run `work` on rank 0; all ranks return its result or raise its error. Collective."""
     outcome: tuple[Value | None, Exception | None] = None, None
     if ranks.rank == 0:
         try:
@@ -175,7 +190,7 @@ def _on_first_rank(work: Callable[[], Value], ranks: Ranks) -> Value:
 
 
 def _writer(path: Path) -> int:
-    """The rank that wrote a file of the folder."""
+    """The rank that wrote a file: 3 for `__3_0.distcp`, 0 for files without a rank in their name."""
     return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
 
 
@@ -186,7 +201,7 @@ def _read_document(directory: Path) -> _Document:
         data = path.read_bytes()
     except OSError as error:
         raise TrainerCheckpointError(
-            f"{directory} has no readable {_MANIFEST} ({error.strerror}); give a folder that a trainer has saved"
+            f"{directory} has no readable {_MANIFEST} ({error.strerror}); give the folder of a trainer checkpoint"
         ) from error
     try:
         found = msgspec.json.decode(data).get("format")
@@ -211,14 +226,14 @@ def _problems(paths: Sequence[Path], expected: Mapping[str, str]) -> list[str]:
     for path in paths:
         try:
             if _hash(path) != expected[path.name]:
-                found.append(f"{path.name} is not what was written")
+                found.append(f"{path.name} has changed since it was written")
         except OSError as error:
             found.append(f"{path.name} cannot be read ({error.strerror})")
     return found
 
 
 def _os_error(error: CheckpointException, partial: Path) -> OSError:
-    """The first error of a rank that torch has gathered."""
+    """The first error that torch gathered from the ranks, as an OSError."""
     cause = next(iter(error.failures.values()))[0]
     number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
     return OSError(number, f"a rank could not write its part of the checkpoint: {cause}", str(partial))

@@ -1,7 +1,7 @@
-"""Weights between Hugging Face checkpoints and the chunks of a rank, one tensor at a time.
+"""Converts weights between Hugging Face checkpoints and the model chunks of a rank, one tensor at a time.
 
-Loading reads only what this rank holds. Exporting is collective: every rank iterates in step and sees every tensor
-whole, in the names and shapes of Hugging Face, experts one by one.
+Loading reads only the parts of this rank. Exporting is collective: all ranks iterate together, and each gets all
+complete tensors with Hugging Face names and shapes, one per expert.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ _HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) -> None:
-    """Fill every parameter and correction bias of this rank from the safetensors files of a checkpoint folder.
-
-    Of a tensor that is split over ranks only this rank's part is read.
+    """Load every parameter and correction bias of this rank from the safetensors files of a checkpoint folder.
 
     Raises:
-        CheckpointError: a tensor is absent or has another shape, or there are layers for multi-token prediction.
+        CheckpointError: a tensor is missing or has another shape, or there are layers for multi-token prediction.
     """
     reader = _Reader(checkpoint)
     reader.refuse_layers_from(shape.megatron["num_layers"])
@@ -45,13 +43,13 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
             part = _join_names(names, parts, query_groups=_query_groups(chunks[0].config, split))
             if names.kind == "vocabulary":
                 part = torch.nn.functional.pad(part, (0, 0, 0, len(weight) - len(part)))
-        except RuntimeError:  # parts that do not fit each other
+        except RuntimeError:  # parts have incompatible shapes
             part = parts[0]
         if part.shape != weight.shape:
             found = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(names.names, parts, strict=True))
             raise CheckpointError(
-                f"{checkpoint}: {found} (this rank's part) make {name}, for which the config asks the shape "
-                f"{list(weight.shape)}; config.json and weights do not belong together"
+                f"{checkpoint}: {found} (this rank's part) form {name}, which must have the shape {list(weight.shape)} "
+                "according to the config; config.json and weights do not belong together"
             )
         with torch.no_grad():
             weight.copy_(part)
@@ -60,11 +58,13 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
 def export_weights(
     chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor, a copy) of every weight. Collective over all ranks.
+    """Yield (Hugging Face name, complete tensor) of every weight. The tensors are copies. Collective over all ranks.
 
     Args:
-        read: what of a parameter is exported, of its shape; None for its value. Only values have the correction biases
-            of routers among them, which are no parameters.
+        chunks: model chunks of this rank.
+        shape: of the model.
+        read: returns the tensor to export for a parameter, in the shape of the parameter; None exports the value.
+            With `read`, correction biases of routers are left out, because they are buffers.
     """
     config = chunks[0].config
     for name, weight in _whole_weights(chunks, shape, read):
@@ -78,7 +78,11 @@ def export_weights(
 
 
 def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name in the local spec with global layer and expert numbers, weight) of this rank, in one order on a stage."""
+    """Yield (name in the local spec, weight) of this rank, in the same order on all ranks of a pipeline stage.
+
+    Layer and expert numbers in the names are global. With 8 experts on 4 expert-parallel ranks, `local_experts.1` of
+    rank 2 becomes `local_experts.5`.
+    """
     per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
     first_expert = per_rank * expert_group().rank()
     for chunk in chunks:
@@ -94,19 +98,24 @@ def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> It
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A group over which single tensors are split."""
+    """A group of ranks that each have a part of a tensor."""
 
     group: dist.ProcessGroup
+    """The group."""
     size: int
+    """Number of parts."""
     rank: int
+    """Number of this rank's part."""
 
     @classmethod
     def tensor(cls) -> _Split:
+        """Split of dense tensors."""
         group = tensor_group()
         return cls(group, group.size(), group.rank())
 
     @classmethod
     def expert_tensor(cls) -> _Split:
+        """Split of the tensors of an expert."""
         group = expert_tensor_group()
         return cls(group, group.size(), group.rank())
 
@@ -115,11 +124,15 @@ class _Split:
 
 
 def _query_groups(config: Any, split: _Split | None) -> int:
-    """Key-value heads of this rank's part of a tensor."""
+    """Number of key-value heads in this rank's part of a tensor."""
     return config.num_query_groups // (split.size if split else 1)
 
 
 def _join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) -> Tensor:
+    """One megatron tensor of the Hugging Face tensors `names`.
+
+    qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1.
+    """
     match names.kind:
         case "qkv":
             return torch.cat([t.unflatten(0, (query_groups, -1)) for t in tensors], dim=1).flatten(0, 1)
@@ -130,6 +143,7 @@ def _join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int)
 
 
 def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor]:
+    """Inverse of `_join_names` for a complete tensor."""
     match names.kind:
         case "qkv":
             grouped = weight.view(config.num_query_groups, -1, *weight.shape[1:])
@@ -142,11 +156,12 @@ def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor
             return [weight]
 
 
-# ---- parts on the ranks of a group -> one whole tensor
+# ---- parts on the ranks of a group -> one complete tensor
 
 
 def _glue(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
-    if kind == "gate_up":  # each rank holds a part of gate on top of the same part of up
+    """Concatenate the parts of all ranks. gate_up parts (g0, u0) and (g1, u1) become (g0, g1, u0, u1)."""
+    if kind == "gate_up":
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(parts, dim=dim)
@@ -154,20 +169,21 @@ def _glue(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One or more whole tensors that a parameter of some stage becomes, as the other stages must know them.
-
-    names: one; with expert parallelism those of the experts at the same place on every rank.
-    """
+    """Complete tensors of one parameter, described for the other pipeline stages."""
 
     names: tuple[str, ...]
+    """One name; for an expert the names at the same local number on all expert-parallel ranks. With 8 experts on 4
+    ranks, the experts 1, 3, 5, 7 form one entry."""
     shape: tuple[int, ...]
+    """Of one complete tensor."""
     dtype: torch.dtype
+    """Of the tensor."""
 
 
 def _whole_weights(
     chunks: Sequence[Any], shape: ModelShape, read: Callable[[Tensor], Tensor] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every megatron tensor, whole, on every rank, stage after stage."""
+    """Yield all complete megatron tensors on all ranks, one pipeline stage after the other."""
     pipeline = pipeline_group()
     local = list(named_weights(chunks, parameters_only=read is not None))
     stages: list[Any] = [[_entry(name, parameter, chunks) for name, parameter in local]]
@@ -204,7 +220,7 @@ def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
 
 
 def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The whole tensor of a parameter; for an expert, those of the same place on every expert-parallel rank."""
+    """The complete tensors of `_Entry.names` for a parameter of this stage."""
     weight = read(parameter).contiguous()
     split = _split_of(name, parameter)
     if split is not None:
@@ -220,13 +236,17 @@ def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Ten
 
 
 def _split_of(name: str, parameter: Tensor) -> _Split | None:
-    """The group that holds the parts of this parameter; None where every rank holds it whole."""
+    """The group over which a parameter is split; None if every rank has the complete parameter."""
     split = _Split.expert_tensor() if is_expert(name) else _Split.tensor()
     return split if split.size > 1 and getattr(parameter, "tensor_model_parallel", False) else None
 
 
 class _Reader:
-    """Tensors of a checkpoint folder by name. Experts saved as one tensor per layer are cut out of it."""
+    """Reads tensors of a checkpoint folder by name, also experts that are saved as one fused tensor per layer.
+
+    Raises:
+        CheckpointError: the folder has no safetensors file.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
@@ -238,24 +258,26 @@ class _Reader:
             raise CheckpointError(f"{checkpoint} has no *.safetensors file; save the checkpoint in that format")
 
     def refuse_layers_from(self, first: int) -> None:
-        """Refuse layers after the decoder's: checkpoints keep those for multi-token prediction there.
+        """Refuse layers for multi-token prediction, which follow the decoder layers in a checkpoint.
 
         Raises:
-            CheckpointError: there are some; they would be neither trained nor exported.
+            CheckpointError: the checkpoint has such layers, which would be neither trained nor exported.
         """
         further = [name for name in self._files if (found := _HF_LAYER.match(name)) and int(found[1]) >= first]
         if further:
             raise CheckpointError(
-                f"{self._checkpoint} holds {len(further)} tensors of layers after num_hidden_layers={first}, the first "
+                f"{self._checkpoint} has {len(further)} tensors of layers after num_hidden_layers={first}, the first "
                 f"{min(further)}: multi-token prediction, which the trainer does not train. Save the checkpoint "
-                "without them, as load and save_pretrained of transformers do"
+                "without these layers, for example with from_pretrained and save_pretrained of transformers"
             )
 
     def read(self, name: str, *, weight: Tensor, split: _Split | None) -> Tensor:
-        """This rank's part of a tensor that is split as `weight` is; the last of a vocabulary may be short.
+        """This rank's part of a saved tensor, for a parameter `weight` with split `split`.
+
+        The last part of a vocabulary may be shorter than `weight`: 9 rows on 2 ranks are the parts 0..4 and 5..8.
 
         Raises:
-            CheckpointError: there is no such tensor.
+            CheckpointError: the checkpoint has no such tensor.
         """
         saved, where = self._find(name)
         if split is not None:
@@ -268,7 +290,10 @@ class _Reader:
         return part.squeeze(0) if len(where) > weight.dim() else part
 
     def _find(self, name: str) -> tuple[Any, list[slice]]:
-        """The saved tensor that `name` is or lies in, and where it lies."""
+        """The saved tensor that contains `name`, and the slices of `name` in it.
+
+        For `...experts.3.up_proj.weight` in a fused gate_up_proj [8, 128, 64]: slices 3:4, 64:128, 0:64.
+        """
         if name in self._files:
             saved = self._files[name].get_slice(name)
             return saved, [slice(0, size) for size in saved.get_shape()]
@@ -281,4 +306,4 @@ class _Reader:
                 _, rows, columns = saved.get_shape()
                 half = {"gate": slice(0, rows // 2), "up": slice(rows // 2, rows), "down": slice(0, rows)}[kind]
                 return saved, [slice(int(number), int(number) + 1), half, slice(0, columns)]
-        raise CheckpointError(f"{self._checkpoint} has no tensor {name}; config.json asks for it")
+        raise CheckpointError(f"{self._checkpoint} has no tensor {name}, which config.json requires")

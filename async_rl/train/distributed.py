@@ -15,28 +15,38 @@ from async_rl.train.model import TrainerConfig
 
 
 def open_store(host: str) -> TCPStore:
-    """A store for ranks to meet at, on a free port of this machine; it lives as long as the returned object.
+    """Start a rendezvous store for the ranks on a free port of this machine. It is closed with the returned object.
 
-    The port is bound from the start, so that no other process can be given it before the ranks come.
+    The store binds the port immediately, so that no other process can take it before the ranks connect.
     """
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 class ProcessGroups:
-    """Joins the other ranks and cuts them into megatron's groups; `close` leaves.
+    """Joins the other ranks and initialises megatron's parallel groups; `close` leaves them.
 
-    A process has one such layout. A second trainer in a process shares it, and does not take it down.
+    A process has one layout. A second trainer in a process shares the groups and does not destroy them.
 
     Args:
-        rendezvous: host:port of the store (`open_store`) at which the ranks meet; None for a rank that is alone.
+        config: layout and time-out.
+        rank: of this process.
+        world_size: number of ranks.
+        rendezvous: host:port of the store (`open_store`); None for a single rank.
+
+    Attributes:
+        device: GPU or CPU of this rank.
+        coordinates: position in the groups that split rows.
+        data_rank: rank in the data-parallel group, which determines the sequences.
+        data_size: size of the data-parallel group.
+        is_last_stage: whether this rank has the last pipeline stage, which computes logits.
 
     Raises:
-        RuntimeError: the process is already part of another layout.
+        RuntimeError: the process already has another layout, or `world_size` differs from the config.
     """
 
     def __init__(self, config: TrainerConfig, *, rank: int, world_size: int, rendezvous: str | None) -> None:
         if world_size != config.ranks:
-            raise RuntimeError(f"world_size is {world_size}, but trainer.ranks is {config.ranks}; start as many ranks")
+            raise RuntimeError(f"world_size is {world_size}, but trainer.ranks is {config.ranks}; both must be equal")
         self.rank, self.size = rank, world_size
         self.device = _device(rank)
         self._owned = not dist.is_initialized()
@@ -54,7 +64,7 @@ class ProcessGroups:
         elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size) or _layout() != _wanted(config):
             raise RuntimeError(
                 f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in layout {_layout()}; a trainer "
-                f"of rank {rank} of {world_size} in layout {_wanted(config)} needs a process of its own"
+                f"of rank {rank} of {world_size} in layout {_wanted(config)} needs a separate process"
             )
         self.reseed(config.seed)
         self.coordinates = Coordinates(
@@ -68,11 +78,11 @@ class ProcessGroups:
         self.is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def reseed(self, seed: int) -> None:
-        """Begin the random numbers anew, as megatron has them differ between ranks."""
+        """Reset the random state from `seed`; megatron derives different numbers for each rank."""
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
     def random_state(self) -> dict[str, Any]:
-        """Of this rank: torch's generators and those that megatron keeps for dropout."""
+        """Random state of this rank: torch's generators and megatron's generators for dropout."""
         return {
             "cpu": torch.get_rng_state(),
             "device": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
@@ -80,14 +90,14 @@ class ProcessGroups:
         }
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Continue from `random_state`."""
+        """Restore the result of `random_state`."""
         torch.set_rng_state(state["cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["device"])
         _megatron_random().set_states(state["megatron"])
 
     def gather(self, value: object) -> list[Any]:
-        """The value of every rank, by rank; it is pickled."""
+        """Values of all ranks, by rank. Values are pickled. Collective."""
         values: list[Any] = [value]
         if dist.get_world_size() > 1:
             values *= dist.get_world_size()
@@ -95,7 +105,7 @@ class ProcessGroups:
         return values
 
     def sum_over_ranks(self, values: torch.Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce float64 [n] over all ranks, in place."""
+        """Reduce `values` float64 [n] over all ranks, in place. Collective."""
         if dist.get_world_size() > 1:
             moved = values.to(self.device)
             dist.all_reduce(moved, op=op)
@@ -103,44 +113,44 @@ class ProcessGroups:
         return values
 
     def barrier(self) -> None:
-        """Wait for every rank, at most trainer.timeout_s."""
+        """Wait for all ranks, at most trainer.timeout_s."""
         if dist.get_world_size() > 1:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the groups if this object made them."""
+        """Destroy the groups if this object created them."""
         if self._owned and dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
 def tensor_group() -> dist.ProcessGroup:
-    """Ranks that hold parts of the same dense tensors."""
+    """Tensor parallelism: ranks with parts of the same dense tensors."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """Ranks that hold the stages of one copy of the model."""
+    """Pipeline parallelism: ranks with the stages of one copy of the model."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
 def expert_group() -> dist.ProcessGroup:
-    """Ranks that hold different experts of the same layers."""
+    """Expert parallelism: ranks with different experts of the same layers."""
     return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
 
 
 def expert_tensor_group() -> dist.ProcessGroup:
-    """Ranks that hold parts of the same experts."""
+    """Expert tensor parallelism: ranks with parts of the same experts."""
     return cast(dist.ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
 
 
 def context_group() -> dist.ProcessGroup:
-    """Ranks that hold parts of the same sequences."""
+    """Context parallelism: ranks with parts of the same sequences."""
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 def _megatron_random() -> Any:
-    """The named generators that megatron draws dropout and initial weights from."""
+    """Megatron's named generators for dropout and initial weights."""
     return tensor_parallel.get_cuda_rng_tracker()
 
 

@@ -1,4 +1,4 @@
-"""Attention of rows by Transformer Engine's kernels."""
+"""Attention over packed rows with Transformer Engine's kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from async_rl.train.attention import RowModule
 
 
 class FusedRowAttention(RowModule):
-    """Attention by `kernel`.
+    """Attention with a kernel of Transformer Engine.
 
-    With context parallelism the kernel passes keys and values around the ranks; its ring takes of each sequence the
-    two chunks that `pack_rows` gives a rank.
+    With context parallelism the kernel passes keys and values around a ring of ranks. It expects the same two chunks of
+    each sequence on a rank as `pack_rows` assigns.
 
     Args:
-        kernel: megatron's TEDotProductAttention; other arguments as for it.
+        config: megatron's TransformerConfig.
+        kernel: megatron's TEDotProductAttention.
+        settings: further arguments of `kernel`.
     """
 
     def __init__(self, config: Any, *, kernel: Callable[..., Any], **settings: Any) -> None:
@@ -39,11 +41,11 @@ class FusedRowAttention(RowModule):
 
 
 def packed_sequences(rows: PackedRows) -> PackedSeqParams:
-    """The sequences over all context ranks, in megatron's terms.
+    """Sequence boundaries over all context ranks as megatron's PackedSeqParams.
 
-    Padding counts as tokens: it is on the right, where causality keeps real tokens from seeing it, and kernels that
-    cannot skip rows between sequences stay possible. Transformer Engine sees by the boundaries with and without
-    padding being one object that there is nothing to skip.
+    Padding rows count as tokens. They are on the right, so causality keeps real tokens from attending to them, and
+    kernels that cannot skip rows between sequences can be used. The boundaries with and without padding must be the
+    same object: Transformer Engine then knows that there are no rows to skip.
     """
     return PackedSeqParams(
         qkv_format="thd",

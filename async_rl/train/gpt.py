@@ -1,4 +1,4 @@
-"""Megatron's GPTModel from a Hugging Face config, wrapped for data parallelism. Weights are not loaded here."""
+"""Builds megatron's GPTModel from a Hugging Face config, wrapped for data parallelism. Weights are not loaded here."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ from async_rl.train.router_replay import RouterReplay
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuiltModel:
-    """The chunks of this rank, one per virtual pipeline stage.
-
-    chunks: GPTModel as built. wrapped: the same for the schedules: bfloat16 conversion and data parallelism.
-    replay: router replay hooks; None for a dense model.
-    """
+    """This rank's part of the model."""
 
     shape: ModelShape
+    """Properties from the Hugging Face config."""
     config: TransformerConfig
+    """Megatron's config."""
     chunks: Sequence[GPTModel]
+    """One per virtual pipeline stage."""
     wrapped: Sequence[DistributedDataParallel]
+    """The same chunks with bfloat16 conversion and data parallelism, for megatron's schedules."""
     rotary: Rotary
+    """Rotary angles."""
     replay: RouterReplay | None
+    """Router replay hooks; None for a dense model."""
 
     @property
     def for_schedule(self) -> Any:
-        """What megatron's schedules take: a list only with a virtual pipeline."""
+        """The `model` argument of megatron's schedules: a list only with a virtual pipeline."""
         return list(self.wrapped) if len(self.wrapped) > 1 else self.wrapped[0]
 
     def release_graph(self) -> None:
-        """Let go of the graph of the last forward pass.
+        """Drop references to the autograd graph of the last forward pass.
 
-        Megatron's token dispatchers keep its gate weights. From these the graph leads on to the gradient hooks of the
-        parameters and back to the model, partly through C++, where Python cannot see a cycle: a model that keeps its
-        graph is never freed, and neither are its process groups.
+        Megatron's token dispatchers keep gate weights with their graph. The graph references the gradient hooks of the
+        parameters and thereby the model. A part of this cycle is in C++, where Python's garbage collector cannot find
+        it, so that neither the model nor its process groups would be freed.
         """
         for chunk in self.chunks:
             for layer in chunk.decoder.layers:
@@ -66,8 +68,8 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     """Build this rank's part of the model; its weights are undefined until they are loaded.
 
     Raises:
-        CheckpointError: a model the trainer does not know.
-        ValueError: a parallel layout the model does not divide into; names the field.
+        CheckpointError: the trainer does not support the model.
+        ValueError: the parallel layout does not divide the model; the message names the field.
     """
     shape = read_shape(checkpoint)
     _check_divides(shape, config)
@@ -100,7 +102,7 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
 
 
 def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
-    """Vocabulary rounded up to what tensor parallelism divides."""
+    """Vocabulary size rounded up to a multiple of `tensor`: 117 ids on 4 ranks are 120."""
     return -(-shape.vocab_size // tensor) * tensor
 
 
@@ -128,11 +130,11 @@ def _build_chunk(
 
 
 def _mark_weights(chunk: GPTModel) -> None:
-    """Say which dimension tensor parallelism splits, and which weights are of experts, by what a weight is.
+    """Mark on each weight which dimension tensor parallelism splits, and whether it belongs to an expert.
 
-    Megatron says the first only where it draws the initial weights, and Transformer Engine says 0 of every weight that
-    it does not split itself, those of experts among them. Megatron says the second only with expert parallelism; with
-    expert_tensor != tensor the gradients of experts would be summed over the wrong ranks.
+    Megatron marks the dimension only when it draws initial weights. Transformer Engine marks dimension 0 on every
+    weight that it does not split itself, including experts. Megatron marks experts only with expert parallelism;
+    without the mark and with expert_tensor != tensor, the gradients of experts would be summed over the wrong ranks.
     """
     for name, weight in chunk.named_parameters():
         name = local_name(name)
@@ -149,10 +151,10 @@ def _mark_weights(chunk: GPTModel) -> None:
 
 
 def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel]) -> None:
-    """Keep the routers' correction bias as the checkpoint has it, in float32, and count nothing towards moving it.
+    """Keep the routers' correction biases constant, in float32.
 
-    Megatron moves it after every update by the number of tokens that each expert got. Under replay these are the
-    choices of older weights, and a bias that moves changes routing in the engines by no gradient at all.
+    Megatron would change them after every update, by the number of tokens per expert. Under replay these numbers are
+    choices of older weights, and a changed bias would change the routing in the engines without any gradient.
     """
     megatron.moe_router_enable_expert_bias = False  # read when gradients are finalized; the scores still use the bias
     for chunk in chunks:
@@ -167,7 +169,7 @@ def _transformer_config(
     shape: ModelShape, config: TrainerConfig, device: torch.device, *, transformer_engine: bool
 ) -> TransformerConfig:
     with warnings.catch_warnings():
-        # Recomputing core attention is said to be pointless with TE's fused kernels: whoever asks for it gets it.
+        # Megatron warns that recomputing core attention is useless with fused kernels; it is the user's choice.
         warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
         megatron = _megatron_config(shape, config, device, transformer_engine=transformer_engine)
     megatron.finalize_model_grads_func = _sum_gradients
@@ -212,10 +214,10 @@ def _megatron_config(
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
-        # Gradients are summed, never averaged: the weight of each token is in the loss (losses.token_weights).
+        # Gradients are summed, not averaged: the loss contains the weight of each token (losses.token_weights).
         calculate_per_token_loss=True,
         variable_seq_lengths=parallel.pipeline > 1,
-        # With the default point-to-point order the interleaved schedule is silently wrong.
+        # The interleaved schedule gives wrong results with the default order of point-to-point messages.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         **_recompute(config),
@@ -233,7 +235,7 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
 
 
 def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reduction over all groups without its division by a token count."""
+    """Megatron's gradient reduction over all groups, without the division by a token count."""
     finalize_model_grads(model, None, **kwargs)
 
 

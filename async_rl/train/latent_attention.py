@@ -1,7 +1,7 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values made out of small vectors per token.
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values from a small latent vector per token.
 
-Megatron's own splits the projections to those vectors over tensor-parallel ranks, and then loses part of the gradient
-of the rotary key. Here every rank holds them whole and projects its part of the rows.
+Megatron's implementation splits the down projections over tensor-parallel ranks and then misses a part of the gradient
+of the rotary key. Here every rank has the complete down projections and applies them to its own rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from async_rl.train.attention import RowContext, rotate
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear map that every tensor-parallel rank holds whole and applies to its own rows."""
+    """A linear layer that is replicated on tensor-parallel ranks, each of which applies it to its own rows."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
@@ -26,9 +26,9 @@ class WholeLinear(torch.nn.Linear):
 
 
 class LatentAttention(Attention):
-    """Stands in the place of megatron's MLASelfAttention; the same parameters by the same names.
+    """Replaces megatron's MLASelfAttention, with the same parameter names.
 
-    kv_channels of the config is the size of a value head, softmax_scale what scores are multiplied by.
+    In the config, `kv_channels` is the size of a value head and `softmax_scale` the factor of the attention scores.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LatentAttention(Attention):
         )
 
     def _heads(self, linear: Any, inputs: int, outputs: int) -> Any:
-        """A projection whose outputs, whole heads, are split over tensor-parallel ranks; gathers the rows of all."""
+        """A projection to heads, which are split over tensor-parallel ranks; it gathers the rows of all ranks."""
         return linear(
             inputs,
             outputs,
@@ -78,7 +78,11 @@ class LatentAttention(Attention):
         packed_seq_params: RowContext | None = None,
         **_unused: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """([t / tensor, 1, hidden], no bias) from [t / tensor, 1, hidden]."""
+        """(output, None as bias) from `hidden_states`; both tensors are [t / tensor, 1, hidden].
+
+        Raises:
+            ValueError: `packed_seq_params` is missing.
+        """
         if packed_seq_params is None:
             raise ValueError("LatentAttention needs packed_seq_params: a RowContext")
         query, key, value = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
@@ -94,7 +98,7 @@ class LatentAttention(Attention):
     def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, context: RowContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [t, 1, heads of this rank, their size], turned by position."""
+        """Query, key and value [t, 1, heads of this rank, head size] with the rotary embedding applied."""
         config = cast(Any, self.config)
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
@@ -102,7 +106,7 @@ class LatentAttention(Attention):
             query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
         latent, turned_key = self.linear_kv_down_proj(hidden_states).split(self.latent_sizes, dim=-1)
         if config.sequence_parallel:
-            # Each rank's heads use the key of all rows; their gradients are summed on the way back.
+            # Each rank's heads use the rotary key of all rows; backward sums the gradients of the ranks.
             turned_key = gather_from_sequence_parallel_region(turned_key.contiguous(), group=self.tp_group)
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
 
@@ -116,5 +120,8 @@ class LatentAttention(Attention):
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Even channels before odd ones: in checkpoints neighbours turn against each other, `rotate` turns halves."""
+    """Even channels before odd channels: (0, 1, 2, 3) -> (0, 2, 1, 3).
+
+    Checkpoints rotate channel 2i with 2i + 1; `rotate` rotates channel i with i + dim / 2.
+    """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,8 +1,8 @@
-"""Megatron's layer specs with the attention of this package (see attention.py) in the place of its own.
+"""Megatron's layer specs with the attention of this package (see attention.py).
 
-There are two: the local spec, and megatron's spec with Transformer Engine. The second fuses the norm before a linear
-layer into it and holds the experts of a rank in one module, so that its weights have other names; `local_name` gives
-the one a weight has in the local spec, by which everything else goes.
+There are two specs: local, and Transformer Engine. The latter fuses a norm into the following linear layer and the
+experts of a rank into one module, so that the names of weights differ. `local_name` maps them to the names of the local
+spec, which the rest of the package uses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from async_rl.train.fused_attention import FusedRowAttention
 from async_rl.train.latent_attention import LatentAttention
 from async_rl.train.model import TrainerConfig
 
-# Attention of older versions knows no scale of scores and no values of another size than keys, and megatron leaves
-# these out without a word.
+# Attention of older versions supports neither a scale of the scores nor values with another size than keys, and
+# megatron then ignores these settings silently.
 _OLDEST_TE = "1.10.0"
 _REPLACED: dict[Any, Any] = {
     WrappedTorchNorm: RMSNorm,
@@ -37,10 +37,10 @@ _REPLACED: dict[Any, Any] = {
 
 
 def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> bool:
-    """Which of the two specs `trainer.layer_spec` means on this rank.
+    """Whether `trainer.layer_spec` selects Transformer Engine on this rank.
 
     Raises:
-        ValueError: Transformer Engine is asked for, and it cannot be used here.
+        ValueError: Transformer Engine is required, but it cannot be used on this rank.
     """
     if config.layer_spec == "local":
         return False
@@ -53,7 +53,7 @@ def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> b
 
 
 def what_transformer_engine_lacks(device: torch.device) -> str:
-    """Why it cannot be used on `device` and what to do; empty where it can."""
+    """Why Transformer Engine cannot be used on `device`, and a fix; empty if it can be used."""
     if device.type != "cuda":
         return f"this rank computes on {device.type}; give it a GPU"
     if not gpt_layer_specs.HAVE_TE:
@@ -64,7 +64,13 @@ def what_transformer_engine_lacks(device: torch.device) -> str:
 
 
 def layer_specs(config: TransformerConfig, *, stage: int | None, transformer_engine: bool = False) -> Any:
-    """The layers of this rank as GPTModel takes them; stage: of a virtual pipeline."""
+    """Spec of the layers of this rank for GPTModel.
+
+    Args:
+        config: megatron's config.
+        stage: virtual pipeline stage; None without a virtual pipeline.
+        transformer_engine: which of the two specs.
+    """
     specs = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
@@ -72,7 +78,7 @@ def layer_specs(config: TransformerConfig, *, stage: int | None, transformer_eng
 
 
 def replace_modules(spec: Any) -> Any:
-    """The same spec (block, layer or module) with the modules of this package in the place of megatron's."""
+    """Replace megatron's modules in a spec (block, layer or module) by the modules of this package."""
     if isinstance(spec, type):
         return _REPLACED.get(spec, spec)
     if isinstance(spec, list):
@@ -87,8 +93,8 @@ def replace_modules(spec: Any) -> Any:
 
 
 def _with_row_attention(specs: Any) -> Any:
-    """Transformer Engine's spec, its attention between what rows need before and after."""
-    for layer in {id(layer): layer for layer in specs.layer_specs}.values():  # layers of a kind share one
+    """Wrap the attention of Transformer Engine's spec in FusedRowAttention."""
+    for layer in {id(layer): layer for layer in specs.layer_specs}.values():  # layers of one kind share a spec
         attention = layer.submodules.self_attention
         attention.module = _REPLACED.get(attention.module, attention.module)
         parts = attention.submodules
@@ -110,7 +116,10 @@ _OUTER = ("word_embeddings", "output_layer")
 
 
 def local_name(name: str) -> str:
-    """The name that a weight has in the local spec, from its name in either; layers and experts keep their numbers."""
+    """Name of a weight in the local spec, from its name in either spec. Layer and expert numbers do not change.
+
+    `mlp.experts.linear_fc1.weight5` -> `mlp.experts.local_experts.5.linear_fc1.weight`.
+    """
     for pattern, replacement in _LOCAL_NAMES:
         name, found = pattern.subn(replacement, name)
         if found:
@@ -119,12 +128,17 @@ def local_name(name: str) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a weight, by its local name, is of one expert."""
+    """Whether a weight with this local name belongs to an expert."""
     return ".local_experts." in name
 
 
 def split_dimension(name: str, weight: Tensor) -> int | None:
-    """Which dimension tensor parallelism splits of a weight, by its local name; None where each rank has it whole."""
+    """The dimension of a weight that tensor parallelism splits; None if each rank has the complete weight.
+
+    Args:
+        name: local name.
+        weight: the weight or this rank's part.
+    """
     module, _, kind = name.rpartition(".")
     of = module.rpartition(".")[2]
     if of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias"):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def compute_head_in_float32(chunks: Sequence[GPTModel]) -> None:
-    """Make the output layer of the chunk that has one multiply in float32, so that logits are not rounded to bfloat16.
+    """Let the output layer multiply in float32, so that logits are not rounded to bfloat16.
 
-    bfloat16 rounds a logit of 16 by up to 0.06, and that is the error of a logprob (MiniMax-M1, arXiv 2506.13585). The
-    weight stays bfloat16 and so does its gradient.
+    bfloat16 rounds a logit of 16 by up to 0.06, which is then the error of a logprob (MiniMax-M1, arXiv 2506.13585).
+    The weight and its gradient remain bfloat16. Chunks without an output layer are unchanged.
     """
     for chunk in chunks:
         if chunk.post_process:

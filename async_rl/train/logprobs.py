@@ -1,7 +1,7 @@
-"""Logprob of given tokens and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+"""Logprobs of given tokens and entropies from logits whose vocabulary is split over tensor-parallel ranks.
 
-Over the whole vocabulary, or over the tokens that the sampler kept (top-p, top-k, min-p). The logits of kept tokens are
-gathered, a few per position, so that no mask over the vocabulary is made.
+The distribution is over the whole vocabulary, or over the tokens that the sampler kept (top-p, top-k, min-p). Only the
+logits of kept tokens are gathered, so that no mask over the vocabulary is needed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ ELEMENTS_AT_ONCE = 1 << 25  # 128 MiB in float32
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """Works on a few rows of the logits at a time, so that no copy of all of them in float32 is made.
+    """Processes a few rows of the logits at a time, which avoids a float32 copy of all logits.
 
-    Kept for backward are the logits and one number per row; the probabilities are computed again.
+    Saves the logits and a few numbers per row for backward, which recomputes the probabilities. A target of another
+    rank contributes 0 to the sum over ranks: with 5 columns per rank, target 7 is column 2 of rank 1, and rank 0 masks
+    it.
 
     d logprob_t / d z_j = 1[j = t] - p_j
     d entropy   / d z_j = -p_j (log p_j + entropy)
@@ -94,7 +96,7 @@ class _LogprobEntropy(torch.autograd.Function):
 
 
 def _parts(rows: Tensor, columns: int) -> tuple[Tensor, ...]:
-    """Of a tensor with an entry per row of logits: pieces of as many rows as are worked on at a time."""
+    """Split a tensor with one entry per row of logits into parts of at most ELEMENTS_AT_ONCE logits."""
     return rows.split(max(1, ELEMENTS_AT_ONCE // columns))
 
 
@@ -108,15 +110,19 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """float32 [n] logprob of `targets` and entropy in nats (zeros where not asked for), both differentiable.
+    """Logprob of `targets` and entropy of their distributions, float32 [n] in nat, both differentiable.
+
+    Logits (0, 0, log 2) and target 2: probabilities (1/4, 1/4, 1/2), logprob -0.693, entropy 1.040.
 
     Args:
         logits: [t, V / tensor], this rank's part of the vocabulary without padding columns; not changed.
         rows: int64 [n], the row of logits of each target, each at most once.
         targets: int64 [n], ids in the whole vocabulary.
         group: the tensor-parallel group; None for one rank.
-        full_columns: columns of a rank with padding, which say where its ids begin; None for as many as given.
+        full_columns: columns per rank including padding; the first id of a rank is its rank times this. None for
+            logits without padding.
         temperature: the logits are divided by it.
+        with_entropy: if False, the entropy is all zeros.
     """
     columns = full_columns or logits.shape[-1]
     return _LogprobEntropy.apply(logits, rows, targets, group, columns, temperature, with_entropy)  # pyright: ignore[reportReturnType]
@@ -124,7 +130,7 @@ def logprobs_and_entropy(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptTokens:
-    """The tokens that the sampler kept at n positions, of which it cut the distribution at c.
+    """The tokens that the sampler kept at n positions. It cut the distribution at c positions.
 
     position   kept      cut      whole   counts   token_ids
     0          {3, 7}    0, 2     1       2, 1     3, 7, 5
@@ -146,7 +152,10 @@ class KeptTokens:
 
     @classmethod
     def of(cls, counts: Tensor, token_ids: Tensor) -> KeptTokens | None:
-        """From counts int64 [n], 0 for the whole vocabulary, and ids int64 [sum(counts)]; None if all counts are 0."""
+        """From counts int64 [n], 0 for the whole vocabulary, and ids int64 [sum(counts)]; None if all counts are 0.
+
+        The example above: counts (2, 0, 1), ids (3, 7, 5).
+        """
         cut = counts.nonzero().squeeze(1)
         if not len(cut):
             return None
@@ -154,7 +163,7 @@ class KeptTokens:
         return cls(cut=cut, whole=whole, counts=counts[cut], token_ids=token_ids)
 
     def to(self, device: torch.device) -> KeptTokens:
-        """The same on `device`."""
+        """A copy on `device`."""
         return KeptTokens(
             cut=self.cut.to(device),
             whole=self.whole.to(device),
@@ -163,18 +172,18 @@ class KeptTokens:
         )
 
     def num_containing(self, targets: Tensor) -> int:
-        """Positions in `cut` that kept their token of int64 [n]."""
+        """Number of positions in `cut` whose kept tokens include their target, for targets int64 [n]."""
         return int((self.token_ids == self.each(targets[self.cut])).sum())
 
     def each(self, values: Tensor) -> Tensor:
-        """Values [c] of the positions in `cut`, repeated for each of their kept tokens."""
+        """Repeat values [c] for each kept token: (10, 20) in the example above become (10, 10, 20)."""
         return values.repeat_interleave(self.counts, output_size=len(self.token_ids))
 
 
 class _KeptLogprobEntropy(torch.autograd.Function):
-    """As `_LogprobEntropy`, from the logits z [k] of kept tokens. Sums in float64: they are short.
+    """As `_LogprobEntropy`, from the logits z [sum(counts)] of kept tokens, in float64.
 
-    A token of another tensor-parallel rank has a z of -inf here, and no gradient.
+    A token of another tensor-parallel rank has z = -inf and no gradient on this rank.
     """
 
     @staticmethod
@@ -231,14 +240,17 @@ def kept_logprobs_and_entropy(
     temperature: float = 1.0,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """float32 [c] logprob of `targets` and entropy in nats over the kept tokens, which alone take gradient.
+    """Logprob of `targets` and entropy over the kept tokens, float32 [c] in nat. Only kept tokens have a gradient.
+
+    With equal logits and the example of `KeptTokens`, targets (7, 5): logprobs (-0.693, 0), entropies (0.693, 0).
 
     Args:
         logits: [t, W], this rank's part of the vocabulary with padding columns; not changed.
         rows: int64 [c], the row of logits of each position in `kept.cut`.
         targets: int64 [c], ids, each among the kept tokens of its position.
-        columns: columns of this rank that are ids of the vocabulary.
-        group, temperature, with_entropy: as of `logprobs_and_entropy`.
+        kept: the kept tokens of the positions.
+        columns: columns of this rank that are ids of the vocabulary, without padding.
+        group, temperature, with_entropy: see `logprobs_and_entropy`.
     """
     width = logits.shape[-1]
     local = kept.token_ids - (group.rank() * width if group is not None and group.size() > 1 else 0)

@@ -1,6 +1,6 @@
-"""Policy losses, written as their equations: an advantage times bounded ratios of named logprobs (`train.ratios`).
+"""Policy losses as equations: an advantage times bounded ratios of named logprobs (`train.ratios`).
 
-All tensors have one entry per token that enters the loss.
+All tensors have one entry per token in the loss.
 """
 
 from __future__ import annotations
@@ -69,46 +69,53 @@ OBJECTIVE_FIELDS: Mapping[LossName, tuple[str, ...]] = {
     "sequence_mis": ("behaviour_weight_cap",),
     "sequence_mask": (*_TRUST_REGION, "max_sequence_drift"),
 }
-"""Fields of LossConfig that the objective uses. Fields that are in no row serve every objective."""
+"""Fields of LossConfig that each objective uses. Fields that are in no row apply to all objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """The policy loss. A field that the objective does not use keeps its default; another value is refused.
+    """The policy loss. A field that the objective does not use must keep its default.
 
-    name: the objective; its equation and source are at `surrogate` or `trajectory_surrogate`.
-    clip_low, clip_high: ratios are clipped (dis: dropped) outside [1 - clip_low, 1 + clip_high].
-    dual_clip: bound on the ratio of tokens with negative advantage where PPO has none; None for none.
-    behaviour_weight_cap: bound on the ratio to the behaviour policy (decoupled_ppo, tis, gspo, sequence_tis,
-        sequence_mis), and on the importance weight of the KL term of every objective.
-    mask_low, mask_high: icepop drops tokens whose proximal / behaviour lies outside.
-    max_sequence_drift: nat per token by which a trajectory with negative advantage may have become less likely before
-        sequence_mask drops it.
-    max_second_moment: of the log ratios that m2po keeps, nat^2.
-    aggregation: mean over all tokens of the batch, over trajectories of the mean of each, or over prompt groups of the
-        mean of each; `fixed_length` sums the tokens and divides by trajectories x fixed_length. See `token_weights`.
-    count: which outputs these means count. `all`: those of the mini-batch, also of groups whose rewards are all the
-        same, as published. `informative`: these groups are left out of the loss, as if they had not been sampled.
-    kl_coefficient, kl_estimator: see `kl_term`.
-    temperature: that the engine sampled with; logprobs are of the logits divided by it.
+    Raises:
+        ValueError: a value is out of range, or the objective does not use it; the message names the field.
     """
 
     name: LossName = "decoupled_ppo"
+    """The objective; `surrogate` and `trajectory_surrogate` have the equations."""
     clip_low: float = 0.2
+    """Ratios below 1 - clip_low are clipped (dis: dropped)."""
     clip_high: float = 0.28
+    """Ratios above 1 + clip_high are clipped (dis: dropped)."""
     dual_clip: float | None = None
+    """Upper bound on the ratio of tokens with negative advantage, which PPO does not bound; None for no bound."""
     behaviour_weight_cap: float = 2.0
+    """Upper bound on the ratio to the behaviour policy (decoupled_ppo, tis, gspo, sequence_tis, sequence_mis), and on
+    the importance weight of the KL term of every objective."""
     mask_low: float = 0.5
+    """icepop drops tokens whose proximal / behaviour is below this."""
     mask_high: float = 5.0
+    """icepop drops tokens whose proximal / behaviour is above this."""
     max_sequence_drift: float = 0.5
+    """sequence_mask drops a trajectory with negative advantage whose mean log(behaviour / current) is above this, in
+    nat per token."""
     max_second_moment: float = 0.04
+    """m2po drops tokens until the mean of the squared log ratios is at most this, in nat^2."""
     aggregation: Aggregation = "token_mean"
+    """Mean over all tokens, mean over trajectories of the mean of each, mean over prompt groups of the mean of each, or
+    (`fixed_length`) sum over tokens / (trajectories x fixed_length); see `token_weights`."""
     fixed_length: int | None = None
+    """Tokens; only for aggregation=fixed_length."""
     count: Count = "all"
+    """Groups in these means. `all` includes groups with equal rewards, as in the papers; `informative` leaves them out
+    of the loss, as if they had not been sampled."""
     kl_coefficient: float = 0.0
+    """Factor of the KL term; 0 for no KL term."""
     kl_estimator: KLEstimator = "k3"
+    """See `kl_estimate`."""
     entropy_coefficient: float = 0.0
+    """Factor of the entropy, which is subtracted from the loss."""
     temperature: float = 1.0
+    """Sampling temperature of the engine; logits are divided by it."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -123,7 +130,8 @@ class LossConfig:
             raise ValueError(f"loss.clip_low is {self.clip_low}; must be in (0, 1]")
         if not 0 <= self.mask_low < 1 < self.mask_high:
             raise ValueError(
-                f"loss.mask_low is {self.mask_low} with loss.mask_high={self.mask_high}; a ratio of 1 must lie between"
+                f"loss.mask_low is {self.mask_low} with loss.mask_high={self.mask_high}; need 0 <= mask_low < 1 < "
+                "mask_high"
             )
         if self.dual_clip is not None and not self.dual_clip > 1 + self.clip_high:
             raise ValueError(f"loss.dual_clip is {self.dual_clip}; must be > 1 + clip_high = {1 + self.clip_high}")
@@ -135,15 +143,15 @@ class LossConfig:
                 raise ValueError(f"loss.{name} is {getattr(self, name)}; must be >= 0")
         if (self.aggregation == "fixed_length") != (self.fixed_length is not None):
             raise ValueError(
-                f"loss.aggregation is {self.aggregation} with loss.fixed_length={self.fixed_length}; give the length "
-                "(say, rollout.limits.max_tokens) with aggregation=fixed_length and null with any other"
+                f"loss.aggregation is {self.aggregation} with loss.fixed_length={self.fixed_length}; set a length "
+                "(such as rollout.limits.max_tokens) with aggregation=fixed_length, and null with any other"
             )
         if self.fixed_length is not None and self.fixed_length < 1:
             raise ValueError(f"loss.fixed_length is {self.fixed_length}; must be >= 1")
         self._check_unused()
 
     def _check_unused(self) -> None:
-        """Refuse a value that would change nothing."""
+        """Refuse a value that has no effect."""
         for field in fields(self):
             value, names = getattr(self, field.name), [n for n, used in OBJECTIVE_FIELDS.items() if field.name in used]
             if field.name == "behaviour_weight_cap" and self.kl_coefficient > 0:
@@ -155,13 +163,13 @@ class LossConfig:
                 )
         if self.kl_estimator != "k3" and self.kl_coefficient == 0:
             raise ValueError(
-                f"loss.kl_estimator is {self.kl_estimator} with loss.kl_coefficient=0, so that nothing uses it; "
+                f"loss.kl_estimator is {self.kl_estimator} with loss.kl_coefficient=0, so it has no effect; "
                 "set loss.kl_coefficient, or leave it at k3"
             )
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether tokens of groups whose rewards are all the same have a gradient."""
+        """Whether tokens of groups with equal rewards have a gradient, from KL or entropy."""
         return self.count == "all" and (self.kl_coefficient > 0 or self.entropy_coefficient > 0)
 
     @property
@@ -171,26 +179,28 @@ class LossConfig:
 
     @property
     def needs_proximal_pass(self) -> bool:
-        """Whether the proximal logprobs of all tokens are needed before the loss of the first."""
+        """Whether the loss of a token depends on the proximal logprobs of all tokens."""
         return self.name == "m2po"
 
     @property
     def filters(self) -> tuple[FilterName, ...]:
-        """The filters that report tokens, in the order of `Surrogate.weights`."""
+        """Names of the filters of the objective, in the order of `Surrogate.weights`."""
         return tuple(w.filter for w in surrogate(self).weights if w.filter is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """-A x weights of each token; with `score` also x log current, where no weight has a gradient."""
+    """Loss of a token: -A x product of the weights, and x log current if `score`."""
 
     weights: tuple[Weight, ...]
+    """Bounded ratios."""
     score: bool = False
+    """Whether the gradient comes from a factor log current; the weights then have none."""
 
     def __call__(
         self, logprobs: TokenLogprobs, *, advantages: Tensor, trajectories: Trajectories | None
     ) -> tuple[Tensor, dict[FilterName, Tensor]]:
-        """[n] loss of each token, and for each filter bool [n]: whether it touched the token."""
+        """Loss [n] of each token, and filter -> bool [n], whether the filter changed the token's weight."""
         value = advantages * logprobs.current if self.score else advantages
         touched: dict[FilterName, Tensor] = {}
         for weight in reversed(self.weights):
@@ -202,29 +212,32 @@ class Surrogate:
 
 
 def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surrogate:
-    """The objective of `config.name`: one of `trajectory_surrogate`, or of these, which weigh each token by itself.
+    """The objective of `config.name`. The objectives below weight each token separately; `trajectory_surrogate` has
+    the objectives that weight whole trajectories.
 
-    r = current / behaviour, A the advantage, sg: without gradient. proximal is the trainer's own policy before the
-    first optimizer step of the batch, behaviour the engine's. Papers without a separate engine call both the old
-    policy.
+    r = current / behaviour, A is the advantage, sg() stops the gradient. `proximal` is the trainer's policy before the
+    first optimizer step of the batch, `behaviour` the engine's policy. Papers without a separate engine call both "old
+    policy".
 
     ppo_clip       min(r A, clip(r) A). Schulman et al. 2017, arXiv 1707.06347, eq. 7; unequal bounds ("clip-higher"):
                    DAPO, arXiv 2503.14476; dual_clip: Ye et al. 2020, arXiv 1912.09729.
     decoupled_ppo  min(proximal / behaviour, cap) min(r' A, clip(r') A), r' = current / proximal. Hilton et al. 2022,
-                   arXiv 2110.00641, which has no cap; truncation: that of tis. AReaL (arXiv 2505.24298) drops the
-                   tokens above its cap: icepop with mask_low=0 and mask_high=cap.
+                   arXiv 2110.00641, without the cap, which is from tis. AReaL (arXiv 2505.24298) drops the tokens
+                   above its cap; use icepop with mask_low=0 and mask_high=cap for that.
     tis            sg(min(r, cap)) A log current. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-                   Off-Policy RL Training". Its form with PPO's clip is decoupled_ppo.
+                   Off-Policy RL Training". The variant with PPO's clip is decoupled_ppo.
     icepop         k 1[mask_low <= k <= mask_high] min(r' A, clip(r') A), k = proximal / behaviour (masked importance
                    sampling). Ling team 2025, "Every Step Evolves" (Ring-1T), arXiv 2510.18855.
     dis            sg(r 1[1 - clip_low <= r <= 1 + clip_high]) A log current (double-sided importance sampling). GLM-5,
                    arXiv 2602.15763, section 4.
     cispo          sg(clip(r)) A log current. MiniMax-M1, arXiv 2506.13585.
-    m2po           M r A, M = 0 for the tokens of largest |log(proximal / behaviour)| of the update, as few as bring the
-                   mean of its square over the others to max_second_moment. Zheng et al. 2025, arXiv 2510.01161.
+    m2po           M r A, M = 0 for the tokens with the largest |log(proximal / behaviour)| in the update: the fewest
+                   such that its mean square over the remaining tokens is at most max_second_moment. Zheng et al. 2025,
+                   arXiv 2510.01161.
 
     Args:
-        log_ratio_bound: for m2po, that |log(proximal / behaviour)| (`ratios.second_moment_bound`).
+        config: names the objective and its bounds.
+        log_ratio_bound: for m2po, the largest |log(proximal / behaviour)| with M = 1 (`ratios.second_moment_bound`).
     """
     low, high, cap = 1 - config.clip_low, 1 + config.clip_high, config.behaviour_weight_cap
     r = CURRENT / BEHAVIOUR
@@ -250,20 +263,20 @@ def surrogate(config: LossConfig, *, log_ratio_bound: float = math.inf) -> Surro
 
 
 def trajectory_surrogate(config: LossConfig, name: TrajectoryLossName) -> Surrogate:
-    """The objectives that weigh the tokens of a trajectory together; letters as at `surrogate`.
+    """The objectives that weight the tokens of a trajectory together; notation as in `surrogate`.
 
-    gspo           min(b, cap) min(s A, clip(s) A), s the geometric mean of current / proximal over the trajectory.
-                   Zheng et al. 2025, arXiv 2507.18071; with aggregation=sequence_mean. Its clip is a few 1e-4 wide, so
-                   s is over the trainer's own old policy, from which no rounding of an engine separates it. b, which
-                   the paper has not, is the geometric mean of proximal / behaviour, without gradient: as in
-                   decoupled_ppo, it leads from the engine to that policy.
-    sequence_tis   sg(min(P, cap)) A log current, P the product of r over the trajectory, and
+    gspo           min(b, cap) min(s A, clip(s) A), s = geometric mean of current / proximal over the trajectory.
+                   Zheng et al. 2025, arXiv 2507.18071; use aggregation=sequence_mean. The clip range is a few 1e-4
+                   wide, so s is relative to the trainer's policy, without the rounding differences of an engine.
+                   b = geometric mean of proximal / behaviour, without gradient, is not in the paper: as in
+                   decoupled_ppo, it corrects from the engine's policy to the trainer's.
+    sequence_tis   sg(min(P, cap)) A log current, P = product of r over the trajectory, and
     sequence_mis   sg(P 1[P <= cap]) A log current. Liu et al. 2025, "When Speed Kills Stability". The old policy is the
-                   engine's. In the article the weights of both are the same; here P has further optimizer steps and
-                   staleness in it. Its logarithm sums the rounding of all tokens of a trajectory.
-    sequence_mask  M min(r A, clip(r) A), M = 0 where A < 0 and the mean of log(behaviour / current) over the trajectory
-                   exceeds max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556, where the old policy is that of the
-                   inference framework too.
+                   engine's. In the article both policies have the same weights; here P also includes further optimizer
+                   steps and staleness. log P accumulates the rounding of all tokens of a trajectory.
+    sequence_mask  M min(r A, clip(r) A), M = 0 if A < 0 and the mean of log(behaviour / current) over the trajectory
+                   exceeds max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556, which also uses the engine's policy as
+                   the old policy.
     """
     r, cap = CURRENT / BEHAVIOUR, config.behaviour_weight_cap
     match name:
@@ -292,14 +305,21 @@ def policy_loss(
     trajectories: Trajectories | None = None,
     log_ratio_bound: float = math.inf,
 ) -> tuple[Tensor, dict[FilterName, Tensor]]:
-    """[n] loss of each token, and for each filter of the objective bool [n]: whether it touched the token.
+    """Loss [n] of each token, and filter -> bool [n], whether the filter changed the token's weight.
 
-    KL and entropy terms stay with tokens that a filter dropped. The entropy is that of the current policy at each token
-    and has no weight, as in verl.
+    Tokens that a filter dropped keep their KL and entropy terms. The entropy term is not importance-weighted, as in
+    verl.
 
     Args:
-        advantages, entropy: of the shape of the logprobs.
-        trajectories: for objectives over trajectories. log_ratio_bound: for m2po; see `surrogate`.
+        logprobs: [n] each.
+        advantages: [n].
+        entropy: [n], nat, of the current policy.
+        config: the loss.
+        trajectories: trajectory of each token; None if the objective weights tokens separately.
+        log_ratio_bound: for m2po; see `surrogate`.
+
+    Raises:
+        ValueError: there is a KL term, but no reference logprobs.
     """
     objective = surrogate(config, log_ratio_bound=log_ratio_bound)
     loss, touched = objective(logprobs, advantages=advantages, trajectories=trajectories)
@@ -316,11 +336,11 @@ def policy_loss(
 
 
 def kl_term(logprobs: TokenLogprobs, estimator: KLEstimator, *, cap: float) -> Tensor:
-    """[n] sg(min(current / behaviour, cap)) x `kl_estimate`: KL(current || reference) from samples of the engine.
+    """sg(min(current / behaviour, cap)) x `kl_estimate` [n]: KL(current || reference) from samples of the engine.
 
-    The weight makes them samples of the current policy, token by token, where the cap does not cut it; without it the
-    estimate would be of the policy that sampled. It has no gradient, so that each estimator has the gradient that
-    `kl_estimate` names. DeepSeek-V3.2 (arXiv 2512.02556) weighs k3 so, without a cap and with a gradient.
+    The importance weight corrects each token from the behaviour policy to the current policy, up to the cap. It has no
+    gradient, so that each estimator has the gradient described at `kl_estimate`. DeepSeek-V3.2 (arXiv 2512.02556) uses
+    this weight for k3, without a cap and with a gradient.
     """
     assert logprobs.reference is not None
     weight, _ = truncate(CURRENT / BEHAVIOUR, cap=cap)(logprobs, advantages=torch.zeros_like(logprobs.current))
@@ -328,13 +348,15 @@ def kl_term(logprobs: TokenLogprobs, estimator: KLEstimator, *, cap: float) -> T
 
 
 def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """KL(current || reference) of each token from its own sample (Schulman 2020, "Approximating KL divergence").
+    """Estimate KL(current || reference) in nat at each token (Schulman 2020, "Approximating KL divergence").
 
-    As a term of the loss on samples of the current policy, the gradient of k2 is that of the KL, the gradient of k3
-    that of the KL the other way round, and the gradient of k1 is zero in expectation.
+    current = -1, reference = -1.5: k1 = 0.5, k2 = 0.125, k3 = 0.107.
 
-    k3 counts log(reference / current) up to 20 nat, as verl does: its exponential is infinite in float32 from 89 nat
-    on. Beyond 20 nat a token has no gradient.
+    On samples of the current policy, the gradient of k2 is the gradient of KL(current || reference), the gradient of k3
+    is the gradient of KL(reference || current), and the gradient of k1 is zero in expectation.
+
+    k3 clamps log(reference / current) to 20 nat, as verl does, because its exponential overflows float32 at 89 nat.
+    Tokens above 20 nat have no gradient.
     """
     log_ratio = reference - current
     match estimator:
@@ -355,22 +377,29 @@ def token_weights(
     group: Tensor | None = None,
     fixed_length: int | None = None,
 ) -> Tensor:
-    """float32 [S]: what each token of a sequence weighs, so that the loss of a mini-batch is sum(weight * token loss).
+    """Weight of the tokens of each sequence, float32 [S]: the loss of a mini-batch is sum(weight * token loss).
 
-    The weights are fixed for the whole mini-batch before it is split into micro-batches, which makes the sum exact
-    however it is split. The sequences given count whether their advantage is zero or not (see `LossConfig.count`);
-    tokens outside the loss mask (too old by staleness.policy=mask) do not, nor do trajectories and groups without
-    a token in the loss. Rollouts that failed are no outputs and in no batch.
+    The weights are computed for the whole mini-batch, so that the loss does not depend on the split into micro-batches.
+    All given sequences count, also with advantage zero (see `LossConfig.count`). Tokens outside the loss mask (too old
+    with staleness.policy=mask) do not count, nor do trajectories and groups without tokens in the loss.
 
     token_mean     1 / tokens of the mini-batch (DAPO, arXiv 2503.14476)
     sequence_mean  1 / (trajectories x tokens of the trajectory) (GRPO, arXiv 2402.03300)
     group_mean     1 / (groups x tokens of the group) (prompt-level mean; ScaleRL, arXiv 2510.13786)
     fixed_length   1 / (trajectories x fixed_length) (Dr. GRPO, arXiv 2503.20783)
 
+    Three sequences with (2, 2, 1) tokens, the first two from one trajectory, all from one group: token_mean and
+    group_mean (0.2, 0.2, 0.2), sequence_mean (0.125, 0.125, 0.5), fixed_length=10 (0.05, 0.05, 0.05).
+
     Args:
-        num_tokens: int64 [S], tokens of each sequence that enter the loss.
-        trajectory: int64 [S], the trajectory that a sequence is of; None where every sequence is one of its own.
-        group: int64 [S], the prompt group that a sequence is of; for group_mean.
+        num_tokens: int64 [S], tokens of each sequence in the loss.
+        aggregation: one of the names above.
+        trajectory: int64 [S], trajectory of each sequence; None if every sequence is a trajectory.
+        group: int64 [S], prompt group of each sequence; required for group_mean.
+        fixed_length: tokens; required for fixed_length.
+
+    Raises:
+        ValueError: `group` is missing.
     """
     if aggregation == "token_mean":
         return torch.full(num_tokens.shape, 1.0 / max(1, int(num_tokens.sum())))

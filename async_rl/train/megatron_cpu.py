@@ -1,9 +1,9 @@
 """Makes megatron-core 0.16 run without CUDA and without Transformer Engine.
 
-megatron-core names CUDA devices, streams and random state literally all over its sources, which no runtime patch can
-reach. An import hook rewrites those names as each module is loaded (line numbers stay), and repairs a module right
-after it ran, before others copy names out of it. With CUDA nothing is rewritten; with Transformer Engine nothing is
-repaired.
+The sources of megatron-core contain the names of CUDA devices, streams and random state, which patches at run time
+cannot reach. Therefore an import hook rewrites these names when a module is loaded (line numbers do not change), and
+repairs the module before other modules import names from it. With CUDA nothing is rewritten; with Transformer Engine
+the repairs for its absence do nothing.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def install() -> None:
-    """Put the hook in place; calling it again changes nothing.
+    """Install the import hook, once per process.
 
     Raises:
-        RuntimeError: megatron-core was imported before, so that it can no longer be prepared.
+        RuntimeError: megatron-core is already imported.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
         raise RuntimeError("megatron.core was imported before async_rl.train; import async_rl.train first")
     sys.meta_path.insert(0, _Finder(rewrite=not torch.cuda.is_available()))
-    # megatron-core warns of its own calls into itself, at every linear layer.
+    # megatron-core calls its own deprecated functions in every linear layer.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
 
 
@@ -87,19 +87,22 @@ class _Loader(importlib.machinery.SourceFileLoader):
         source = importlib.util.decode_source(self.get_data(path))
         rewritten = rewrite_source(source)
         if rewritten == source:
-            return super().get_code(fullname)  # the cached bytecode is right
+            return super().get_code(fullname)  # the cached bytecode is valid
         return compile(rewritten, path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # missing optional accelerators, announced by nearly every module
+            warnings.simplefilter("ignore")  # nearly every module warns about missing optional accelerators
             super().exec_module(module)
         for repair in (_REPAIRS if self._rewrite else _REPAIRS_WITHOUT_TE).get(module.__name__, ()):
             repair(module)
 
 
 def rewrite_source(source: str) -> str:
-    """CUDA names of one source file replaced, line numbers kept."""
+    """Replace CUDA names in a source file; line numbers do not change.
+
+    `x.cuda()` -> `x.cpu()`, `device="cuda"` -> `device="cpu"`.
+    """
     for pattern, replacement in _REWRITES:
         source = pattern.sub(replacement, source)
     if "_megatron_cpu." in source:
@@ -107,11 +110,11 @@ def rewrite_source(source: str) -> str:
     return source
 
 
-# ---- what rewritten sources call instead of torch.cuda
+# ---- replacements of torch.cuda for the rewritten sources
 
 
 class Event:
-    """Stands for torch.cuda.Event: everything is done when it returns."""
+    """Replaces torch.cuda.Event: CPU calls are complete when they return."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
     def record(self, *_args: object) -> None: ...
@@ -122,7 +125,7 @@ class Event:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream: work is done in the order it is given."""
+    """Replaces torch.cuda.Stream: CPU calls run in order."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
     def wait_stream(self, _stream: object) -> None: ...
@@ -137,7 +140,7 @@ _STREAM = Stream()
 
 
 def current_stream(*_args: object) -> Stream:
-    """Stands for torch.cuda.current_stream."""
+    """Replaces torch.cuda.current_stream."""
     return _STREAM
 
 
@@ -145,16 +148,16 @@ default_stream = current_stream
 
 
 def stream(_stream: object) -> contextlib.AbstractContextManager[None]:
-    """Stands for torch.cuda.stream."""
+    """Replaces torch.cuda.stream."""
     return contextlib.nullcontext()
 
 
 def synchronize(*_args: object) -> None:
-    """Stands for torch.cuda.synchronize."""
+    """Replaces torch.cuda.synchronize."""
 
 
 class nvtx:
-    """Stands for torch.cuda.nvtx."""
+    """Replaces torch.cuda.nvtx."""
 
     @staticmethod
     def range_push(*_args: object) -> None: ...
@@ -165,7 +168,7 @@ class nvtx:
         return contextlib.nullcontext()
 
 
-# ---- repairs right after a module ran
+# ---- repairs after a module was executed
 
 
 def _use_cpu_random_state(module: Any) -> None:
@@ -176,12 +179,12 @@ def _use_cpu_random_state(module: Any) -> None:
 
 
 def _keep_eager(module: Any) -> None:
-    """jit_fuser is torch.compile: its start-up cost and its C++ tool chain have no place on a CPU."""
+    """Disable jit_fuser (torch.compile), which needs a C++ compiler and much time to start on a CPU."""
     module.disable_jit_fuser()
 
 
 def _convert_cpu_split_sizes(module: Any) -> None:
-    """The original converts CUDA tensors only, and all_to_all wants lists or arrays."""
+    """Convert CPU tensors to arrays, which all_to_all requires; the original converts CUDA tensors only."""
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -190,7 +193,10 @@ def _convert_cpu_split_sizes(module: Any) -> None:
 
 
 def _allow_uneven_splits(module: Any) -> None:
-    """gloo gathers and scatters equal parts only: pad to the largest and cut."""
+    """Pad to the largest part and cut the result, because gloo supports equal parts only.
+
+    Parts of 3 and 1 rows are gathered as 3 + 3 rows and cut to 3 + 1.
+    """
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def padded(part: torch.Tensor, rows: int) -> torch.Tensor:
@@ -219,13 +225,13 @@ def _allow_uneven_splits(module: Any) -> None:
 
 
 def _define_general_gemm(module: Any) -> None:
-    """Without TE the router asks for a name that was never imported (moe_utils.py, router_gating_linear)."""
+    """Define a name that the router uses but does not import without TE (moe_utils.py, router_gating_linear)."""
     if not module.HAVE_TE:
         module.te_general_gemm = None
 
 
 def _order_no_te_before_any(module: Any) -> None:
-    """is_te_min_version compares a version with None, which offloading of the optimizer asks for."""
+    """Let is_te_min_version return False without TE; offloading of the optimizer calls it, and it fails on None."""
     if module.get_te_version() is None:
 
         def is_te_min_version(version: str, check_equality: bool = True) -> bool:
@@ -235,13 +241,13 @@ def _order_no_te_before_any(module: Any) -> None:
 
 
 def _know_te_is_absent(module: Any) -> None:
-    """multi_latent_attention.py takes its own placeholder for TE."""
+    """Correct HAVE_TE: multi_latent_attention.py mistakes its own placeholder for TE."""
     if not importlib.util.find_spec("transformer_engine"):
         module.HAVE_TE = False
 
 
 def _default_to_no_fp8(module: Any) -> None:
-    """The default False of `fp8` reads as "given" (random.py, `fp8 is not None`)."""
+    """Change the default of `fp8` from False to None, because random.py tests `fp8 is not None`."""
     if not module.HAVE_TE:
         module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 

@@ -1,4 +1,4 @@
-"""Sums over the tokens and routing rows of micro-batches, and the metrics of a train step that they become."""
+"""Sums over the tokens and routing rows of micro-batches, and the metrics of a train step computed from these sums."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from async_rl.train.router_replay import ROUTING_SUMS, MicroBatchRouting
 
 
 class TokenSums:
-    """float64 sums over the tokens of a train step, first of this rank, after `reduce` of all ranks.
+    """float64 sums over the tokens of a train step: of this rank, and after `reduce` of all ranks.
 
     Args:
-        extra: columns of the table after COLUMNS: the filters of the objective, and `kl` where it has a KL term.
-        trajectories: of the batch, as their numbers in the key `trajectory` count them.
+        extra: columns of the table after COLUMNS: the filters of the objective, and `kl` if it has a KL term.
+        trajectories: number of trajectories in the batch.
     """
 
     def __init__(self, extra: Sequence[str], *, trajectories: int) -> None:
@@ -27,12 +27,17 @@ class TokenSums:
         self._table = torch.zeros(len(self._columns), len(LAGS), len(SIGNS), dtype=torch.float64)
         self._histogram = torch.zeros(len(LAGS), BINS, dtype=torch.float64)
         self._loss = torch.zeros(1, dtype=torch.float64)
-        # Of each trajectory: the sum of d, and tokens.
+        # Sum of d, and number of tokens.
         self._trajectory = torch.zeros(2, trajectories, dtype=torch.float64)
         self._abs_max = torch.zeros(len(LAGS), dtype=torch.float64)
 
     def add(self, results: dict[str, Tensor], *, trajectories: Tensor) -> None:
-        """Add what the policy objective returned for a micro-batch of the trajectories numbered int64 [count]."""
+        """Add the sums of a micro-batch.
+
+        Args:
+            results: from `step.Objective` with kind `policy`.
+            trajectories: int64 [count], numbers in the batch of the trajectories in the micro-batch.
+        """
         results = {name: value.to("cpu", torch.float64) for name, value in results.items()}
         self._table += results["table"]
         self._histogram += results["histogram"]
@@ -41,7 +46,12 @@ class TokenSums:
         self._abs_max = torch.maximum(self._abs_max, results["abs_max"])
 
     def reduce(self, over_ranks: Callable[[Tensor], Tensor], maximum: Callable[[Tensor], Tensor]) -> None:
-        """Make these the sums of all ranks, with one sum and one maximum of a float64 vector each."""
+        """Replace the sums of this rank by the sums over all ranks.
+
+        Args:
+            over_ranks: sums a float64 vector over ranks; called once.
+            maximum: takes the maximum of a float64 vector over ranks; called once.
+        """
         parts = (self._table, self._histogram, self._loss, self._trajectory)
         whole = over_ranks(torch.cat([part.flatten() for part in parts]))
         for part, summed in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
@@ -49,7 +59,7 @@ class TokenSums:
         self._abs_max = maximum(self._abs_max)
 
     def metrics(self, *, updates: int) -> dict[str, float]:
-        """Metrics of a train step of so many updates; NaN where nothing was counted."""
+        """Metrics of a train step with `updates` optimizer updates; shares without tokens are NaN."""
         tokens = self._tokens()
         entropy = self._table[COLUMNS.index("entropy")].sum().item()
         found = {
@@ -76,7 +86,7 @@ class TokenSums:
         return float((counts if sign is None else counts[:, sign]).sum())
 
     def _filter(self, name: str) -> dict[str, float]:
-        """Share of tokens that a filter touched: of all, by sign of the advantage, and by lag."""
+        """Share of tokens that a filter changed: of all tokens, by sign of the advantage, and by lag bucket."""
         touched = self._table[self._columns.index(name)]
         found = {f"{name}/fraction": share(touched.sum().item(), self._tokens())}
         for sign in ("positive", "negative"):
@@ -90,7 +100,7 @@ class TokenSums:
         return {"kl/reference": share(self._table[self._columns.index("kl")].sum().item(), tokens)}
 
     def _sequence_ess(self) -> float:
-        """Effective sample size, as a share, of the product of exp(d) over each trajectory."""
+        """Effective sample size of the trajectories with weights prod(exp(d)), as a share of their number."""
         log_weights = self._trajectory[0, self._trajectory[1] > 0]
         if not len(log_weights):
             return math.nan
@@ -99,9 +109,10 @@ class TokenSums:
 
 
 def routing_sums(routings: Sequence[MicroBatchRouting | None], *, layers: Sequence[int]) -> Tensor:
-    """float64 [layers, 6]: ROUTING_SUMS of each layer over the micro-batches of this rank; 0 for layers of others.
+    """ROUTING_SUMS float64 [layers, 6] over the micro-batches of this rank; 0 for layers of other ranks.
 
     Args:
+        routings: of the micro-batches.
         layers: global numbers of all layers with experts.
     """
     out = torch.zeros(len(layers), len(ROUTING_SUMS), dtype=torch.float64)
@@ -116,7 +127,7 @@ def routing_sums(routings: Sequence[MicroBatchRouting | None], *, layers: Sequen
 
 
 def routing_metrics(sums: Tensor, *, layers: Sequence[int]) -> dict[str, float]:
-    """Metrics of replay over all layers and of each, from `routing_sums` of all ranks; NaN where none is routed."""
+    """Metrics of replay over all layers and per layer, from `routing_sums` summed over ranks; NaN without rows."""
     found = _routing_shares(sums.sum(0).tolist())
     for layer, of_one in zip(layers, sums.tolist(), strict=True):
         found |= {of_layer(key, layer): value for key, value in _routing_shares(of_one).items()}

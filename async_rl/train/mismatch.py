@@ -1,7 +1,7 @@
-"""How far the trainer's logprobs are from those of the engine: sums over tokens, by lag and sign of the advantage.
+"""Difference of trainer and engine logprobs: sums over tokens, by lag bucket and sign of the advantage.
 
-d = current - behaviour logprob of a token. Everything is a sum (or a maximum) over tokens, so that micro-batches and
-ranks add up exactly; the quantile comes from a histogram with fixed bins.
+d = current - behaviour logprob of a token, in nat. All results are sums or maxima over tokens, so that micro-batches
+and ranks add up exactly. Quantiles are computed from a histogram with fixed bins.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from async_rl.observe.metrics import LAGS
 SIGNS = ("negative", "zero", "positive")
 COLUMNS = ("tokens", "k1", "k3", "abs", "f2", "f5", "chi2", "weight", "weight_squared", "entropy")
 LOWEST, HIGHEST, PER_OCTAVE = -24, 6, 8  # |d| from 2^-24 to 2^6 nat; 8 bins per octave: a bin is 9 % wide
-BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1  # the first holds all below, the last all above as well
+BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1  # the first bin includes smaller |d|, the last one larger |d|
 
 
 def lag_buckets(lag: Tensor, pure_lag0: Tensor) -> Tensor:
-    """int64 of the shape of `lag`: index into LAGS.
+    """Index into LAGS for each token, int64 [n].
+
+    Lags (0, 0, 1, 2, 3, 9) with only the first token pure: (0, 1, 2, 3, 4, 4).
 
     Args:
-        lag: integer, staleness in optimizer updates. pure_lag0: bool; see `async_rl.batch.training_batch`.
+        lag: int64 [n], staleness in optimizer updates.
+        pure_lag0: bool [n]; see `async_rl.batch.training_batch`.
     """
     return torch.where(pure_lag0, 0, 1 + lag.long().clamp(0, len(LAGS) - 2))
 
@@ -38,14 +41,21 @@ def token_sums(
     lag_bucket: Tensor,
     extra: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Sums over n tokens that `async_rl.train.metrics` makes metrics of; all arguments [n].
+    """Sums over n tokens, for the metrics in `async_rl.train.metrics`.
+
+    A token with lag bucket 2 and negative advantage is counted at table[:, 2, 0].
 
     Args:
-        lag_bucket: int64, index into LAGS. extra: further columns of the table.
+        current, behaviour: logprobs [n].
+        entropy: [n], nat.
+        advantages: [n].
+        lag_bucket: int64 [n], index into LAGS.
+        extra: further columns [n] of the table.
 
     Returns:
-        table: float64 [columns, LAGS, SIGNS], the sums of COLUMNS and `extra`.
-        histogram: float64 [LAGS, BINS], tokens by |d|. abs_max: float64 [LAGS], the largest |d|, 0 without tokens.
+        table: float64 [columns, LAGS, SIGNS], sums of COLUMNS and `extra`.
+        histogram: float64 [LAGS, BINS], number of tokens by |d|.
+        abs_max: float64 [LAGS], the largest |d|, 0 without tokens.
     """
     d = (current.detach() - behaviour).double()
     size, excess = d.abs(), torch.expm1(d)  # expm1 keeps the digits of a small d
@@ -78,12 +88,15 @@ def token_sums(
 
 
 def quantile(histogram: Tensor, share: float, *, largest: float) -> float:
-    """The |d| that `share` of the tokens do not exceed: never below the true one, and at most 9 % above it.
+    """Upper bound on the `share` quantile of |d| in nat, at most 9 % too large; NaN without tokens.
 
-    NaN without tokens. Below 2^-24 nat the bound is 2^-24, above 2^6 it is the largest.
+    The bound is at least 2^-24. If the quantile is above 2^6, the bound is `largest`. 99 tokens with |d| = 0.1 and one
+    with 1.0: the bound for share=0.99 is 0.1051.
 
     Args:
-        histogram: float64 [BINS]. largest: the largest |d| of these tokens.
+        histogram: float64 [BINS].
+        share: 0..1.
+        largest: the largest |d| of the tokens.
     """
     total = float(histogram.sum())
     if not total:
@@ -95,10 +108,12 @@ def quantile(histogram: Tensor, share: float, *, largest: float) -> float:
 
 
 def mismatch_metrics(table: Tensor, histogram: Tensor, *, abs_max: float) -> dict[str, float]:
-    """The metrics of one group of tokens; NaN without tokens.
+    """Metrics of a set of tokens; NaN without tokens.
 
     Args:
-        table: float64 [columns], summed COLUMNS. histogram: float64 [BINS].
+        table: float64 [columns], sums of COLUMNS.
+        histogram: float64 [BINS].
+        abs_max: the largest |d|.
     """
     sums = dict(zip(COLUMNS, table.tolist(), strict=False))
     tokens = sums["tokens"]
@@ -116,5 +131,5 @@ def mismatch_metrics(table: Tensor, histogram: Tensor, *, abs_max: float) -> dic
 
 
 def share(part: float, whole: float) -> float:
-    """part / whole; NaN where there is nothing to divide by."""
+    """part / whole; NaN if `whole` is 0."""
     return part / whole if whole else math.nan

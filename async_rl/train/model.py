@@ -1,4 +1,4 @@
-"""How the model is trained: settings of the trainer ranks and the parallel layout. Imports nothing of megatron."""
+"""Settings of the trainer ranks and their parallel layout. This module must not import megatron."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ LayerSpec = Literal["auto", "local", "transformer_engine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the parallel groups; what is left of the ranks is data parallel.
+    """Sizes of the parallel groups. The data-parallel size is ranks / (tensor x pipeline x context).
 
-    tensor: attention heads, dense layers and the vocabulary are split; sequence parallelism comes with it.
-    pipeline: layers are split. virtual_pipeline: model chunks per pipeline rank, interleaved.
-    expert: experts are split over ranks that are data or context parallel (or tensor parallel, where
-        expert_tensor < tensor) for the rest of the model.
-    expert_tensor: each expert's weights are split; None means as `tensor`.
-    context: sequences are split.
+    8 ranks with tensor=2 and pipeline=2 have a data-parallel size of 2.
+
+    Raises:
+        ValueError: a size is out of range; the message names the field.
     """
 
     tensor: int = 1
+    """Splits attention heads, dense layers and the vocabulary. A size above 1 includes sequence parallelism."""
     pipeline: int = 1
+    """Splits layers."""
     virtual_pipeline: int = 1
+    """Interleaved model chunks per pipeline rank."""
     expert: int = 1
+    """Splits experts over ranks that are data or context parallel for the rest of the model, or tensor parallel if
+    expert_tensor < tensor."""
     expert_tensor: int | None = None
+    """Splits the weights of each expert; None for the size `tensor`."""
     context: int = 1
+    """Splits sequences."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "context"):
@@ -44,16 +49,17 @@ class ParallelConfig:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model and one part of each sequence."""
+        """Ranks per data-parallel replica."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def expert_tensor_size(self) -> int:
+        """`expert_tensor` with its default resolved."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this, so that context ranks get equal, balanced parts."""
+        """Each sequence is padded to a multiple of this many tokens, so that context ranks get equal parts."""
         return 2 * self.context if self.context > 1 else 1
 
 
@@ -61,41 +67,47 @@ class ParallelConfig:
 class TrainerConfig:
     """Settings of the trainer ranks.
 
-    ranks: processes. threads: CPU threads of each. dtype: of weights and activations; optimizer state is float32.
-    fp32_lm_head: logits are computed in float32 where dtype is bfloat16; an engine that samples should do the same.
-    layer_spec: modules the layers are made of. local: megatron's own and this package's, on CPU and CUDA.
-        transformer_engine: megatron's specification with Transformer Engine, for bfloat16 on CUDA. auto: the latter
-        where it can be used.
-    recompute: activations that the backward pass computes again: none, core attention, or whole layers.
-    packing: tokens of a micro-batch lie end to end; off, each sequence is padded to the longest of its micro-batch.
-    router_replay: R3 forces the experts the engine chose, R2 those a forward pass of the trainer chose before the
-        first update of the batch, none lets the live router choose.
-    replay_threshold: a recorded expert is replayed only if the router gives it at least this share of what it gives
-        the weakest of its own choice; 0 replays all of them.
-    micro_batch_tokens: tokens of one forward pass on one data-parallel rank; a longer sequence is alone in its own.
-    updates_per_batch: optimizer steps per batch, one for each of as many mini-batches of whole prompt groups.
-    aux_loss_coefficient: load-balance loss in RL; supervised_aux_loss_coefficient: the same in supervised steps.
-    distributed_optimizer: split optimizer state over data-parallel ranks.
-    seed: of the random state of every rank. timeout_s: bound on meeting at start and on each collective.
+    Raises:
+        ValueError: a value is out of range or fields contradict each other; the message names the fields.
     """
 
     ranks: int = 1
+    """Processes."""
     dtype: Dtype = "float32"
+    """Of weights and activations; optimizer state is float32."""
     fp32_lm_head: bool = False
+    """Compute logits in float32 if dtype is bfloat16; the engine should do the same."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Parallel layout."""
     layer_spec: LayerSpec = "auto"
+    """`local`: modules of megatron and this package, for CPU and CUDA. `transformer_engine`: megatron's spec with
+    Transformer Engine, for bfloat16 on CUDA. `auto`: transformer_engine if it can be used, else local."""
     recompute: Recompute = "none"
+    """Activations that the backward pass recomputes: none, core attention (selective), or whole layers (full)."""
     packing: bool = True
+    """Concatenate the sequences of a micro-batch; otherwise each is padded to the longest of its micro-batch."""
     router_replay: RouterReplayMode = "R3"
+    """R3 forces the experts that the engine chose, R2 the experts that a forward pass of the trainer chose before the
+    first update of the batch; with `none` the live router chooses."""
     replay_threshold: float = 0.0
+    """A recorded expert is replayed only if its router probability is at least this times the lowest probability in the
+    router's own top-k; 0 replays all recorded experts."""
     micro_batch_tokens: int = 4096
+    """Tokens of a forward pass per data-parallel and context-parallel rank. A longer sequence is a micro-batch."""
     updates_per_batch: int = 1
+    """Optimizer steps per batch. The prompt groups of a batch are split into this many mini-batches."""
     threads: int = 1
+    """CPU threads per rank."""
     aux_loss_coefficient: float = 0.0
+    """Factor of the load-balance loss in RL."""
     supervised_aux_loss_coefficient: float = 0.01
+    """Factor of the load-balance loss in supervised steps."""
     distributed_optimizer: bool = False
+    """Split optimizer state over data-parallel ranks."""
     seed: int = 0
+    """Of the random state of every rank."""
     timeout_s: float = 300.0
+    """Seconds; bound on the rendezvous and on each collective."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "micro_batch_tokens", "updates_per_batch", "threads"):
@@ -151,5 +163,5 @@ class TrainerConfig:
 
 
 def rank_environment(config: TrainerConfig) -> dict[str, str]:
-    """Variables that the process of a rank must have when it starts."""
+    """Environment variables that must be set when the process of a rank starts."""
     return {"OMP_NUM_THREADS": str(config.threads)}

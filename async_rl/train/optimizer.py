@@ -1,4 +1,4 @@
-"""AdamW with warm-up and decay, through megatron's optimizer (main gradients, clipping, distributed state)."""
+"""AdamW with warm-up and decay, based on megatron's optimizer (main gradients, clipping, distributed state)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW.
+    """AdamW and its learning-rate schedule.
 
-    lr rises linearly over warmup_steps updates, then goes to min_lr over decay_steps further updates as `decay` says
-    and stays there. weight_decay: of matrices; biases and norms are spared. clip_grad: bound on the norm of the
-    gradient of all weights together, 0 for none. cpu_offload: share of Adam's state and arithmetic that is moved from
-    the GPU to the CPU.
+    lr=1e-3, warmup_steps=2, decay=linear, decay_steps=4: the updates 0 to 6 have 5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4,
+    2.5e-4, 0.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field.
     """
 
     lr: float = 5e-4
+    """Learning rate after the warm-up."""
     min_lr: float = 0.0
+    """Learning rate after the decay."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's moments."""
     eps: float = 1e-8
+    """Adam's epsilon."""
     weight_decay: float = 0.0
+    """Of matrices; biases and norms have none."""
     clip_grad: float = 1.0
+    """Bound on the global gradient norm; 0 for no bound."""
     warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay to min_lr."""
     decay_steps: int = 0
+    """Updates of the decay, after the warm-up."""
     cpu_offload: float = 0.0
+    """Share (0..1) of Adam's state and arithmetic that is moved from the GPU to the CPU."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
@@ -52,12 +63,12 @@ class OptimizerConfig:
         if self.decay not in ("constant", "linear", "cosine"):
             raise ValueError(f"optimizer.decay is {self.decay!r}; use constant, linear or cosine")
         if self.decay != "constant" and self.decay_steps == 0:
-            raise ValueError(f"optimizer.decay is {self.decay} with decay_steps=0; say over how many updates")
+            raise ValueError(f"optimizer.decay is {self.decay} with decay_steps=0; set decay_steps, in updates")
 
     def lr_at(self, update: int) -> float:
-        """Learning rate of update `update`, counted from 0; the first one of a warm-up is lr / warmup_steps."""
+        """Learning rate of update `update`, counted from 0; the first update of a warm-up has lr / warmup_steps."""
         if update < self.warmup_steps:
-            return self.lr * ((update + 1) / self.warmup_steps)  # a product after a quotient rounds to lr at most
+            return self.lr * ((update + 1) / self.warmup_steps)  # in this order, rounding never exceeds lr
         if self.decay == "constant":
             return self.lr
         done = min(1.0, (update - self.warmup_steps) / self.decay_steps)
@@ -66,13 +77,15 @@ class OptimizerConfig:
 
 
 class Optimizer:
-    """Megatron's optimizer and the learning-rate schedule over the updates made so far.
+    """Megatron's optimizer with a learning-rate schedule.
 
     Args:
         model: DDP-wrapped chunks of this rank.
+        config: AdamW and schedule.
+        trainer: dtype and distribution of the state.
 
     Raises:
-        ValueError: cpu_offload where there is nothing to offload, or not in a way that megatron has.
+        ValueError: cpu_offload is set without a GPU, or megatron does not support it with these settings.
     """
 
     def __init__(self, model: Sequence[Any], *, config: OptimizerConfig, trainer: TrainerConfig) -> None:
@@ -104,32 +117,35 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Updates made so far."""
+        """Updates so far, including skipped ones."""
         return self._updates
 
     def zero_grad(self) -> None:
-        """Forget gradients; before every update."""
+        """Set gradients to zero; call it before every update."""
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._inner.zero_grad()
 
     def step(self) -> tuple[float, float]:
-        """Update the weights from the gradients in the buffers; (gradient norm before clipping, learning rate).
+        """Update the weights from the gradients in the buffers.
+
+        Returns:
+            (gradient norm before clipping, learning rate).
 
         Raises:
-            FloatingPointError: the gradient is not finite; on every rank, and the weights are unchanged.
+            FloatingPointError: the gradient is not finite; raised on all ranks, and the weights are unchanged.
         """
         lr = self._config.lr_at(self._updates)
         for group in self._inner.param_groups:
             group["lr"] = lr
-            # Megatron leaves it to its scheduler to spare biases and norms.
+            # In megatron the scheduler applies wd_mult, which is 0 for biases and norms.
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
         self._inner.prepare_grads()
         norm = float(self._inner.get_grad_norm())
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of update {self._updates} is {norm}; lower optimizer.lr={self._config.lr} "
-                "or look at mismatch/abs_max of the steps before"
+                "or check mismatch/abs_max of the previous steps"
             )
         self._inner.step()
         self._updates += 1
@@ -137,35 +153,36 @@ class Optimizer:
         return norm, lr
 
     def skip(self) -> float:
-        """Count an update that had nothing to learn from, so that the schedule follows the train steps."""
+        """Count an update without gradients, which advances the schedule; returns the learning rate."""
         lr = self._config.lr_at(self._updates)
         self._updates += 1
         return lr
 
     @property
     def steps(self) -> int:
-        """Updates that had something to learn from: Adam's count."""
+        """Updates so far without skipped ones: Adam's step count."""
         return self._steps
 
     def shards(self, weights: Mapping[str, Any], *, loading: bool) -> State:
-        """Moments and float32 weights for a checkpoint; see optimizer_state. Collective.
+        """Moments and float32 weights for a checkpoint; see `optimizer_state.state_shards`. Collective.
 
         Args:
             weights: `shards.model_shards` of the chunks.
+            loading: whether the shards are targets of a load.
         """
         from async_rl.train.optimizer_state import state_shards
 
         return state_shards(self._parts(), weights, loading=loading)
 
     def load(self, state: State, *, updates: int, steps: int) -> None:
-        """Continue from what was read into `shards`; the chunks hold the weights that belong to it."""
+        """Restore the optimizer from `state`, the loaded `shards`; load the weights of the chunks first."""
         from async_rl.train.optimizer_state import load_state
 
         load_state(self._parts(), state, steps=steps)
         self._updates, self._steps = updates, steps
 
     def _parts(self) -> list[Any]:
-        """Megatron's optimizers inside: one for dense, one for expert weights."""
+        """Megatron's inner optimizers: one for dense weights, one for experts."""
         return [part for part in self._inner.chained_optimizers if part.optimizer is not None]
 
 
@@ -175,8 +192,7 @@ def _offload(config: OptimizerConfig, trainer: TrainerConfig, *, on_gpu: bool) -
         return {}
     if not on_gpu:
         raise ValueError(
-            f"optimizer.cpu_offload is {config.cpu_offload}, but this trainer has no GPU, and all of it is on the CPU; "
-            "use cpu_offload=0"
+            f"optimizer.cpu_offload is {config.cpu_offload}, but this trainer has no GPU; use cpu_offload=0"
         )
     if not trainer.distributed_optimizer or trainer.dtype != "bfloat16":
         raise ValueError(

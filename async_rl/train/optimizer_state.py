@@ -1,7 +1,7 @@
-"""What megatron's optimizers hold per weight, in a form that no parallel layout and no optimizer class shows in.
+"""State of megatron's optimizers per weight, independent of the parallel layout and of the optimizer class.
 
-Of each weight: exp_avg, exp_avg_sq and, where the weight is not float32 itself, its float32 value. Adam's step count is
-one number for all, kept beside; torch's AdamW has it per weight and other implementations per group.
+Each weight has exp_avg, exp_avg_sq and, unless the weight is float32, its float32 value. Adam's step count is stored
+once, because torch's AdamW has it per weight and other implementations have it per group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from async_rl.train.shards import Shard, shard_like, shards_by_tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# One rank gathers the split state of all, in CPU memory, and writes it.
+# One rank gathers the split state of all ranks in CPU memory and writes it.
 _GATHER = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
 # Number of the optimizer -> number of the weight -> name -> shard or tensor.
@@ -26,10 +26,12 @@ State = dict[str, dict[Any, dict[str, Any]]]
 
 
 def state_shards(parts: Sequence[Any], weights: Mapping[str, Shard], *, loading: bool) -> State:
-    """Of each optimizer in `parts`, the shards of its state; as targets of a load if `loading`. Collective.
+    """Shards of the state of each optimizer. Collective.
 
     Args:
-        weights: `shards.model_shards` of the chunks that are optimized.
+        parts: megatron's inner optimizers.
+        weights: `shards.model_shards` of the optimized chunks.
+        loading: whether the shards are targets of a load.
     """
     for part in parts:
         _create_moments(part)
@@ -44,13 +46,15 @@ def state_shards(parts: Sequence[Any], weights: Mapping[str, Shard], *, loading:
 
 @torch.no_grad()
 def load_state(parts: Sequence[Any], loaded: State, *, steps: int) -> None:
-    """Take over what was read into `state_shards`; the weights themselves are loaded already.
+    """Restore the state of each optimizer; load the weights first.
 
     Args:
-        steps: updates that Adam has made.
+        parts: megatron's inner optimizers.
+        loaded: the loaded `state_shards`.
+        steps: Adam's step count.
     """
     for number, part in enumerate(parts):
-        held = loaded.get(str(number), {})  # nothing where this rank has no weight of the kind
+        held = loaded.get(str(number), {})  # empty if this rank has no weights in this optimizer
         if isinstance(part, DistributedOptimizer):
             _load_split_state(part, held)
         else:
@@ -61,7 +65,7 @@ def load_state(parts: Sequence[Any], loaded: State, *, steps: int) -> None:
 
 
 def _create_moments(part: Any) -> None:
-    """The zeros that Adam itself starts from at its first update."""
+    """Create the zero moments that Adam would create at its first update."""
     for optimizer in _adams(part):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -84,16 +88,16 @@ def _set_steps(part: Any, steps: int) -> None:
 
 def _set_step(optimizer: torch.optim.Optimizer, state: dict[str, Any], steps: int) -> None:
     if isinstance(optimizer, torch.optim.Adam):
-        state["step"] = torch.tensor(float(steps))  # each its own: torch counts in place
+        state["step"] = torch.tensor(float(steps))  # not shared: torch increments it in place
 
 
 def _adams(part: Any) -> list[torch.optim.Optimizer]:
-    """What does the arithmetic: one, or with offloading one for the CPU and one for the GPU."""
+    """The optimizers that do the arithmetic: one, or with offloading one for the CPU and one for the GPU."""
     optimizer = part.optimizer
     return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
-# ---- every data-parallel rank holds the whole state
+# ---- every data-parallel rank has the complete state
 
 
 def _whole_state(part: Any, weights: Mapping[int, Shard]) -> dict[Any, dict[str, Any]]:
@@ -104,7 +108,7 @@ def _whole_state(part: Any, weights: Mapping[int, Shard]) -> dict[Any, dict[str,
 
 
 def _held_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(weight of the model, its state by name)."""
+    """Yield (weight of the model, its state by name)."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         groups = [
             *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
@@ -122,14 +126,14 @@ def _held_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def _split_state(part: DistributedOptimizer, weights: Mapping[str, Shard], *, loading: bool) -> dict[Any, Any]:
-    """Megatron's form: by the place of a weight, and with `param` for its float32 value."""
+    """Megatron's shards, keyed by the number of a weight. Its name `param` of the float32 value is replaced."""
     state = part.sharded_param_state_fully_reshardable(dict(weights), loading, _GATHER)
     if state is None:
-        return {}  # another rank writes
+        return {}  # another rank writes the state
     for i, weight in enumerate(_weights_in_order(part)):
         tensors = state[i]
         if weight.dtype == torch.float32:
-            del tensors["param"]  # the weight itself
+            del tensors["param"]  # equal to the weight
         for name, shard in tensors.items():
             held = "float32" if name == "param" else name
             shard.key = shard.key.replace(f"optimizer.state.{name}.", f"optimizer.{held}.", 1)
@@ -139,17 +143,17 @@ def _split_state(part: DistributedOptimizer, weights: Mapping[str, Shard], *, lo
 def _load_split_state(part: DistributedOptimizer, held: dict[Any, dict[str, Tensor]]) -> None:
     for i, weight in enumerate(_weights_in_order(part)):
         held[i].setdefault("param", weight.detach())
-    # Megatron copies every entry that it finds in the state of a weight, and knows none by the name of `step`.
+    # Megatron copies every entry in the state of a weight, but does not support `step`.
     for state in part.optimizer.state.values():
         state.pop("step", None)
     part.load_parameter_state_from_fully_reshardable(held)
     optimizer: Any = part.optimizer
     if isinstance(optimizer, HybridDeviceOptimizer):
-        # Else each share keeps the whole tensor alive that it was cut from.
+        # Otherwise each part would keep the complete tensor alive that it is a view of.
         for state in optimizer.state.values():
             state.update({name: state[name].clone() for name in _MOMENTS})
 
 
 def _weights_in_order(part: DistributedOptimizer) -> list[Tensor]:
-    """The order of megatron's numbers in `sharded_param_state_fully_reshardable`."""
+    """Weights in the order of megatron's numbers in `sharded_param_state_fully_reshardable`."""
     return [weight for buffer in cast(Any, part).buffers for weight in buffer.param_index_map]

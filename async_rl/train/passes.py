@@ -1,4 +1,4 @@
-"""Passes of the model over micro-batches: what each objective makes of the logits, on this rank and over all."""
+"""Forward and backward passes of the model over micro-batches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from async_rl.train.step import MicroBatch, Objective, ObjectiveKind, scheduled_
 
 
 class Passes:
-    """Runs micro-batches through this rank's part of the model. Every method is collective.
+    """Runs micro-batches through this rank's part of the model. All methods are collective.
 
     Args:
-        vocab_size: ids of the vocabulary, without the padding of the output layer.
+        config: settings of the trainer.
+        loss: the policy loss.
+        groups: process groups of this rank.
+        model: this rank's part of the model.
+        vocab_size: number of token ids, without the padding of the output layer.
     """
 
     def __init__(
@@ -45,24 +49,27 @@ class Passes:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank's token sums count: tensor ranks of the last stage hold the same tokens."""
+        """Whether this rank's token sums count: only tensor rank 0 of the last stage, since its peers have the same."""
         return self._groups.is_last_stage and self._groups.coordinates.tensor_rank == 0
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """float32 [n] of each micro-batch under the current weights, without gradient; [0] before the last stage."""
+        """Logprobs float32 [n] of each micro-batch under the current weights, without gradient.
+
+        Before the last pipeline stage they are empty.
+        """
         with torch.no_grad():
             found = self._run(micro_batches, self.objective("logprobs"), forward_only=True)
         return [result["logprobs"] for result in found] or [torch.empty(0)] * len(micro_batches)
 
     def proximal(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Give the micro-batches the logprobs (and routing, for R2) of the weights before the first update."""
+        """Add the proximal logprobs (and the routing for R2) to the micro-batches; call it before the first update."""
         for micro_batch, found in zip(micro_batches, self.logprobs(micro_batches), strict=True):
             micro_batch.columns["proximal_logprobs"] = found
             if micro_batch.context.routing is not None:
                 micro_batch.context.routing.mode = "replay"
 
     def reference(self, micro_batches: Sequence[MicroBatch], reference: ReferenceWeights) -> None:
-        """Give them the logprobs of the reference. It routes by itself: rows replayed are those of the policy."""
+        """Add the reference logprobs to the micro-batches. The reference uses its own routing, without replay."""
         routing = [mb.context.routing for mb in micro_batches]
         for micro_batch in micro_batches:
             micro_batch.context.routing = None
@@ -73,14 +80,20 @@ class Passes:
             micro_batch.context.routing = held
 
     def train(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> None:
-        """Forward and backward; what the objective returned is in `sums` of each micro-batch."""
+        """Run forward and backward; sets `sums` of each micro-batch to the results of the objective."""
         found = self._run(micro_batches, objective, forward_only=False)
         self._model.release_graph()
         for micro_batch, sums in zip(micro_batches, found or [{}] * len(micro_batches), strict=True):
             micro_batch.sums = sums
 
     def of_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch], columns: Sequence[Tensor]) -> Tensor:
-        """float64 [N], of all tokens in the loss of an update, on every rank, from a column [n] of each micro-batch."""
+        """Gather a value per token in the loss, float64 [N] over all ranks, in the order of the batch.
+
+        Args:
+            update: the update with N tokens in the loss.
+            micro_batches: of this rank.
+            columns: [n] for each micro-batch.
+        """
         out = torch.zeros(update.num_loss_tokens, dtype=torch.float64)
         if self.counts_tokens:
             for micro_batch, column in zip(micro_batches, columns, strict=True):
@@ -88,7 +101,7 @@ class Passes:
         return self._groups.sum_over_ranks(out)
 
     def objective(self, kind: ObjectiveKind, *, log_ratio_bound: float = math.inf) -> Objective:
-        """What is done with the logits of each micro-batch."""
+        """The objective `kind` with this rank's groups and vocabulary."""
         return Objective(
             kind=kind,
             loss=self._loss,
@@ -99,7 +112,7 @@ class Passes:
         )
 
     def policy_objective(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> Objective:
-        """The policy loss of one update; m2po bounds the ratio by all tokens of it, over all ranks."""
+        """The policy objective of an update. For m2po the bound of the ratio depends on its tokens on all ranks."""
         if self._loss.name != "m2po":
             return self.objective("policy")
         columns = [mb.columns for mb in micro_batches] if self.counts_tokens else []
@@ -112,7 +125,7 @@ class Passes:
     def _run(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, *, forward_only: bool
     ) -> list[dict[str, Tensor]]:
-        """What the objective returned for each micro-batch; empty before the last pipeline stage."""
+        """Results of the objective for each micro-batch; empty before the last pipeline stage."""
 
         def forward_step(source: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro_batch = next(source)
@@ -132,7 +145,10 @@ class Passes:
         )
 
     def _vocab_columns(self) -> int:
-        """Columns of this rank's logits that are ids of the vocabulary; the rest is padding."""
+        """Number of this rank's logit columns that are token ids, without padding.
+
+        A vocabulary of 9 on 2 tensor-parallel ranks has 5 columns per rank: 5 ids on rank 0, 4 ids on rank 1.
+        """
         at, size = self._groups.coordinates, self._vocab_size
         width = -(-size // at.tensor)
         return max(0, min(width, size - at.tensor_rank * width))

@@ -1,12 +1,14 @@
-"""Which rank trains which sequence of a batch, in which update and micro-batch, and what it weighs in the loss.
+"""Plans which rank trains which sequences of a batch, in which update and micro-batch, and with which loss weights.
 
-The plan is made once, from the numbers of the whole batch, and goes to all ranks unchanged, so that they agree on
-weights, counts and micro-batches without seeing each other's tokens. Imports nothing of megatron: the driver plans.
+The driver plans once from the lengths in the whole batch and sends the plan to all ranks. The ranks then agree on
+weights, counts and micro-batches without seeing each other's tokens. This module must not import megatron.
 
-Sequences 0 to 3 of 5, 9, 4 and 8 tokens on two data-parallel ranks, two micro-batches of at most 9 tokens each:
+Sequences 0 to 3 of 5, 9, 4 and 8 tokens on two data-parallel ranks, micro-batches of at most 9 tokens:
 
     rank 0    [[1], [2]]      13 tokens
     rank 1    [[3], [0]]      13 tokens
+
+With (2, 4, 1, 3) tokens in the loss, `first_loss_token` is (0, 2, 6, 7) and `num_loss_tokens` is 10.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from async_rl.train.model import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UpdatePlan:
-    """One optimizer update over all ranks, on some of the S sequences of a batch."""
+    """One optimizer update over all ranks, on a part of the S sequences of a batch."""
 
     micro_batches: Plan
-    """Of each data-parallel rank its micro-batches, each a list of numbers of sequences."""
+    """micro_batches[data rank][i] is a list of sequence numbers."""
     token_weights: NDArray[np.float32]
-    """float32 [S], weight of each token of a sequence in the loss."""
+    """float32 [S], loss weight of the tokens of each sequence."""
     first_loss_token: Int64Array
-    """int64 [S], number of the first token in the loss of a sequence among those of the update."""
+    """int64 [S], number of tokens in the loss of the update before this sequence."""
     num_tokens: int
-    """Over all ranks."""
+    """Tokens of the update on all ranks."""
     num_loss_tokens: int
-    """Over all ranks."""
+    """Tokens in the loss of the update on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,31 +47,36 @@ class BatchPlan:
     """A batch and its updates."""
 
     batch: TrainingBatch
-    """Without content where the plan travels."""
+    """The batch. When the driver sends the plan to a rank, it contains only the content that the rank needs."""
     updates: Sequence[UpdatePlan | None]
-    """In the order of the optimizer steps; None if a step has nothing to train."""
+    """In the order of the optimizer steps; None if a step has no gradient."""
 
     def groups_of(self, data_rank: int) -> list[int]:
-        """Numbers of the groups whose content a data-parallel rank needs."""
+        """Indices in `batch.contents` of the groups that a data-parallel rank needs, ascending."""
         micro_batches = [mb for update in self.updates if update is not None for mb in update.micro_batches[data_rank]]
         return sorted({int(self.batch.index[number, 0]) for numbers in micro_batches for number in numbers})
 
 
 class Planner:
-    """Makes plans."""
+    """Plans batches.
+
+    Args:
+        config: layout and sizes of the micro-batches.
+        loss: determines the weights of the tokens.
+    """
 
     def __init__(self, *, config: TrainerConfig, loss: LossConfig) -> None:
         self._config = config
         self._loss = loss
 
     def policy(self, batch: TrainingBatch) -> BatchPlan:
-        """An update for each mini-batch of an RL batch.
+        """Plan one update per mini-batch of an RL batch.
 
-        Trajectories of groups without spread are not forwarded, unless a KL or entropy term trains them too. With
-        loss.count=all they count in the weights of the others all the same.
+        Trajectories that are not informative are not forwarded, unless a KL or entropy term trains them. With
+        loss.count=all they still count in the weights of the other trajectories.
 
         Raises:
-            ValueError: a mini-batch that trainer.updates_per_batch does not make.
+            ValueError: the batch has more mini-batches than trainer.updates_per_batch.
         """
         count = self._config.updates_per_batch
         if int(batch.mini_batch.max()) >= count:
@@ -84,12 +91,12 @@ class Planner:
         return BatchPlan(batch=batch, updates=updates)
 
     def whole(self, batch: TrainingBatch) -> BatchPlan:
-        """One update of all sequences of an RL batch."""
+        """Plan one update on all sequences of an RL batch."""
         every = np.ones(len(batch), np.bool_)
         return BatchPlan(batch=batch, updates=[self._update(batch, every, counted=every, loss=self._loss)])
 
     def supervised(self, batch: TrainingBatch) -> BatchPlan:
-        """One update of all sequences of a supervised batch."""
+        """Plan one update on all sequences of a supervised batch, with equal weights of all tokens."""
         every = np.ones(len(batch), np.bool_)
         mean_of_tokens = LossConfig()
         return BatchPlan(batch=batch, updates=[self._update(batch, every, counted=every, loss=mean_of_tokens)])
@@ -102,10 +109,16 @@ class Planner:
         counted: NDArray[np.bool_],
         loss: LossConfig,
     ) -> UpdatePlan | None:
-        """An update that forwards some sequences, and counts some in the weights; None if it forwards none.
+        """Plan an update on the sequences `forwarded` [S]; None if there are none.
 
-        If the loss weighs whole trajectories, all sequences of one are in one micro-batch, which may then hold more
-        than trainer.micro_batch_tokens (resume_routing=split).
+        If the loss weights whole trajectories, all sequences of a trajectory (resume_routing=split) are in one
+        micro-batch, which may then exceed trainer.micro_batch_tokens.
+
+        Args:
+            batch: S sequences.
+            forwarded: bool [S], sequences with a forward pass.
+            counted: bool [S], sequences that count in the loss weights.
+            loss: aggregation of the loss.
         """
         if not forwarded.any():
             return None
@@ -133,14 +146,14 @@ class Planner:
         )
 
     def _micro_batches(self, batch: TrainingBatch, units: Sequence[list[int]]) -> Plan:
-        """Micro-batches of whole units, each a list of sequences."""
+        """Plan micro-batches of units, which are lists of sequences that stay together."""
         config = self._config
         plan = plan_micro_batches(
             [int(batch.lengths[unit].sum()) for unit in units],
             max_tokens=config.micro_batch_tokens * config.parallel.context,
             num_ranks=config.data_parallel,
             padded=not config.packing,
-            # Megatron's interleaved schedule takes micro-batches in groups of as many as there are stages.
+            # Megatron's interleaved schedule requires a multiple of the number of stages.
             multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
         )
         return [[[number for unit in chosen for number in units[unit]] for chosen in of_rank] for of_rank in plan]

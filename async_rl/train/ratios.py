@@ -1,12 +1,12 @@
-"""One parametrised importance weight: a bounded ratio of two named logprobs. Every policy loss is a product of these.
+"""A bounded ratio of two named logprobs as importance weight. The policy losses are products of such weights.
 
     behaviour  of the engine that sampled            (no gradient)
     proximal   of the trainer before the batch       (no gradient)
     current    of the weights being trained          (gradient)
     reference  of a frozen model, for the KL term    (no gradient)
 
-`CURRENT / BEHAVIOUR` is the ratio of a token, `.product` that of its whole trajectory and `.geometric` the geometric
-mean over its tokens. A weight is such a ratio, what becomes of it outside an interval, and whether it has a gradient.
+`CURRENT / BEHAVIOUR` is the ratio of a token, `.product` the product over its trajectory and `.geometric` the geometric
+mean over its trajectory. Log ratios (0.1, 0.3) of one trajectory: product (0.4, 0.4), geometric (0.2, 0.2).
 """
 
 from __future__ import annotations
@@ -22,32 +22,39 @@ from torch import Tensor
 SourceName = Literal["behaviour", "proximal", "current"]
 Level = Literal["token", "product", "geometric"]
 FilterName = Literal["clip", "truncate", "mask"]
-_LARGEST_LOG = 80.0  # its exponential is finite in float32, and beyond every bound
+_LARGEST_LOG = 80.0  # exp of this is finite in float32 and larger than any bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLogprobs:
-    """One entry per token, all of one shape. reference: None without a KL term."""
+    """Logprobs of n tokens; see the top of this module."""
 
     current: Tensor
+    """float32 [n], with gradient."""
     behaviour: Tensor
+    """float32 [n]."""
     proximal: Tensor
+    """float32 [n]."""
     reference: Tensor | None = None
+    """float32 [n]; None without a KL term."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectories:
-    """Which trajectory of the micro-batch each of n tokens is of.
-
-    index: int64 [n], below count. group: ranks that hold further tokens of the same trajectories; None for no others.
-    """
+    """Trajectories of the n tokens of a micro-batch."""
 
     index: Tensor
+    """int64 [n], trajectory of each token, below `count`."""
     count: int
+    """Number of trajectories in the micro-batch."""
     group: dist.ProcessGroup | None = None
+    """Ranks with further tokens of the same trajectories; None if this rank has all tokens."""
 
     def sums(self, values: Tensor) -> Tensor:
-        """float64 [2, count]: sum of `values` [n] and number of tokens of each trajectory, over all ranks."""
+        """Sum of `values` [n] and number of tokens per trajectory over the ranks of `group`, float64 [2, count].
+
+        Values (0.1, 0.3, 0) with index (0, 0, 1): [[0.4, 0], [2, 1]].
+        """
         both = torch.stack([values.detach().double(), torch.ones_like(values, dtype=torch.float64)])
         sums = both.new_zeros(2, self.count).index_add(1, self.index, both)
         if self.group is not None and self.group.size() > 1:
@@ -57,9 +64,10 @@ class Trajectories:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Logprobs by where they come from."""
+    """A named logprob; dividing two sources gives a Ratio."""
 
     name: SourceName
+    """Field of TokenLogprobs."""
 
     def __truediv__(self, denominator: Source) -> Ratio:
         return Ratio(self, denominator)
@@ -70,39 +78,42 @@ BEHAVIOUR, PROXIMAL, CURRENT = Source("behaviour"), Source("proximal"), Source("
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """numerator / denominator of a token (`token`), of its whole trajectory (`product`), or its geometric mean."""
+    """numerator / denominator of a token, or its product or geometric mean over a trajectory."""
 
     numerator: Source
+    """Logprob of the numerator."""
     denominator: Source
+    """Logprob of the denominator."""
     level: Level = "token"
+    """`token`, or `product` or `geometric` mean over the trajectory."""
 
     @property
     def product(self) -> Ratio:
-        """Of the trajectory: the product over its tokens."""
+        """The product over the trajectory."""
         return replace(self, level="product")
 
     @property
     def geometric(self) -> Ratio:
-        """Of the trajectory: the geometric mean over its tokens, which its length does not drive to 0 or infinity."""
+        """The geometric mean over the trajectory, which does not grow or vanish with its length."""
         return replace(self, level="geometric")
 
     def log(self, logprobs: TokenLogprobs, trajectories: Trajectories | None) -> Tensor:
-        """[n] log ratio of each token.
+        """Log ratio [n] of each token.
 
-        Of a trajectory's ratio each token carries the gradient through its own logprob. Summed over the tokens of a
-        trajectory, which share one advantage and one token weight, this is the gradient of its geometric mean (Zheng
+        For the ratio of a trajectory, each token has the gradient of its own logprob. The tokens of a trajectory share
+        one advantage and one token weight, so the sum of these gradients is the gradient of the geometric mean (Zheng
         et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, section 4.3).
 
         Raises:
-            ValueError: a trajectory's ratio without `trajectories`.
+            ValueError: the ratio is over trajectories, but `trajectories` is None.
         """
         log_ratio: Tensor = getattr(logprobs, self.numerator.name) - getattr(logprobs, self.denominator.name)
         if self.level == "token":
             return log_ratio
         if trajectories is None:
             raise ValueError(
-                f"the {self.level} of {self.numerator.name} / {self.denominator.name} is over trajectories, but the "
-                "loss was not told which token is of which; give it `trajectories`"
+                f"the {self.level} of {self.numerator.name} / {self.denominator.name} is over trajectories, but "
+                "`trajectories` is None; pass the trajectory of each token"
             )
         total, tokens = trajectories.sums(log_ratio)
         shared = total if self.level == "product" else total / tokens.clamp(min=1)
@@ -114,10 +125,12 @@ class Interval:
     """Ratios from low to high, both included."""
 
     low: float = 0.0
+    """Lower bound."""
     high: float = math.inf
+    """Upper bound."""
 
     def excludes(self, ratio: Tensor) -> Tensor:
-        """bool of the shape of `ratio`."""
+        """Whether each ratio is outside the interval, bool of the shape of `ratio`."""
         return (ratio < self.low) | (ratio > self.high)
 
 
@@ -126,27 +139,31 @@ ANY = Interval()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A ratio, bounded.
+    """A bounded ratio.
 
-    positive, negative: where the ratio counts as it is, for tokens of advantage >= 0 and < 0.
-    outside: what it becomes elsewhere: the nearest edge of the interval, or zero, which drops the token.
-    inside: the ratio itself, or one: then the weight only keeps or drops.
-    gradient: whether the ratio carries that of the current logprob; beyond an edge there is none.
-    filter: the name under which it reports the tokens it touches; None for a weight without bounds.
+    `pessimistic_clip` to 0.8 .. 1.28: a ratio of 1.5 becomes 1.28 if the advantage is positive and remains 1.5 if it is
+    negative; a ratio of 0.5 remains 0.5 if the advantage is positive and becomes 0.8 if it is negative.
     """
 
     ratio: Ratio
+    """The ratio."""
     filter: FilterName | None
+    """Name of the metric that counts changed tokens; None for a weight without bounds."""
     positive: Interval = ANY
+    """Interval in which the ratio is unchanged if the advantage is >= 0."""
     negative: Interval = ANY
+    """Interval in which the ratio is unchanged if the advantage is < 0."""
     outside: Literal["edge", "zero"] = "edge"
+    """Weight outside the interval: its nearest edge, or zero, which drops the token."""
     inside: Literal["ratio", "one"] = "ratio"
+    """Weight inside the interval: the ratio, or one for a weight that only keeps or drops."""
     gradient: bool = False
+    """Whether the ratio has the gradient of the current logprob; there is none outside the interval."""
 
     def __call__(
         self, logprobs: TokenLogprobs, *, advantages: Tensor, trajectories: Trajectories | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[n] weight of each token, and bool [n]: the bound changed it and its advantage is not zero."""
+        """Weight [n] of each token, and bool [n], whether a bound changed it and the advantage is not zero."""
         log_ratio = self.ratio.log(logprobs, trajectories)
         ratio = torch.exp((log_ratio if self.gradient else log_ratio.detach()).clamp(max=_LARGEST_LOG))
         harmful = advantages < 0
@@ -170,7 +187,10 @@ def unbounded(ratio: Ratio) -> Weight:
 
 
 def pessimistic_clip(ratio: Ratio, *, low: float, high: float, ceiling: float | None = None) -> Weight:
-    """The r' with r' A = min(r A, clip(r, low, high) A), with gradient; for A < 0 also r' <= ceiling (dual clip)."""
+    """The weight r' with r' A = min(r A, clip(r, low, high) A), with gradient; if A < 0 also r' <= ceiling (dual clip).
+
+    `Weight` has an example.
+    """
     return Weight(
         ratio=ratio,
         filter="clip",
@@ -193,28 +213,33 @@ def truncate(ratio: Ratio, *, cap: float) -> Weight:
 
 
 def mask(ratio: Ratio, *, low: float = 0.0, high: float) -> Weight:
-    """r in [low, high], 0 elsewhere, no gradient."""
+    """r inside [low, high], 0 outside, no gradient."""
     within = Interval(low, high)
     return Weight(ratio=ratio, filter="mask", positive=within, negative=within, outside="zero")
 
 
 def keep(ratio: Ratio, *, positive: Interval, negative: Interval) -> Weight:
-    """1 in the interval that the sign of the advantage chooses, 0 elsewhere."""
+    """1 inside the interval for the sign of the advantage, 0 outside."""
     return Weight(ratio=ratio, filter="mask", positive=positive, negative=negative, outside="zero", inside="one")
 
 
 def second_moment_bound(log_ratios: Tensor, *, limit: float) -> float:
-    """The |log r| up to which tokens are kept, so that the mean of (log r)^2 over those kept is at most `limit`.
+    """The bound b such that the mean of (log r)^2 over the tokens with |log r| < b is at most `limit`.
 
-    As many are kept as can be; equal ones go together. Infinite where all are kept. Zheng et al. 2025, "Prosperity
-    before Collapse" (M2PO), arXiv 2510.01161, algorithm 1, which takes out the largest until the mean is low enough.
+    As many tokens as possible are kept; tokens with equal |log r| are kept or dropped together. The bound is infinite
+    if all tokens are kept. Log ratios (0.1, -0.5, 0.2) with limit=0.04: the squares are 0.01, 0.04 and 0.25, the first
+    two have the mean 0.025, and the bound is (0.2 + 0.5) / 2 = 0.35.
+
+    Zheng et al. 2025, "Prosperity before Collapse" (M2PO), arXiv 2510.01161, algorithm 1, which removes the largest
+    until the mean is low enough.
 
     Args:
-        log_ratios: [n], of all tokens of an update.
+        log_ratios: [n], of all tokens of an update, in nat.
+        limit: in nat^2.
     """
     moments = (log_ratios.double() ** 2).sort().values
     means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, dtype=torch.float64, device=moments.device)
-    kept = int((means <= limit).sum())  # the running mean of rising values rises
+    kept = int((means <= limit).sum())  # the running mean of ascending values ascends
     if kept == len(moments):
         return math.inf
     first_out = moments[kept]

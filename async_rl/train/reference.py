@@ -1,4 +1,7 @@
-"""Frozen weights beside the trained ones, in the same modules: the reference of the KL term, a published version."""
+"""A frozen copy of the weights that can be exchanged with the trained weights in the same modules.
+
+It serves as the reference of the KL term, and as the published version that is compared with the engines.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import nn
 
 
 class ReferenceWeights:
-    """A copy of every parameter and buffer as it is now.
+    """A copy of the current values of all parameters and buffers.
 
     Args:
         chunks: model chunks of this rank.
@@ -23,7 +26,7 @@ class ReferenceWeights:
 
     @contextmanager
     def loaded(self) -> Generator[None]:
-        """The modules compute with the frozen weights inside the block, and with the trained ones after it."""
+        """Inside the block the modules compute with the frozen weights."""
         _exchange(self._held, self._live)
         try:
             yield
@@ -37,17 +40,17 @@ class ReferenceWeights:
                 held.copy_(live)
 
     def frozen(self, live: torch.Tensor) -> torch.Tensor:
-        """The frozen value of a parameter or buffer, for a checkpoint to read and to set; not inside `loaded`.
+        """The frozen value of a parameter or buffer, for reading and writing checkpoints; not inside `loaded`.
 
         Raises:
-            KeyError: no tensor of the modules.
+            KeyError: the tensor is not in the modules.
         """
         return self._frozen[id(live)]
 
 
 @torch.no_grad()
 def _exchange(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Exchange the values of both, with room for one tensor."""
+    """Exchange the values of both, one tensor at a time to save memory."""
     for one, other in zip(first, second, strict=True):
         value = one.clone()
         one.copy_(other)

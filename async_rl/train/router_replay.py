@@ -1,13 +1,13 @@
-"""Router replay: training routes each token to the experts that rollout (R3) or an earlier pass (R2) chose.
+"""Router replay: training routes each token to the experts that the rollout (R3) or an earlier pass (R2) chose.
 
-A micro-batch carries its own routing. Each transformer layer binds it to its router when the layer is entered, in the
-forward pass as in a recomputation, so that whatever order a pipeline schedule runs micro-batches in, a router sees the
-rows of the micro-batch whose tokens it gets. Nothing is global: two models in a process do not know of each other.
+Each micro-batch has its own routing. A transformer layer binds it to its router when the layer is entered, both in the
+forward pass and in recomputation. Therefore a router always sees the rows of its micro-batch, in any pipeline schedule.
+There is no global state, so two models in a process are independent.
 
-The router stays differentiable: its gate weights are computed from its own logits at the replayed experts. What else
-is made of its scores is not replayed, because it says how the router of now routes: the load-balance loss takes the
-router's own top-k of the scores (without correction bias and expert groups), the z loss the logits. Correction biases
-are no parameters and stay as the checkpoint has them (see gpt.py): no tokens are counted towards moving them.
+The router remains differentiable: the gate weights are computed from its own logits at the replayed experts. The
+auxiliary losses are not replayed, because they depend on the current routing: the load-balance loss uses the router's
+own top-k of the scores (without correction bias and expert groups), the z loss uses the logits. Correction biases are
+constant (see gpt.py).
 """
 
 from __future__ import annotations
@@ -25,46 +25,53 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 ROUTING_SUMS: tuple[str, ...] = ("agreeing", "replayed", "refused", "mass", "fallback", "rows")
-"""What is counted of a layer over the real tokens of a micro-batch, float64 [6] in this order.
+"""Sums over the real tokens of a micro-batch in one layer, float64 [6] in this order.
 
-agreeing: recorded experts that the live router would choose too. replayed: recorded experts. refused: of these, those
-that `replay_threshold` left out. mass: probability that the live router gives to the recorded experts of a row, summed
-over the rows that have them. fallback: rows that were left to the live router. rows: all rows.
+agreeing  recorded experts that the live router would also choose
+replayed  recorded experts
+refused   recorded experts that `replay_threshold` left out
+mass      probability of the recorded experts in the live router, summed over replayed rows
+fallback  rows for which the live router chose
+rows      all rows
 """
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class MicroBatchRouting:
-    """Routing of one micro-batch on one rank.
-
-    mode: `record` fills `tables` with what the live router chooses, `replay` forces what they hold.
-    tables: global layer number -> integer [rows, K], -1 in all K places for the live router.
-    real: bool [rows], False for padding.
-    sums: of each layer replayed, ROUTING_SUMS of the pass that took a gradient.
-    """
+    """Routing of one micro-batch on one rank."""
 
     mode: Literal["record", "replay"]
+    """`record` stores the choices of the live router in `tables`; `replay` forces the experts in `tables`."""
     tables: dict[int, Tensor]
+    """Global layer number -> integer [rows, K], expert ids; a row of -1 is left to the live router."""
     real: Tensor
+    """bool [rows], False for padding."""
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """Global layer number -> ROUTING_SUMS float64 [6] of the pass with gradients."""
 
 
 def layer_tables(rows: Tensor, live: Tensor, *, layers: Sequence[int], to: torch.device) -> dict[int, Tensor]:
-    """Global layer number -> int16 [rows, K] on a device, -1 in rows that are left to the live router.
+    """Convert routing rows to `MicroBatchRouting.tables`.
+
+    Rows [[[1], [2]], [[3], [0]]] with live (False, True) and layers (1, 3): {1: [[1], [-1]], 3: [[2], [-1]]}.
 
     Args:
-        rows: uint8 or uint16 [rows, layers, K]. live: bool [rows].
+        rows: uint8 or uint16 [rows, layers, K].
+        live: bool [rows], rows for the live router.
+        layers: global layer numbers.
+        to: device of the tables.
     """
     tables = rows.to(to).to(torch.int16).masked_fill_(live.to(to)[:, None, None], -1)
     return dict(zip(layers, tables.unbind(1), strict=True))
 
 
 class LayerReplay:
-    """Stands in megatron's hook `TopKRouter.router_replay` of one layer.
+    """Implements megatron's hook `TopKRouter.router_replay` for one layer.
 
     Args:
-        router: megatron's, whose scores the hook is given.
-        layer: global number, from 0. threshold: see `keep_likely`; 0 replays every expert.
+        router: megatron's router, which calls the hook.
+        layer: global number, from 0.
+        threshold: see `keep_likely`; 0 replays all recorded experts.
     """
 
     def __init__(self, router: Any, *, layer: int, threshold: float = 0.0) -> None:
@@ -81,10 +88,13 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores [rows, K], experts int64 [rows, K]); called by megatron's router with scores [rows, experts].
+        """Choose experts. Megatron's router calls this with `scores` [rows, experts].
+
+        Returns:
+            (scores [rows, K], experts int64 [rows, K]).
 
         Raises:
-            RoutingError: replay without a table for this layer, or a table of another shape.
+            RoutingError: in replay, the table of this layer is missing or has another shape.
         """
         assert default_compute_topk is not None
         live_scores, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -98,7 +108,7 @@ class LayerReplay:
         absent = recorded[:, :1] < 0
         experts = torch.where(absent, live, recorded)
         refused = None
-        counted = torch.is_grad_enabled()  # once: the first pass over a layer that will be recomputed takes none
+        counted = torch.is_grad_enabled()  # counts once: with recomputation the first pass has no gradients
         if counted or self._threshold:
             with torch.no_grad():
                 probabilities = self._probabilities(scores)
@@ -109,14 +119,14 @@ class LayerReplay:
         return scores.gather(1, experts), experts
 
     def _probabilities(self, scores: Tensor) -> Tensor:
-        """[rows, experts] what the router gives each expert, 1 over all; without the bias that steers choices alone."""
+        """Router probabilities [rows, experts], which sum to 1, without the correction bias."""
         router = self._router
         if router.score_function == "sigmoid":
             own = scores if router.expert_bias is None else scores - router.expert_bias
             return own / own.sum(-1, keepdim=True).clamp(min=1e-20)
         if router.config.moe_router_pre_softmax:
             return scores
-        if scores.shape[1] < 16:  # torch is five times slower over a last dimension that fills no vector register
+        if scores.shape[1] < 16:  # softmax over a short last dimension is five times slower
             return scores.float().t().contiguous().softmax(0).t()
         return scores.float().softmax(-1)
 
@@ -135,14 +145,22 @@ class LayerReplay:
 
 
 def keep_likely(recorded: Tensor, live: Tensor, probabilities: Tensor, *, threshold: float) -> tuple[Tensor, Tensor]:
-    """(experts int64 [rows, K], refused bool [rows, K]): recorded experts less those the router has turned away from.
+    """Replace recorded experts that have become unlikely.
 
-    An expert is refused if its probability is below `threshold` times that of the weakest of the router's own top-k.
-    The best of the own top-k that are not kept already take the places, so that a row has K experts, all different.
+    An expert is refused if its probability is below `threshold` times the lowest probability in the router's own top-k.
+    The best other experts of the own top-k replace refused ones, so that a row has K different experts.
+
+    Probabilities (0.5, 0.3, 0.15, 0.05), own top-2 (0, 1), recorded (2, 3), threshold=0.5: expert 3 is below 0.15 and
+    is refused; the result is (2, 0).
 
     Args:
-        recorded: int64 [rows, K]. live: int64 [rows, K], the router's own, best first.
-        probabilities: [rows, experts]. threshold: 0..1.
+        recorded: int64 [rows, K].
+        live: int64 [rows, K], the router's own top-k, best first.
+        probabilities: [rows, experts].
+        threshold: 0..1.
+
+    Returns:
+        experts int64 [rows, K], refused bool [rows, K].
     """
     weakest = probabilities.gather(1, live).amin(1, keepdim=True)
     refused = probabilities.gather(1, recorded) < threshold * weakest
@@ -154,13 +172,17 @@ def keep_likely(recorded: Tensor, live: Tensor, probabilities: Tensor, *, thresh
 
 
 class RouterReplay:
-    """The replay hooks of one model: one per router, found by global layer number.
+    """Installs replay hooks on all routers of a model.
 
     Args:
-        chunks: GPTModel chunks of this rank. threshold: see `keep_likely`.
+        chunks: GPTModel chunks of this rank.
+        threshold: see `keep_likely`.
+
+    Attributes:
+        layers: global numbers of the layers with routers on this rank, from 0.
 
     Raises:
-        ValueError: a router whose settings would bypass replay.
+        ValueError: a setting of the routers would bypass replay.
     """
 
     def __init__(self, chunks: Sequence[Any], *, threshold: float = 0.0) -> None:
@@ -178,10 +200,10 @@ class RouterReplay:
 
 
 def check_replayable(config: Any) -> None:
-    """Refuse router settings of megatron that ignore or change replayed experts.
+    """Refuse settings of megatron's router that ignore or change replayed experts.
 
     Raises:
-        ValueError: naming the setting and its value.
+        ValueError: there is such a setting; the message names the setting and its value.
     """
     refused: Mapping[str, Callable[[Any], bool]] = {
         "moe_router_fusion": bool,
@@ -205,9 +227,17 @@ def _bind(replay: LayerReplay) -> Callable[[Any, tuple[Any, ...], dict[str, Any]
 
 
 def _sums(recorded: Tensor, live: Tensor, refused: Tensor | None, probabilities: Tensor, real: Tensor) -> Tensor:
-    """float64 [6], ROUTING_SUMS; recorded: int64 [rows, K], -1 for the live router; refused: None for none.
+    """ROUTING_SUMS float64 [6].
 
-    Sums are over whole tensors: torch is slow over a last dimension of a few experts, and so is comparing K with K.
+    Sums over complete tensors and a scatter are used because reductions over a short last dimension and a comparison of
+    all pairs of experts are slow.
+
+    Args:
+        recorded: int64 [rows, K], -1 for the live router.
+        live: int64 [rows, K].
+        refused: bool [rows, K]; None if no expert is refused.
+        probabilities: [rows, experts].
+        real: bool [rows].
     """
     replayed = (real & (recorded[:, 0] >= 0)).unsqueeze(1)
     rows, given = real.count_nonzero(), replayed.count_nonzero()

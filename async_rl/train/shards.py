@@ -1,7 +1,7 @@
-"""Which part of which whole tensor a rank holds, so that a checkpoint fits every layout.
+"""Describes which part of which global tensor a rank has, so that a checkpoint is independent of the layout.
 
-Megatron's modules say it of their parameters and buffers (`sharded_state_dict`). Whatever has one value per weight
-(moments, float32 weights, the reference of a KL term) is cut as its weight is.
+Megatron's modules describe their parameters and buffers (`sharded_state_dict`). Tensors with one value per weight
+element (moments, float32 weights, reference weights) are sharded like the weight.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Shard = ShardedTensor | ShardedTensorFactory
 
 
 def model_shards(chunks: Sequence[Any]) -> dict[str, Shard]:
-    """Every parameter and persistent buffer of this rank by chunk and name; `data` is the live tensor itself.
+    """`chunk.name` -> shard of every parameter and persistent buffer of this rank; `data` is the live tensor.
 
-    In a checkpoint a tensor has the name of the local spec, with Transformer Engine too.
+    In a checkpoint a tensor has its name in the local spec, also with Transformer Engine.
     """
     shards = {
         f"{i}.{name}": shard
@@ -43,7 +43,7 @@ def model_shards(chunks: Sequence[Any]) -> dict[str, Shard]:
 
 
 def live_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """The tensors that the shards were made of; take them before a load, which puts others in their place."""
+    """The live tensors of the shards. Call this before a load, which replaces `data` of the shards."""
     return {name: cast(Tensor, shard.data) for name, shard in shards.items()}
 
 
@@ -53,49 +53,49 @@ def shards_by_tensor(shards: Mapping[str, Shard]) -> dict[int, Shard]:
 
 
 def shard_like(weight: Shard, tensor: Tensor, kind: str) -> Shard:
-    """`tensor`, of the shape of this rank's `weight`, under the name `kind` + name of the weight."""
+    """A shard of `tensor`, which has the shape of this rank's `weight`, with the name `kind`.`name of the weight`."""
     return make_sharded_optimizer_tensor(weight, tensor, kind)
 
 
 @torch.no_grad()
 def copy_into(live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
-    """Set live tensors to what was loaded under the same name."""
+    """Copy loaded tensors into the live tensors with the same names."""
     for name, tensor in live.items():
         tensor.copy_(loaded[name])
 
 
 def object_of_rank(name: str, value: object, *, rank: int, ranks: int) -> ShardedObject:
-    """A value that each rank has one of."""
+    """A shard for a value that differs between ranks."""
     return ShardedObject(name, value, (ranks,), (rank,))
 
 
 def write_shards(directory: Path, state: dict[str, Any]) -> None:
-    """Write nested shards into the empty folder `directory`, each part of a tensor once. Collective.
+    """Write nested shards into the empty folder `directory`; replicated parts are written once. Collective.
 
     Raises:
-        torch.distributed.checkpoint.CheckpointException: a rank could not write; on every rank.
+        torch.distributed.checkpoint.CheckpointException: a rank could not write; raised on all ranks.
     """
     dist_checkpointing.save(state, str(directory), sharded_strategy=_InProcessSave("torch_dist", 1))
 
 
 def read_shards(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The same nesting with the tensors in the place of shards, cut for this rank's layout. Collective.
+    """Read the tensors of nested shards, for this rank's layout; the result has the same nesting. Collective.
 
-    Tensors that `state` brings may be written to before everything is read.
+    The tensors in `state` may be overwritten even if reading fails.
 
     Raises:
-        Exception: whatever megatron or torch make of files that do not fit.
+        Exception: an error of megatron or torch; the files do not fit the shards.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # megatron loads by names that torch will drop
+        warnings.filterwarnings("ignore", category=FutureWarning)  # megatron uses deprecated names of torch
         return cast(dict[str, Any], dist_checkpointing.load(state, str(directory)))
 
 
 class _InProcessSave(SaveShardedStrategy):
-    """Megatron's torch_dist format, written by the rank itself and flushed to the disk.
+    """Writes megatron's torch_dist format in the process of the rank and syncs it to disk.
 
-    Megatron's own strategy forks a process per file, which a rank with gloo, NCCL or CUDA threads must not, and an
-    error of that process has no errno.
+    Megatron's own strategy forks a process per file, which is unsafe in a rank with gloo, NCCL or CUDA threads, and
+    errors in that process have no errno.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:

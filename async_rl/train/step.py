@@ -1,4 +1,4 @@
-"""The work of one micro-batch: its rows, its forward pass and its loss."""
+"""Micro-batches: their rows, forward pass and loss."""
 
 from __future__ import annotations
 
@@ -33,48 +33,57 @@ _LOSS_COLUMNS = {
     "token_weights": torch.float32,
     "trajectory": torch.int64,
 }
-"""What the loss needs of each token, and its type."""
+"""Per-token inputs of the loss and their dtypes."""
 _PLACES = {"token": torch.int64, "number": torch.int64}
+"""Per-token indices; see `MicroBatchBuilder._loss_columns`."""
 
 ObjectiveKind = Literal["policy", "supervised", "logprobs"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Inputs of one forward pass on one rank, on its device.
+    """Inputs of one forward pass on one rank, on its device: t rows with n tokens in the loss.
 
-    token_ids: int64 [1, t]. loss_rows: int64 [n], the rows that predict a token that enters the loss.
-    targets: int64 [n], those tokens. columns: what the loss needs per token, [n] each.
-    kept: over which tokens their distributions are normalised; None if all are over the whole vocabulary.
-    numbers: int64 [n], numbers of these tokens among those in the loss of the update.
-    trajectories: int64 [count], numbers of the trajectories that the micro-batch holds, the same on all ranks that
-        share it; the column `trajectory` says by their place here which one a token is of. sums: what the objective
-        returned.
+    Sequences of 5 and 4 tokens with positions (3, 4) and (3) in the loss, on one rank. These are the tokens 3, 4 and 8
+    of the micro-batch. `loss_rows` is (2, 3, 7), because a row predicts the next token. With `first_loss_token` 0 and 2
+    `numbers` is (0, 1, 2). If the sequences are the trajectories 6 and 9 of the batch, `trajectories` is (6, 9) and the
+    column `trajectory` is (0, 0, 1).
     """
 
     token_ids: Tensor
+    """int64 [1, t], 0 for padding."""
     loss_rows: Tensor
+    """int64 [n], rows whose next token is in the loss."""
     targets: Tensor
+    """int64 [n], ids of the tokens in the loss."""
     numbers: Tensor
+    """int64 [n], numbers of these tokens among the loss tokens of the update."""
     columns: dict[str, Tensor]
+    """Inputs of the loss, [n] each; see `_LOSS_COLUMNS`. Passes add proximal and reference logprobs."""
     kept: KeptTokens | None
+    """Tokens over which the distributions are normalised; None if all are over the whole vocabulary."""
     trajectories: Tensor
+    """int64 [count], ascending, numbers in the batch of the trajectories in the micro-batch; equal on all ranks of a
+    context-parallel group. The column `trajectory` has indices into it."""
     context: RowContext
+    """Rows, rotary angles and routing."""
     has_padding: bool
+    """Whether the rows of this rank include padding."""
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Results of the objective."""
 
     def forward(self, model: Any, *, at: Coordinates) -> Tensor:
-        """Logits [1, t, V / tensor] on the last pipeline stage, hidden states before it."""
+        """Run the forward pass: logits [1, t, V / tensor] on the last pipeline stage, hidden states on other stages."""
         return model(
             self.token_ids, None, None, packed_seq_params=self.context, padding_mask=self._padding_mask(model, at)
         )
 
     def _padding_mask(self, model: Any, at: Coordinates) -> Tensor | None:
-        """True for padding, which the load-balance loss must not count; None on one rank without padding.
+        """Mask bool [1, rows], True for padding, which the load-balance loss must not count.
 
-        With a mask megatron weighs that loss by the tokens of all tensor and context ranks, without one by those of
-        this rank; so several ranks always give one. Its first stage cuts the mask for sequence parallelism itself, the
-        others expect it cut.
+        With a mask, megatron weights that loss by the tokens of all tensor and context ranks; without a mask, by the
+        tokens of this rank. Therefore the mask is None only for a single rank without padding. The first pipeline stage
+        splits the mask for sequence parallelism; other stages expect a mask that is already split.
         """
         if not self.has_padding and at.tensor * at.context == 1:
             return None
@@ -84,7 +93,7 @@ class MicroBatch:
 
 
 def unwrap(model: Any) -> Any:
-    """The GPTModel inside what schedules call."""
+    """The GPTModel inside its wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model
@@ -94,9 +103,15 @@ class MicroBatchBuilder:
     """Builds the micro-batches of an update on one rank.
 
     Args:
-        replay: which routing the micro-batch carries.
-        routing: what the rows of the batch mean; None for a dense model. layers: MoE layers of this rank (global, from
-            0).
+        batch: with the content of the sequences of this rank.
+        update: loss weights and token numbers.
+        at: coordinates of this rank.
+        device: of this rank.
+        packing: see `pack_rows`.
+        replay: kind of router replay.
+        routing: layers and shape of the routing rows in the batch; None for a dense model.
+        layers: global numbers (from 0) of the MoE layers of this rank.
+        rotary: rotary angles of the model.
     """
 
     def __init__(
@@ -123,11 +138,11 @@ class MicroBatchBuilder:
         self._rotary = rotary
 
     def build(self, numbers: Sequence[int]) -> MicroBatch:
-        """The micro-batch of sequences `numbers` of the batch; padding only if there are none.
+        """Build the micro-batch of the sequences `numbers` of the batch; without sequences it has only padding.
 
         Raises:
-            RoutingError: rows that cannot be replayed.
-            ContractError: a token in the loss is not among those that the sampler kept at its position.
+            RoutingError: routing rows cannot be replayed.
+            ContractError: a token in the loss is not among the tokens that the sampler kept at its position.
         """
         sequences, to = [self._batch.sequence(number) for number in numbers], self._device
         rows = pack_rows([len(sequence) for sequence in sequences], at=self._at, packing=self._packing)
@@ -139,7 +154,7 @@ class MicroBatchBuilder:
         loss = loss[place[loss_rows]]
         targets = token_ids[loss["token"]]
         kept = self._kept_tokens(sequences, loss["token"], targets)
-        # Of all sequences, not of the tokens here: with context parallelism other ranks hold others.
+        # Of all sequences, not only of the tokens on this rank, so that it is equal on all context ranks.
         trajectories = torch.from_numpy(self._batch.trajectory[list(numbers)]).unique(sorted=True)
         loss["trajectory"] = torch.searchsorted(trajectories, loss["trajectory"])
         return MicroBatch(
@@ -159,9 +174,10 @@ class MicroBatchBuilder:
         )
 
     def _loss_columns(self, numbers: Sequence[int]) -> TensorDict:
-        """Columns of the n tokens in the loss of sequences, end to end.
+        """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, and
 
-        token: int64 [n], place among the tokens of the micro-batch. number: int64 [n], among those of the update.
+        token: int64 [n], number among all tokens of the micro-batch.
+        number: int64 [n], number among the loss tokens of the update.
         """
         batch, update, start = self._batch, self._update, 0
         found = {name: [torch.empty(0, dtype=kind)] for name, kind in (_LOSS_COLUMNS | _PLACES).items()}
@@ -184,7 +200,16 @@ class MicroBatchBuilder:
         return TensorDict(joined, batch_size=[len(joined["token"])])
 
     def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
-        """What the sampler kept at the places `tokens` [n] of the micro-batch, where `targets` [n] are."""
+        """Kept tokens at the tokens in the loss.
+
+        Args:
+            sequences: of the micro-batch.
+            tokens: int64 [n], numbers of the tokens in the loss among all tokens of the micro-batch.
+            targets: int64 [n], ids of the tokens in the loss.
+
+        Raises:
+            ContractError: a target is not among the kept tokens.
+        """
         if all(sequence.support is None for sequence in sequences):
             return None
         support = SamplingSupport.join([s.support or SamplingSupport.whole(len(s)) for s in sequences])
@@ -193,7 +218,7 @@ class MicroBatchBuilder:
         if kept is not None and (absent := len(kept.cut) - kept.num_containing(targets)):
             raise ContractError(
                 f"SamplingSupport of a micro-batch has {absent} of {len(kept.cut)} sets without the sampled token; "
-                "the sets must be those of the sampled positions"
+                "each set must belong to the position of its token"
             )
         return kept
 
@@ -223,24 +248,25 @@ class MicroBatchBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is done with the logits of a micro-batch.
-
-    vocab_columns: columns of this rank's logits without vocabulary padding.
-    context_group: ranks that hold other tokens of the same trajectories; None for none.
-    log_ratio_bound: of the update; see `losses.surrogate`.
-    """
+    """Computes loss and sums from the logits of a micro-batch."""
 
     kind: ObjectiveKind
+    """`policy` and `supervised` are trained; `logprobs` returns logprobs without a loss."""
     loss: LossConfig
+    """The policy loss."""
     tensor_group: Any
+    """Tensor-parallel group."""
     vocab_columns: int
+    """Columns of this rank's logits without vocabulary padding."""
     context_group: Any = None
+    """Ranks with other tokens of the same trajectories; None for a single rank."""
     log_ratio_bound: float = math.inf
+    """Bound of the update for m2po; see `losses.surrogate`."""
 
     def token_logprobs(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """float32 [n] logprob of each token that enters the loss, and the entropy of its distribution.
+        """Logprob of each token in the loss and entropy of its distribution, float32 [n] each.
 
-        The distribution is the sampler's: over the tokens that it kept, at its temperature.
+        The distribution is the one that the engine sampled from: over the kept tokens, at its temperature.
         """
         rows, targets, kept = micro_batch.loss_rows, micro_batch.targets, micro_batch.kept
         settings: dict[str, Any] = {
@@ -265,7 +291,7 @@ class Objective:
         return torch.cat((cut[0], whole[0]))[order], torch.cat((cut[1], whole[1]))[order]
 
     def __call__(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar loss, already weighted for the whole batch, and float64 sums over the tokens."""
+        """Scalar loss, a summand of the loss of the update, and float64 sums over the tokens (or the logprobs)."""
         logprobs, entropy = self.token_logprobs(logits, micro_batch)
         columns = micro_batch.columns
         match self.kind:
@@ -287,7 +313,7 @@ class Objective:
         logprobs = TokenLogprobs(
             current=current,
             behaviour=behaviour,
-            # Without a proximal pass the batch is one update: its weights are those of the batch's start.
+            # Without a proximal pass the batch is one update, so the current policy is the proximal policy.
             proximal=columns.get("proximal_logprobs", current.detach()),
             reference=reference,
         )
@@ -319,9 +345,9 @@ class Objective:
 def scheduled_loss(
     logits: Tensor, *, micro_batch: MicroBatch, objective: Objective
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The objective in the form megatron's schedules take: (loss, token count, results).
+    """Apply the objective in the form of megatron's schedules: (loss, token count, results).
 
-    With a token count the schedules leave the loss as it is; the count itself is not used.
+    With a token count the schedules do not scale the loss; the value of the count is not used.
     """
     loss, results = objective(logits, micro_batch)
     return loss, torch.zeros((), dtype=torch.int, device=logits.device), results

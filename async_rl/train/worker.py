@@ -1,4 +1,4 @@
-"""One trainer process: holds its part of the model and turns batches into optimizer updates."""
+"""One trainer process, which has a part of the model and trains it on batches."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ from async_rl.weights.transport import WeightUpdate, remove_directory
 
 
 class TrainerRank:
-    """A rank of the trainer. Every method is collective: all ranks call it with the same arguments.
+    """A rank of the trainer. All methods are collective: all ranks call them with the same arguments.
 
     Args:
-        checkpoint: Hugging Face folder that gives config and initial weights.
-        rendezvous: host:port of the store at which the ranks meet; None for a rank that is alone.
+        config: settings of the ranks.
+        optimizer: optimizer and learning-rate schedule.
+        loss: the policy loss.
+        checkpoint: Hugging Face folder with config and initial weights.
+        rank: of this process.
+        world_size: number of ranks.
+        rendezvous: host:port of the store of the ranks; None for a single rank.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be used. ValueError: a layout the model does not divide into.
+        CheckpointError: the checkpoint cannot be used.
+        ValueError: the parallel layout does not divide the model.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class TrainerRank:
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
-        self._held: ReferenceWeights | None = None  # what `score` uses
+        self._held: ReferenceWeights | None = None  # weights of `score`
         self._planner = Planner(config=config, loss=loss)
         self._passes = Passes(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -72,29 +78,29 @@ class TrainerRank:
 
     @property
     def model(self) -> BuiltModel:
-        """This rank's part of the model; its gradients stay in `main_grad` until the next update."""
+        """This rank's part of the model; gradients remain in `main_grad` until the next update."""
         return self._model
 
     @property
     def data_rank(self) -> int:
-        """Which sequences of a batch this rank trains."""
+        """Rank in the data-parallel group, which determines the sequences of this rank."""
         return self._groups.data_rank
 
     # ---- training
 
     def train(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
-        """Optimizer updates on one RL batch, one for each mini-batch; metrics of the batch.
+        """Run one optimizer update per mini-batch of an RL batch and return the metrics of the batch.
 
-        The proximal logprobs, and the routing that R2 replays, are of the weights before the first update. A mini-batch
-        without anything to train counts as an update all the same. The reference of a KL term is the weights at the
-        start or at the last `reset_optimizer`, routed by its own routers.
+        The proximal logprobs, and the routing that R2 replays, are computed with the weights before the first update. A
+        mini-batch without gradients counts as an update. The reference of a KL term has the weights of the start or of
+        the last `reset_optimizer`, and its own routing.
 
         Args:
-            batch: with the content of all groups, or a plan with the content of those that this rank needs.
+            batch: with the content of all groups, or a plan with the content of the groups that this rank needs.
 
         Raises:
-            RoutingError: replay is on and the routing rows do not fit the model or the batch.
-            FloatingPointError: the gradient is not finite; the weights are those of the updates before this one.
+            RoutingError: router replay is on, and the routing rows do not fit the model or the batch.
+            FloatingPointError: the gradient of an update is not finite; previous updates of the batch remain.
         """
         plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
         planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
@@ -112,7 +118,10 @@ class TrainerRank:
         return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=plan.batch.num_trajectories)
 
     def train_supervised(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
-        """One update on the cross entropy of the tokens in the loss, divided by their number in the batch.
+        """Run one update on the mean cross entropy of the tokens in the loss.
+
+        Returns:
+            loss (nat), tokens, grad_norm, lr.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
@@ -130,7 +139,7 @@ class TrainerRank:
         return {"loss": sums[0].item(), "tokens": sums[1].item(), "grad_norm": grad_norm, "lr": lr}
 
     def logprobs(self, batch: TrainingBatch) -> list[Tensor]:
-        """float32 [n] of each sequence: logprobs of its tokens in the loss under the current weights.
+        """Logprobs float32 [n] of the tokens in the loss of each sequence, under the current weights.
 
         Routing is replayed as in `train`.
         """
@@ -142,14 +151,14 @@ class TrainerRank:
         return list(found.to(torch.float32).split(batch.num_loss_tokens.tolist()))
 
     def hold(self) -> None:
-        """Keep a copy of the current weights, which `score` uses until the next `hold`."""
+        """Copy the current weights for `score`, until the next `hold`."""
         if self._held is None:
             self._held = ReferenceWeights(self._model.chunks)
         else:
             self._held.renew()
 
     def score(self, batch: TrainingBatch) -> list[Tensor]:
-        """As `logprobs`, under the weights of the last `hold`; without any, under the current ones."""
+        """As `logprobs`, under the weights of the last `hold`, or the current weights if there was none."""
         if self._held is None:
             return self.logprobs(batch)
         with self._held.loaded():
@@ -158,14 +167,11 @@ class TrainerRank:
     # ---- weights and state
 
     def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
-        """Write the current weights as `version` under Hugging Face names; None on every rank but 0.
-
-        Versions in `directory` before `keep_version` are removed first.
-        """
+        """Write the current weights for engines; see `async_rl.weights.export.export_update`."""
         return export_update(self._model, directory, version=version, keep_version=keep_version)
 
     def remove_updates(self, directory: Path) -> None:
-        """Remove `directory` with all versions in it, on the node of rank 0, which writes them."""
+        """Remove `directory` with all versions, on the machine of rank 0."""
         if dist.get_rank() == 0:
             remove_directory(directory)
 
@@ -174,10 +180,10 @@ class TrainerRank:
         export_pretrained(self._model, folder, like=like)
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state into folder `directory`, whole or not at all.
+        """Write model, optimizer, schedule and random state atomically into folder `directory`.
 
         Raises:
-            OSError: no room or no permission; a checkpoint that was there stays.
+            OSError: the disk has no free space or is not writable; an existing checkpoint is unchanged.
         """
         manifest = Manifest(
             model=self._model_fields(),
@@ -190,13 +196,13 @@ class TrainerRank:
         save_state(directory, state, manifest=manifest, ranks=self._groups)
 
     def restore(self, directory: Path) -> None:
-        """Continue from `save`: exactly where the layout is the same, and in any other.
+        """Restore the state that `save` wrote, also in another parallel layout.
 
-        In another layout sums run in another order, and random numbers begin anew: from trainer.seed plus the number
-        of updates.
+        In the same layout training continues exactly as without a restart. In another layout, sums have another order,
+        and the random state is reset from trainer.seed + number of updates.
 
         Raises:
-            TrainerCheckpointError: no such folder, damaged, of another format or of another model.
+            TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model.
         """
         manifest = read_manifest(directory, model=self._model_fields(), ranks=self._groups)
         same_layout = manifest.layout == self._layout()
@@ -214,7 +220,7 @@ class TrainerRank:
         self._groups.barrier()
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Begin anew from here: no moments, update 0 of the schedule, the reference is the current weights."""
+        """Replace the optimizer: zero moments, schedule at update 0. The reference becomes the current weights."""
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=self._config)
         if self._reference is not None:
             self._reference = ReferenceWeights(self._model.chunks)
@@ -228,7 +234,7 @@ class TrainerRank:
     def _micro_batches(
         self, plan: BatchPlan, update: UpdatePlan, *, replay: RouterReplayMode | None = None
     ) -> list[MicroBatch]:
-        """What this rank's forward passes take; `replay` None: as configured."""
+        """Micro-batches of this rank for `update`, with the configured router replay if `replay` is None."""
         model = self._model
         builder = MicroBatchBuilder(
             plan.batch,
@@ -245,12 +251,12 @@ class TrainerRank:
 
     @property
     def _needs_proximal_pass(self) -> bool:
-        """Else the proximal policy is the current one at the only update of a batch."""
+        """If False, the proximal policy is the current policy, because a batch has only one update."""
         config = self._config
         return config.updates_per_batch > 1 or config.router_replay == "R2" or self._loss.needs_proximal_pass
 
     def _policy_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """An update on a mini-batch; (gradient norm, learning rate)."""
+        """Run an update on a mini-batch; returns (gradient norm, learning rate)."""
         objective = self._passes.policy_objective(update, micro_batches)
         return self._update(update, micro_batches, objective, self._config.aux_loss_coefficient)
 
@@ -261,20 +267,20 @@ class TrainerRank:
         objective: Objective,
         aux_loss_coefficient: float,
     ) -> tuple[float, float]:
-        """Forward, backward and optimizer update; (gradient norm, learning rate)."""
+        """Run forward, backward and optimizer update; returns (gradient norm, learning rate)."""
         self._set_aux_loss(aux_loss_coefficient, rows=update.num_tokens)
         self._optimizer.zero_grad()
         self._passes.train(micro_batches, objective)
         return self._optimizer.step()
 
     def _set_aux_loss(self, coefficient: float, *, rows: int) -> None:
-        """Megatron weighs a micro-batch's balance loss by its tokens; here the weights sum to 1 over the batch."""
+        """Divide the coefficient by `rows`, because megatron multiplies the loss of a micro-batch by its tokens."""
         self._model.config.moe_aux_loss_coeff = coefficient / max(1, rows)
 
     def _metrics(
         self, micro_batches: Sequence[MicroBatch], steps: Sequence[tuple[float, float]], *, trajectories: int
     ) -> dict[str, float]:
-        """Metrics of the updates `steps` (gradient norm, learning rate), summed over all ranks."""
+        """Metrics over all ranks for updates with `steps` (gradient norm, learning rate)."""
         sums = TokenSums(self._extra_columns, trajectories=trajectories)
         for micro_batch in micro_batches if self._passes.counts_tokens else ():
             sums.add(micro_batch.sums, trajectories=micro_batch.trajectories)
@@ -302,7 +308,7 @@ class TrainerRank:
 
     @property
     def _replayed_layers(self) -> tuple[int, ...]:
-        """Global numbers of the layers whose routing is replayed, on whichever rank they are."""
+        """Global numbers of the layers with replayed routing, on all ranks."""
         routing = self._info.routing
         return () if routing is None or self._config.router_replay == "none" else routing.layers
 
@@ -311,11 +317,11 @@ class TrainerRank:
         return (*self._loss.filters, *(("kl",) if self._loss.kl_coefficient > 0 else ()))
 
     def _state(self, *, loading: bool, reference: bool, random: bool) -> dict[str, Any]:
-        """What a checkpoint holds, nested, as shards."""
+        """Content of a checkpoint as nested shards."""
         weights = model_shards(self._model.chunks)
         state: dict[str, Any] = {"model": weights}
         if optimizer := self._optimizer.shards(weights, loading=loading):
-            state["optimizer"] = optimizer  # else another rank writes for this one
+            state["optimizer"] = optimizer  # if empty, another rank writes it for this rank
         if self._reference is not None and reference:
             state["reference"] = {
                 name: shard_like(weights[name], self._reference.frozen(tensor), "reference")

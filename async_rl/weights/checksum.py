@@ -1,6 +1,6 @@
-"""Checksums of the parameters that an engine's model holds.
+"""Checksums of the parameters in an engine's model.
 
-SGLang's server loads this file by its path, so it imports nothing of async_rl.
+SGLang's server loads this file by its path, so the file must not import from async_rl.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 _Words = NDArray[np.int64] | NDArray[np.uint8]
-_LANES = 256  # columns in which the words of a tensor on a device are summed
+_LANES = 256  # 64-bit words per row, see `_sums`
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """16 hex digits of the shape, dtype and bytes of a tensor, which may be on any device.
+    """16 hex digits of the shape, dtype and bytes of a tensor on any device.
 
-    A tensor on a device stays there: what is hashed are sums of its 64-bit words [rows, 256], over rows and over
-    columns, so that words which trade places change them. The checksums of a tensor on CPU and device differ.
+    A tensor on the CPU is hashed completely. A tensor on another device is viewed as 64-bit words [rows, 256], summed
+    there over rows and over columns, and the sums are hashed: swapped words change them. Therefore the checksums of a
+    tensor on the CPU and of its copy on a device differ.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     found = xxh3_64(f"{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -32,7 +33,10 @@ def _all_bytes(flat: torch.Tensor) -> list[_Words]:
 
 
 def _sums(flat: torch.Tensor) -> list[_Words]:
-    """Bytes uint8 [2048 R + rest] -> int64 [256] over rows, int64 [R] over columns, uint8 [rest]."""
+    """Bytes uint8 [2048 R + rest] -> sums int64 [256] over rows, sums int64 [R] over columns, uint8 [rest].
+
+    5,000 bytes have R = 2 rows of 2,048 bytes and a rest of 904 bytes.
+    """
     whole = len(flat) // (8 * _LANES) * 8 * _LANES
     words = (flat.clone() if flat.storage_offset() % 8 else flat)[:whole].view(torch.int64).view(-1, _LANES)
     return [part.cpu().numpy() for part in (words.sum(0), words.sum(1), flat[whole:])]

@@ -1,4 +1,4 @@
-"""Content hash of a set of named tensors, equal for trainer and engine whatever order they see them in."""
+"""Content hash of a set of named tensors. It does not depend on the order of the tensors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-WHOLE_MODEL = "the whole model"  # as the name of a module
+WHOLE_MODEL = "the whole model"  # name of the module that contains all tensors
 _MODULE = re.compile(r"(?:.*\.)?layers\.\d+\.[^.]+(?=\.)")
 
 
 def module_of(name: str) -> str:
-    """Part of the model that a tensor belongs to: a child of a layer, else the tensor itself.
+    """Module of a tensor: the child of a layer, or the tensor itself if it is outside the layers.
 
-    `model.layers.3.mlp.experts.5.up_proj.weight` is of `model.layers.3.mlp`.
+    `model.layers.3.mlp.experts.5.up_proj.weight` -> `model.layers.3.mlp`; `model.norm.weight` -> `model.norm.weight`.
     """
     found = _MODULE.match(name)
     return name if found is None else found[0]
@@ -25,9 +25,9 @@ class ModuleDigest(NamedTuple):
     """Content of one module."""
 
     digest: str
-    """Of names, dtypes, shapes and values."""
+    """32 hex digits of names, dtypes, shapes and values."""
     dtypes: tuple[str, ...]
-    """Of its tensors, each once, as `float32`."""
+    """Distinct dtypes of the tensors, for example `float32`."""
 
 
 class WeightsDigest:
@@ -46,11 +46,11 @@ class WeightsDigest:
         self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
 
     def hexdigest(self) -> str:
-        """32 hex digits."""
+        """32 hex digits of all tensors."""
         return self._of(sorted(self._entries))
 
     def modules(self) -> dict[str, ModuleDigest]:
-        """The digest of each module (see `module_of`) and of the whole model."""
+        """Module (see `module_of`) -> digest; `WHOLE_MODEL` is one of the modules."""
         names: dict[str, list[str]] = {WHOLE_MODEL: sorted(self._entries)}
         for name in names[WHOLE_MODEL]:
             names.setdefault(module_of(name), []).append(name)

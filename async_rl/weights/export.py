@@ -1,4 +1,4 @@
-"""Writes the trainer's current weights, for engines or as a checkpoint. Collective over all trainer ranks."""
+"""Writes the trainer's current weights for engines or as a checkpoint. Collective over all trainer ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from async_rl.weights.transport import WeightUpdate, discard_updates, write_upda
 
 
 def export_update(model: BuiltModel, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
-    """The written version on rank 0, None on the others. Versions before `keep_version` are removed first.
+    """Write the weights for engines, after removing versions older than `keep_version`.
+
+    Returns:
+        the written version on rank 0, None on other ranks.
 
     Raises:
-        OSError: no room or no permission in `directory`.
+        OSError: `directory` has no free space or is not writable.
     """
     tensors = export_weights(model.chunks, shape=model.shape)
     if dist.get_rank() == 0:
@@ -31,7 +34,7 @@ def export_pretrained(model: BuiltModel, folder: Path, *, like: Path) -> None:
     """Write a Hugging Face checkpoint; see `save_pretrained`.
 
     Raises:
-        OSError: no room or no permission.
+        OSError: the disk has no free space or `folder` is not writable.
     """
     tensors = export_weights(model.chunks, shape=model.shape)
     if dist.get_rank() == 0:

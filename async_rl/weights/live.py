@@ -1,15 +1,15 @@
-"""Proof that an engine's parameters changed when the published tensors did.
+"""Checks that an engine's parameters changed when the published tensors changed.
 
-The digest of an update proves that the engine read it, not that its model holds it. So the engine also reports a
-checksum of every parameter after each load. Engines fuse and split tensors under names of their own, so both sides are
-compared by module, whose names all engines share:
+The digest of an update proves that the engine read the tensors, not that its model has them. Therefore the engine also
+reports a checksum of every parameter after each load. Engines fuse and split tensors under their own names, so both
+sides are compared by module, whose names all engines share:
 
-    published   model.layers.3.self_attn.{q,k,v,o}_proj.weight          digest of their names, shapes and values
+    published   model.layers.3.self_attn.{q,k,v,o}_proj.weight          digest of names, shapes and values
     live        model.layers.3.self_attn.{qkv,o}_proj.weight            checksum of every rank's part
 
-If the digest of a module differs from that of the load before, its live checksum must differ too. A module whose
-tensors did not change (frozen layers, a learning rate of 0) proves nothing and is not refused. Swapped tensors change
-the checksum as well; they are found by the comparison with other replicas and by `async_rl.weights.probe`.
+If the digest of a module differs from the previous load, its live checksum must differ too. A module with unchanged
+tensors (frozen layers, learning rate 0) is not checked. Swapped tensors change the checksum as well, so this check does
+not find them; the comparison with other replicas and `async_rl.weights.probe` do.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from async_rl.weights.digest import WHOLE_MODEL, ModuleDigest, module_of
 
 
 class LiveWeights:
-    """Digests of the published tensors, and checksums of the parameters in the model, by module.
+    """Digests of the published tensors and checksums of the engine's parameters, by module.
 
     Args:
-        dtype: of the engine's weights. A module that was published in a wider one alone is not compared: rounding may
-            hide that it changed.
-        published: of the weights that the engine holds.
-        ranks: of every tensor-parallel rank, parameter name -> checksum.
+        dtype: dtype of the engine's weights. A module that was published in wider dtypes only is not compared, because
+            rounding may hide a change.
+        published: module -> digest of the weights that the engine loaded.
+        ranks: for each tensor-parallel rank, parameter name -> checksum.
     """
 
     def __init__(
@@ -39,13 +39,14 @@ class LiveWeights:
 
     @property
     def checksum(self) -> str:
-        """Of all parameters of all ranks; replicas of one configuration and version have the same."""
+        """Checksum of all parameters on all ranks, equal for replicas with the same configuration and version."""
         return self._live[WHOLE_MODEL]
 
     def replace(self, published: Mapping[str, ModuleDigest], ranks: Sequence[Mapping[str, str]]) -> list[str]:
-        """Note a load; return the modules that were published with other tensors and whose parameters are the same.
+        """Compare a load with the recorded previous load, then record it.
 
-        With any, the load is not noted: what was noted before stays the content that digests and checksums agree on.
+        Returns:
+            the modules whose parameters should have changed but did not. If there are any, the load is not recorded.
         """
         live = _by_module(ranks)
         unchanged = [
@@ -63,7 +64,7 @@ class LiveWeights:
 
 
 def _by_module(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Module -> checksum of its parameters on all ranks; the whole model is a module too."""
+    """Module -> checksum of its parameters on all ranks; `WHOLE_MODEL` is one of the modules."""
     parts: dict[str, hashlib.blake2b] = {}
     for rank, checksums in enumerate(ranks):
         for name in sorted(checksums):

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: config, tokenizer and sharded safetensors, as transformers and vLLM load them."""
+"""Writes Hugging Face checkpoint folders: config, tokenizer and sharded safetensors, for transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from async_rl.folders import make_folder, partial_folder, publish_folder, recover_folder
 
-MAX_SHARD_BYTES = 5_000_000_000  # as in huggingface_hub, whose own writer needs all tensors at once
+MAX_SHARD_BYTES = 5_000_000_000  # as in huggingface_hub; its writer is not used because it needs all tensors at once
 INDEX = "model.safetensors.index.json"
 WEIGHT_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack"),
@@ -24,15 +24,18 @@ WEIGHT_FILES = (
 def save_pretrained(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, like: Path, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write `tensors` (Hugging Face names) as a checkpoint; `folder` appears whole or not at all, and is replaced.
+    """Write a checkpoint atomically: `folder` is created or replaced with complete content, or left unchanged.
 
-    Tensors are taken one by one, and at most one shard of them is in memory.
+    At most one shard is in memory.
 
     Args:
-        like: checkpoint folder whose other files are copied; in its config.json `dtype` becomes that of the tensors.
+        folder: of the new checkpoint.
+        tensors: (Hugging Face name, tensor), read one by one.
+        like: checkpoint folder whose other files are copied. `dtype` in config.json is set to the dtype of `tensors`.
+        max_shard_bytes: bound on the tensors of a file, unless a single tensor is larger.
 
     Raises:
-        OSError: no room or no permission; a folder that was there stays.
+        OSError: the disk has no free space or `folder` is not writable; an existing folder is unchanged.
     """
     partial = partial_folder(folder)
     make_folder(folder.parent)
@@ -46,19 +49,19 @@ def save_pretrained(
         _set_dtype(partial / "config.json", shards.dtype)
         publish_folder(folder)
     except BaseException:
-        recover_folder(folder)  # a full disk has its room back
+        recover_folder(folder)  # free the space of the partial copy
         raise
 
 
 def copy_model_files(checkpoint: Path, folder: Path) -> None:
-    """Copy every file of a checkpoint folder but its weights into the new folder `folder`."""
+    """Copy all files of a checkpoint folder except its weights into the new folder `folder`."""
     ignore = shutil.ignore_patterns(*WEIGHT_FILES)
     shutil.copytree(checkpoint, folder, ignore=ignore, copy_function=shutil.copyfile)
-    folder.chmod(0o755)  # a read-only checkpoint gives read-only copies
+    folder.chmod(0o755)  # copytree copies the mode, which may be read-only
 
 
 def keep_model_files(checkpoint: Path, folder: Path) -> None:
-    """Make `folder` hold the files of a checkpoint but its weights; a generation_config.json is made if it has none."""
+    """Replace `folder` with the files of a checkpoint except its weights; add generation_config.json if missing."""
     from transformers import AutoConfig, GenerationConfig
 
     recover_folder(folder)
@@ -70,7 +73,10 @@ def keep_model_files(checkpoint: Path, folder: Path) -> None:
 
 
 class _Shards:
-    """Collects tensors and writes a file whenever the next one would make it too large."""
+    """Collects tensors and writes a file before the next tensor would make it larger than `max_bytes`.
+
+    Tensors of 3, 3 and 2 bytes with max_bytes=5: the files have 3 and 5 bytes.
+    """
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         self._folder = folder
@@ -82,11 +88,11 @@ class _Shards:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of most bytes: single tensors, as the correction bias of a router, may have another one."""
+        """Dtype of most bytes; a few tensors, such as the correction bias of a router, may have another dtype."""
         return max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """The next tensor; it is on the CPU."""
+        """Add a CPU tensor."""
         if self._held and self._held_bytes + tensor.nbytes > self._max_bytes:
             self._write()
         self._held[name] = tensor
@@ -94,7 +100,7 @@ class _Shards:
         self._bytes_of[tensor.dtype] = self._bytes_of.get(tensor.dtype, 0) + tensor.nbytes
 
     def finish(self) -> None:
-        """Write the rest, and name the files by their number, which is known now."""
+        """Write the last file, then rename all files, because their names contain the number of files."""
         self._write()
         count = len(self._written)
         if count == 1:
@@ -111,7 +117,7 @@ class _Shards:
         self._written.append(list(self._held))
         path = self._path(len(self._written))
         save_file(self._held, path, metadata={"format": "pt"})
-        path.chmod((self._folder / "config.json").stat().st_mode)  # safetensors lets the owner alone read it
+        path.chmod((self._folder / "config.json").stat().st_mode)  # safetensors makes it readable by the owner only
         self._held, self._held_bytes = {}, 0
 
     def _path(self, number: int) -> Path:
@@ -119,7 +125,7 @@ class _Shards:
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Have a config.json say what the weights are, under the older name too if it has that."""
+    """Set `dtype` in a config.json, and the older key `torch_dtype` if present."""
     config: dict[str, Any] = json.loads(path.read_text())
     name = str(dtype).removeprefix("torch.")
     config["dtype"] = name

@@ -1,12 +1,12 @@
 """Compares the logprobs of engines and trainer for every published version.
 
-    publish   every replica is paused      -> a few requests are held there, before all others
-              it loads version v, resumes  -> they are decoded first
-    train     the step after v             -> they are scored by a copy of v, before the next version is exported
+    publish   every replica is paused            -> a few probe requests wait there, before all other requests
+              the replica loads v and resumes    -> the probe requests are decoded first
+    train     the step after v                   -> a copy of v scores them, before the next version is exported
 
-The requests are fixed: the first tokens of prompts of the run, decoded from the full distribution. The trainer scores
-them over the routing rows of the engine, so engine and trainer differ by rounding alone. An engine that serves other
-weights than it says, or computes something else with them, is far beyond it.
+The prompts are fixed: the first tokens of prompts of the run. Tokens are sampled from the full distribution. The
+trainer scores them over the routing rows of the engine, so engine and trainer differ by rounding only. The difference
+is far larger if an engine serves other weights than it reports, or computes with them incorrectly.
 
 k3 is the mean over tokens of exp(d) - 1 - d, with d = trainer - engine logprob. Tokens with d = 0.1 and d = -0.1 give
 (0.00517 + 0.00484) / 2 = 0.0050.
@@ -33,43 +33,45 @@ from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutpu
 from message_queue.trajectory import PromptGroup, Trajectory
 
 FLOAT32_MAX_K3 = 1e-4
-"""20 times the 5e-6 that TF32 is expected to give: its error is 8 times smaller than that of bfloat16, and k3 grows
-with its square. Float32 gives 1e-12."""
+"""20 times the k3 of 5e-6 that is expected with TF32: its rounding error is 8 times smaller than with bfloat16, and k3
+grows with the square of the error. Float32 has a k3 of about 1e-12."""
 HALF_MAX_K3 = 5e-2
-"""For bfloat16 and float16; models of benchmarks/equal_weights.py give at most 3.4e-4."""
-PROMPT_TOKENS = 128  # most tokens of a prompt that a probe takes
+"""For bfloat16 and float16; the models of benchmarks/equal_weights.py have at most 3.4e-4."""
+PROMPT_TOKENS = 128  # longest prompt of a probe
 
 
 class MismatchError(RuntimeError):
-    """Engine and trainer disagree at equal weights; names replica and version."""
+    """Engine and trainer disagree at equal weights; the message names replica and version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchConfig:
-    """How engines are compared with the trainer at equal weights, after each publish."""
+    """Comparison of engines and trainer at equal weights, after each publish."""
 
     max_k3: float | Literal["auto"] | None = "auto"
-    """Largest `mismatch/k3_probe`; more stops the run. `auto` goes by the data type, null only reports."""
+    """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` depends on the dtype; null only
+    reports."""
     prompts: int = 4
-    """Sequences that each replica decodes; 0 compares nothing."""
+    """Sequences that each replica decodes; 0 disables the comparison."""
     tokens: int = 16
-    """Tokens that are sampled for each of them."""
+    """Sampled tokens per sequence."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_k3, float | int) and not self.max_k3 > 0:
             raise ValueError(f"mismatch.max_k3 is {self.max_k3}; must be > 0, auto, or null to only report")
         if self.prompts < 0:
-            raise ValueError(f"mismatch.prompts is {self.prompts}; must be >= 0, where 0 compares nothing")
+            raise ValueError(f"mismatch.prompts is {self.prompts}; must be >= 0 (0 disables the comparison)")
         if self.tokens < 1:
             raise ValueError(f"mismatch.tokens is {self.tokens}; must be >= 1")
 
     def bound(self, *, dtypes: Sequence[str], same_experts: bool) -> float:
-        """Largest k3, infinite for none.
+        """Largest accepted k3; infinite if there is no bound.
 
         Args:
             dtypes: of engine and trainer.
             same_experts: whether both compute with the same experts: a dense model, or trainer.router_replay=R3.
-                Else `auto` has no bound: one choice that is close, made the other way, gives any k3.
+                Otherwise `auto` has no bound, because a near-tie in a router that resolves differently can cause a
+                k3 of any size.
         """
         if self.max_k3 != "auto":
             return math.inf if self.max_k3 is None else self.max_k3
@@ -79,29 +81,38 @@ class MismatchConfig:
 
 
 class ScoresTokens(Protocol):
-    """The part of a trainer that scores."""
+    """The part of the trainer that computes logprobs; see `async_rl.train.worker.TrainerRank.score`."""
 
-    async def score(self, batch: TrainingBatch) -> Sequence[torch.Tensor]: ...
+    async def score(self, batch: TrainingBatch) -> Sequence[torch.Tensor]:
+        """Logprobs float32 [n] of the tokens in the loss of each sequence."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
-    """What a replica decoded for a prompt."""
+    """Answer of a replica to a probe request."""
 
     replica: str
+    """Name of the replica."""
     prompt: Int32Array
+    """int32 [p], token ids."""
     segments: Sequence[TokenOutput]
+    """The first segment that the probed version sampled; empty if none."""
 
 
 class Probe:
-    """Asks the replicas, and compares their answers with the trainer.
+    """Sends probe requests to the replicas and compares the answers with the trainer.
 
     Args:
-        max_tokens: longest sequence that an engine serves.
+        fleet: the replicas.
+        config: number and length of the probes.
         max_k3: see `MismatchConfig.bound`.
-        routing: of the rows that engines return; None without any.
+        temperature: of the run.
+        max_tokens: longest sequence that an engine serves.
+        routing: layers and shape of the routing rows that engines return; None if they return none.
 
-    num_prompts: sequences that each replica decodes.
+    Attributes:
+        num_prompts: sequences that each replica decodes.
     """
 
     def __init__(
@@ -126,37 +137,38 @@ class Probe:
 
     @property
     def has_prompts(self) -> bool:
+        """Whether `take_prompts` found a prompt."""
         return bool(self._prompts)
 
     def take_prompts(self, contents: Sequence[GroupContent]) -> None:
-        """Take the prompts of the first groups, for the rest of the run."""
+        """Use the prompts of these groups, one per group, for the rest of the run."""
         sequences = [sequences[0] for content in contents if (sequences := [s for t in content for s in t if s.runs])]
         prompts = [sequence.token_ids[: sequence.runs[0].start] for sequence in sequences]
         self._prompts = [prompt[: self._max_prompt] for prompt in prompts[: self.num_prompts]]
 
     def ask(self, member: Member, *, version: int) -> None:
-        """Have a replica decode as soon as it serves, whatever version it serves now."""
+        """Send the prompts to a replica; `compare` uses only tokens that `version` sampled."""
         tasks = self._asked.setdefault(version, [])
         for number, prompt in enumerate(self._prompts):
             tasks.append(asyncio.create_task(self._decode(member, number, prompt, version=version)))
 
     def ask_all(self, *, version: int) -> None:
-        """`ask` every replica that serves."""
+        """`ask` every live replica."""
         for member in self._fleet.live:
             self.ask(member, version=version)
 
     def cancel(self) -> None:
-        """Cancel requests whose answers were not compared."""
+        """Cancel the requests that were not compared yet."""
         for task in (task for tasks in self._asked.values() for task in tasks):
             task.cancel()
         self._asked.clear()
 
     async def compare(self, version: int, trainer: ScoresTokens) -> float:
-        """k3 of the replica that is farthest from the trainer, which scores by `version`; NaN if none has an answer.
+        """Largest k3 in nat between a replica and the trainer, which must score with `version`; NaN without answers.
 
         Raises:
-            MismatchError: it is larger than mismatch.max_k3.
-            EngineError: an engine gave no answer in time.
+            MismatchError: the k3 is larger than mismatch.max_k3.
+            EngineError: an engine did not answer in time.
         """
         found = await asyncio.gather(*self._asked.get(version, ()))
         self._asked.pop(version, None)
@@ -169,15 +181,15 @@ class Probe:
         if not k3[worst] <= self._max_k3:
             raise MismatchError(
                 f"{worst} and the trainer disagree about version {version}: mismatch/k3_probe is {k3[worst]:.3g} at "
-                f"equal weights, more than mismatch.max_k3={self._max_k3:g}; the engine does not serve what was "
-                "published, or computes it differently. mismatch.max_k3=null only reports it"
+                f"equal weights, more than mismatch.max_k3={self._max_k3:g}; the engine does not serve the published "
+                "weights, or computes with them differently. Set mismatch.max_k3=null to only report the value"
             )
         return k3[worst]
 
     # ---- inside
 
     async def _decode(self, member: Member, number: int, prompt: Int32Array, *, version: int) -> _Answer | None:
-        """The tokens that `version` sampled; None if the replica died or its answer was refused."""
+        """Decode one probe; None if the replica died or its answer was refused."""
         name = f"probe{version}-{number}"
         request = GenerateRequest(
             request_id=f"{name}#0.",
@@ -196,7 +208,7 @@ class Probe:
         return _Answer(replica=member.name, prompt=prompt, segments=sampled[:1])
 
     def _batch(self, answers: Sequence[_Answer], *, version: int) -> TrainingBatch:
-        """A batch as that of a train step, a sequence per answer."""
+        """A training batch with one sequence per answer."""
         groups: list[PromptGroup] = []
         for number, answer in enumerate(answers):
             trajectory = Trajectory(routing=self._routing)
@@ -222,10 +234,12 @@ class Probe:
 def k3_of_replicas(
     scored: Sequence[torch.Tensor], batch: TrainingBatch, *, replicas: Sequence[str]
 ) -> Mapping[str, float]:
-    """k3 over the tokens of each replica; infinite or NaN if a logprob of the trainer is.
+    """Replica -> k3 in nat over its tokens; infinite or NaN if a logprob of the trainer is.
 
     Args:
-        scored: [n] of each sequence, the trainer's logprobs. replicas: which of them sampled each sequence.
+        scored: the trainer's logprobs [n] of each sequence.
+        batch: the sequences with their behaviour logprobs.
+        replicas: name of the replica that sampled each sequence.
     """
     k3: dict[str, float] = {}
     for replica in dict.fromkeys(replicas):

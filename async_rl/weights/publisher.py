@@ -1,13 +1,14 @@
-"""Brings a new version of the weights into every replica. Owns nothing of the trainer and nothing of the rollouts.
+"""Loads a new version of the weights on every replica.
 
-resume: pause -> abort (partials return to their agent loops) -> load -> resume (the loops go on, on new weights)
-keep:   pause -> freeze (held inside the engine)              -> load -> resume (they go on there, in a new segment)
-drain:  pause -> what is in flight finishes                   -> load -> resume
+resume: pause -> abort (partial segments return to their agent loops)  -> load -> resume (the loops continue them)
+keep:   pause -> freeze (requests stay in the engine)                  -> load -> resume (each in a new segment)
+drain:  pause -> wait until in-flight requests have finished           -> load -> resume
 
-Replicas load side by side, so for a moment some serve the new version and others the one before. A rollout that loses
-its replica in that moment may go on under the older version: its tokens then go back by one version. The contract
-allows it, as every token names its own version. The staleness bound holds too: groups are admitted by a version only
-when all replicas serve it, so no replica is older than the admission of any group that it can be given.
+Replicas load concurrently, so for a short time some serve the new version and others the previous one. If a replica
+dies in that time, its rollouts may continue on a replica with the previous version: 4 tokens of version 7 are then
+followed by tokens of version 6. The data contract allows this, because every token records its own version. The
+staleness bound holds too: a group is admitted with version v only after all replicas serve v, so a replica that serves
+the group has at least v.
 """
 
 from __future__ import annotations
@@ -31,47 +32,62 @@ OnUpdate = Literal["resume", "keep", "drain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """seconds: first pause to last resume. pause_seconds: longest pause of one replica.
-
-    aborted: partial segments. frozen: requests that were held inside an engine.
-    """
+    """Durations and counts of one publish."""
 
     seconds: float
+    """Seconds from the first pause to the last resume."""
     pause_seconds: float
+    """Seconds of the longest pause of one replica."""
     aborted: int
+    """Partial segments, over all replicas."""
     frozen: int = 0
+    """Requests that stayed in an engine during the load, over all replicas."""
 
     def metrics(self) -> dict[str, float]:
+        """The durations under their keys in `async_rl.observe.metrics.METRICS`."""
         return {"sync/seconds": self.seconds, "sync/pause_seconds": self.pause_seconds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """One replica's part of a publish. checksum: of what its model holds now."""
+    """One replica's part of a publish."""
 
     replica: str
+    """Name of the replica."""
     checksum: str
+    """Checksum of all parameters after the load."""
     pause_seconds: float
+    """Seconds from pause to resume."""
     aborted: int
+    """Partial segments."""
     frozen: int
+    """Requests that stayed in the engine."""
 
 
 class Rollouts(Protocol):
-    """What a publish asks of the rollouts; see `async_rl.rollout.dispatcher.Dispatcher`."""
+    """The part of the rollouts that a publish uses; see `async_rl.rollout.dispatcher.Dispatcher`."""
 
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
+    async def pause(self) -> None:
+        """Start no further tool calls."""
+        ...
+
+    async def resume(self) -> None:
+        """Start tool calls again."""
+        ...
 
 
 class Publisher:
-    """Loads a version on all replicas side by side.
+    """Loads a version on all replicas concurrently.
 
-    A replica that is lost meanwhile, or does not take the version in time, leaves the fleet; the others go on.
+    A replica that dies, or does not load the version within `timeout_s`, leaves the fleet. The publish continues with
+    the remaining replicas.
 
     Args:
+        replicas: the replicas that serve the run.
+        on_update: how requests in flight are treated; see the top of this module.
         kv: K/V of the requests that are frozen with `keep`; see `async_rl.engines.replica.Replica.load`.
-        rollouts: start no tool while the replicas are paused.
-        timeout_s: bound on one replica's pause, abort, freeze or drain, load and resume together.
+        rollouts: paused during a publish, so that they start no tool.
+        timeout_s: bound on the whole publish of one replica, from pause to resume.
     """
 
     def __init__(
@@ -88,30 +104,40 @@ class Publisher:
         self._on_update: OnUpdate = on_update
         self._kv: KeptKV = kv
         self._timeout_s = timeout_s
-        self._turn = asyncio.Lock()  # a replica joins before a publish or after it
+        self._turn = asyncio.Lock()  # a replica must not join during a publish
         self._newest: WeightUpdate | None = None
-        self._held: _Load | None = None  # by a replica that loaded the newest version
+        self._held: _Load | None = None  # first load of the newest version, which later loads must equal
 
     async def publish(self, update: WeightUpdate, *, probe: Callable[[Member], None] | None = None) -> PublishReport:
-        """Return when every replica that is left serves `update`.
+        """Return when every remaining replica serves `update`.
 
-        `probe` is called with each as soon as it is paused: what it asks is decoded first under the new weights.
+        If the caller is cancelled, the publish finishes before the cancellation is raised: an interrupted load would
+        leave a replica with a mixture of weights.
 
-        A caller that is cancelled waits all the same: a load that is cut off leaves a replica without good weights.
+        Args:
+            update: the version.
+            probe: called with each replica after its pause; requests that it sends are decoded first by the new
+                version.
 
         Raises:
-            EngineError: a replica refused the version, loaded something else, or holds other parameters than another.
-            ReplicaLostError: no replica is left.
+            EngineError: a replica refused the version, loaded other weights, or has other parameters than another
+                replica.
+            ReplicaLostError: no replica remains.
         """
         async with self._turn:
             self._newest = update
             return await _to_its_end(self._publish(update, probe))
 
     async def bring_up(self, replica: FleetReplica, *, slot: int) -> None:
-        """Load the newest version on a replica that was just started, and let it join the fleet.
+        """Load the newest version on a started replica and add it to the fleet.
+
+        Args:
+            replica: not a member of the fleet yet.
+            slot: place in the fleet that it takes.
 
         Raises:
-            EngineError: it refused the version, or loaded something else. ReplicaLostError: it died, or took too long.
+            EngineError: it refused the version, or loaded other weights.
+            ReplicaLostError: it died, or did not load the version within `timeout_s`.
         """
         async with self._turn:
             if (update := self._newest) is not None:
@@ -127,16 +153,17 @@ class Publisher:
             self._fleet.join(replica, slot=slot)
 
     async def interrupt(self) -> None:
-        """End what is in flight as partial segments and hold the replicas until `go_on`, or until the next publish.
+        """Abort all requests in flight and keep the replicas paused until `go_on` or the next publish.
 
-        Returns when all of it has ended, as far as that takes no longer than a publish may.
+        Returns when all requests have ended as partial segments. A replica that needs longer than `timeout_s` leaves
+        the fleet.
         """
         async with self._turn, asyncio.TaskGroup() as interrupts:
             for member in self._fleet.live:
                 interrupts.create_task(self._interrupt(member))
 
     async def go_on(self) -> None:
-        """Let the replicas serve after `interrupt`."""
+        """Resume the replicas after `interrupt`."""
         async with self._turn, asyncio.TaskGroup() as resumes:
             for member in self._fleet.live:
                 resumes.create_task(self._control(member, member.replica.resume, what="did not resume"))
@@ -150,7 +177,7 @@ class Publisher:
         await self._control(member, abort, what="did not end its requests")
 
     async def _control(self, member: Member, call: Callable[[], Awaitable[None]], *, what: str) -> None:
-        with contextlib.suppress(ReplicaLostError):  # the fleet has noted it
+        with contextlib.suppress(ReplicaLostError):  # the fleet has removed the replica
             async with self._fleet.calling(member, timeout_s=self._timeout_s, late=f"{what} (sync.timeout_s)"):
                 await call()
 
@@ -176,7 +203,7 @@ class Publisher:
     async def _load_or_lose(
         self, member: Member, update: WeightUpdate, probe: Callable[[Member], None] | None
     ) -> _Load | None:
-        """None where the replica was lost."""
+        """None if the replica died or was too slow."""
         late = f"did not load version {update.weights.version} (sync.timeout_s)"
         try:
             async with self._fleet.calling(member, timeout_s=self._timeout_s, late=late):
@@ -217,28 +244,28 @@ class Publisher:
         )
 
     def _require_alike(self, loads: Sequence[_Load], update: WeightUpdate) -> None:
-        """Compare the replicas, which all have one configuration, by what they hold of the newest version.
+        """Compare the parameters of the replicas, which must be equal because all have the same configuration.
 
         Raises:
-            EngineError: two of them hold different parameters.
+            EngineError: two replicas have different parameters.
         """
         for load in loads:
             held = self._held = self._held or load
             if load.checksum != held.checksum:
                 raise EngineError(
-                    f"{load.replica} holds parameters with checksum {load.checksum} of version "
-                    f"{update.weights.version}, but {held.replica} holds {held.checksum}; one of them does not serve "
-                    "what was published"
+                    f"{load.replica} has parameters with checksum {load.checksum} for version "
+                    f"{update.weights.version}, but {held.replica} has {held.checksum}; one replica does not serve "
+                    "the published weights"
                 )
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`. Where the caller is cancelled, `work` ends first and the cancellation goes on then."""
+    """Result of `work`. If the caller is cancelled, `work` finishes before the cancellation is raised."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # what ends the caller is more than what became of its publish
+            task.exception()  # retrieved, so that asyncio does not log it: the cancellation takes precedence
         raise

@@ -1,6 +1,6 @@
-"""How a published version travels from trainer to engines: one safetensors file in shared memory or on a shared disk.
+"""Transport of a published version from trainer to engines: a safetensors file in shared memory or on a shared disk.
 
-The trainer writes it once; every engine maps it, loads it and answers with the digest of what it read.
+The trainer writes the file once. Every engine maps it, loads the tensors and returns their digest.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from message_queue.tokens import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A published version: where its tensors are (Hugging Face names) and what they hash to.
-
-    modules: digest of each module; see `async_rl.weights.live`. Without any, no engine is asked whether it changed.
-    """
+    """A published version."""
 
     path: Path
+    """Safetensors file with Hugging Face names."""
     weights: WeightVersion
+    """Version number and digest of the tensors."""
     modules: Mapping[str, ModuleDigest] = field(default_factory=dict[str, ModuleDigest])
+    """Module -> digest. If empty, engines skip the check of `async_rl.weights.live`."""
 
 
 def write_update(directory: Path, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-    """Write one version under `directory`; the file appears whole or not at all.
+    """Write one version atomically as `directory`/weights-`version`.safetensors.
+
+    Args:
+        directory: created if it does not exist.
+        version: `param_version`.
+        tensors: (Hugging Face name, tensor on any device); all are in memory until the file is written.
 
     Raises:
-        OSError: no room or no permission; the message names the path.
+        OSError: `directory` has no free space or is not writable; the message names the path.
     """
     directory.mkdir(parents=True, exist_ok=True)
     digest = WeightsDigest()
@@ -50,7 +55,7 @@ def write_update(directory: Path, *, version: int, tensors: Iterable[tuple[str, 
 
 
 def read_update(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, tensor) of a written version."""
+    """Yield (Hugging Face name, CPU tensor) of a written version."""
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
             yield name, file.get_tensor(name)
@@ -64,5 +69,5 @@ def discard_updates(directory: Path, *, keep_version: int) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove what `write_update` made."""
+    """Remove the directory of `write_update` with all versions."""
     shutil.rmtree(directory, ignore_errors=True)

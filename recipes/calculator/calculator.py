@@ -1,4 +1,4 @@
-"""The calculator: one binary operation per call, optionally slow."""
+"""The calculator tool: one binary operation per call, with optional latency."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from agent_loop.tools import ToolError
 from recipes.calculator.problems import apply_operator
 
 NAME = "calculator"
-ERROR_TEXT = "error"  # the reply to every failed call, as the demonstrations show it
+ERROR_TEXT = "error"  # the reply to every failed call
 _BINARY = re.compile(r"([0-9]{1,6})([+\-*])([0-9]{1,6})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyConfig:
-    """How long a call takes: exponential with mean `mean_s`; a share `tail_share` takes `tail_factor` times as long."""
+    """Distribution of the latency of a call.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field.
+    """
 
     mean_s: float = 0.0
+    """Mean seconds of a normal call, exponentially distributed."""
     tail_share: float = 0.0
+    """Share of slow calls."""
     tail_factor: float = 10.0
+    """Slow calls take this many times as long."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.mean_s < float("inf"):
@@ -35,10 +42,10 @@ class LatencyConfig:
 
 
 def calculate(expression: object) -> str:
-    """Result of `a+b`, `a-b` or `a*b`, operands of at most six digits.
+    """Result of `a+b`, `a-b` or `a*b` with operands of at most six digits: "83*96" -> "7968".
 
     Raises:
-        ToolError: anything else, or a negative result.
+        ToolError: the expression has another form, or the result is negative.
     """
     match = _BINARY.fullmatch(expression) if isinstance(expression, str) else None
     if match is None:
@@ -54,7 +61,8 @@ class Calculator:
     """A Tool.
 
     Args:
-        seed: of the latencies, drawn in the order of the calls.
+        latency: distribution of the latency; None for no latency.
+        seed: of the latencies, which are drawn in the order of the calls.
     """
 
     name = NAME
@@ -76,6 +84,6 @@ class Calculator:
         return calculate(arguments.get("expression"))
 
     def draw_latency(self) -> float:
-        """Seconds the next call takes."""
+        """Draw the seconds of the next call."""
         seconds = self._rng.expovariate(1.0) * self._latency.mean_s
         return seconds * self._latency.tail_factor if self._rng.random() < self._latency.tail_share else seconds

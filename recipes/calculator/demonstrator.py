@@ -1,7 +1,7 @@
 """Noisy demonstrations for the warm start.
 
-Clean ones would leave reinforcement learning nothing to select: this demonstrator often answers without the tool,
-garbles calls, miscopies digits and stops early, so the warm-started model does each of these now and then.
+The demonstrator often answers without the tool, garbles calls, miscopies digits and stops early. The warm-started model
+makes the same mistakes, so that reinforcement learning has something to improve.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from agent_loop.chat import Chat, Tokenizer
 from agent_loop.loop import Message
 from agent_loop.tools import MalformedCall, ToolError, parse_tool_calls
+from message_queue.sequence import BoolArray
 from message_queue.tokens import Int32Array
-from message_queue.trajectory import BoolArray
 from recipes.calculator.calculator import ERROR_TEXT, NAME, calculate
 from recipes.calculator.problems import Problem, make_prompt
 from recipes.calculator.reward import answer_text
@@ -24,21 +24,24 @@ from recipes.calculator.tokenizer import END_OF_TURN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseConfig:
-    """Probabilities.
+    """Probabilities of mistakes.
 
-    direct_guess: of a trajectory that answers at once with a random number.
-    malformed_call, wrong_digit: of a tool turn whose JSON is broken, or whose expression has one digit wrong.
-    give_up: of guessing after a broken call instead of trying again.
-    early_answer: after a tool turn, of answering with the intermediate result.
-    wrong_answer_digit: of getting one digit of the final answer wrong.
+    Raises:
+        ValueError: a value is not a probability, or the demonstrator would never end.
     """
 
     direct_guess: float = 0.55
+    """Answer at once with a random number, per trajectory."""
     malformed_call: float = 0.05
+    """Break the JSON of a call, per tool turn."""
     wrong_digit: float = 0.08
+    """Get one digit of the expression wrong, per tool turn."""
     give_up: float = 0.5
+    """Guess after a broken call in place of a retry, per broken call."""
     early_answer: float = 0.12
+    """Answer with an intermediate result, per tool turn before the last."""
     wrong_answer_digit: float = 0.06
+    """Get one digit of the final answer wrong, per trajectory."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -49,7 +52,13 @@ class NoiseConfig:
 
 
 class Demonstrator:
-    """Writes the token sequences that the agent loop would record if the model behaved like this."""
+    """Writes token sequences as the agent loop would record them.
+
+    Args:
+        chat: chat of the task.
+        tokenizer: of the model.
+        noise: probabilities of mistakes; None for the defaults.
+    """
 
     def __init__(self, *, chat: Chat, tokenizer: Tokenizer, noise: NoiseConfig | None = None) -> None:
         self._chat = chat
@@ -57,7 +66,7 @@ class Demonstrator:
         self._noise = noise or NoiseConfig()
 
     def demonstrate(self, problem: Problem, rng: random.Random) -> tuple[Int32Array, BoolArray]:
-        """(token ids int32 [T], loss mask bool [T], True on what the model is to write)."""
+        """Token ids int32 [t] and loss mask bool [t], True for tokens of the model."""
         parts = [(self._chat.prompt(make_prompt(problem, index=0).messages), False)]
         for turn, reply in self.turns(problem, rng):
             written = np.asarray(self._tokenizer.encode(turn + END_OF_TURN, add_special_tokens=False), np.int32)
@@ -68,7 +77,7 @@ class Demonstrator:
         return np.concatenate([ids for ids, _ in parts]), mask
 
     def turns(self, problem: Problem, rng: random.Random) -> list[tuple[str, str | None]]:
-        """(turn of the model, reply of the tool) pairs; the last has no reply."""
+        """Pairs (turn of the model, reply of the tool); the last reply is None."""
         noise, turns = self._noise, list[tuple[str, str | None]]()
 
         def answered(value: str) -> list[tuple[str, str | None]]:
@@ -100,12 +109,12 @@ class Demonstrator:
 
 
 def call_text(expression: str) -> str:
-    """The turn that calls the calculator."""
+    """The text of a turn that calls the calculator."""
     return f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 
 
 def _execute(turn: str) -> str:
-    """What the loop shows the model after `turn`."""
+    """The tool's reply to `turn`."""
     (call,) = parse_tool_calls(turn)
     if isinstance(call, MalformedCall):
         return ERROR_TEXT

@@ -13,24 +13,34 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelConfig:
-    """Shape of the model; the defaults have 919,168 parameters with the 117 ids of the tokenizer.
-
-    dense_first_layer: layer 0 has no experts. SGLang ignores `mlp_only_layers`: switch it off for that engine.
-    """
+    """Shape of the model. With the defaults and the 117 ids of the tokenizer it has 919,168 parameters."""
 
     hidden_size: int = 128
+    """Width of the residual stream."""
     num_layers: int = 4
+    """Decoder layers."""
     num_heads: int = 4
+    """Query heads; a multiple of `num_kv_heads`."""
     num_kv_heads: int = 2
+    """Key and value heads."""
     head_dim: int = 32
+    """Width of a head."""
     dense_intermediate_size: int = 256
+    """MLP width of a layer without experts."""
     expert_intermediate_size: int = 64
+    """MLP width of an expert."""
     num_experts: int = 8
+    """Experts per MoE layer."""
     top_k: int = 2
+    """Experts per token."""
     rope_theta: float = 1000.0
+    """Base of the rotary embedding."""
     initializer_range: float = 0.06
+    """Standard deviation of the initial weights."""
     context_length: int = 1024
+    """Longest sequence in tokens."""
     dense_first_layer: bool = True
+    """Whether layer 0 has no experts. Set it to False for SGLang, which ignores `mlp_only_layers`."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 + self.dense_first_layer:
@@ -51,7 +61,7 @@ def save_initial_checkpoint(
 ) -> None:
     """Write config, float32 weights with one tensor per expert, and tokenizer into folder `path`.
 
-    The weights are a function of `seed` and `config` alone; the global random state is left as it was.
+    The weights depend only on `seed` and `config`. The global random state does not change.
     """
     config = config or TinyModelConfig()
     model_config = _hugging_face_config(config, tokenizer)
@@ -92,13 +102,17 @@ def _hugging_face_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizer
 
 
 def _write_config(config: Qwen3MoeConfig, path: Path, *, rope_theta: float) -> None:
-    """Write config.json with the older names of two fields as well: not every engine reads the newer ones."""
+    """Write config.json, with the older names of two fields as well, because not every engine reads the newer names."""
     fields = config.to_diff_dict() | {"num_experts": config.num_local_experts, "rope_theta": rope_theta}
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _per_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split fused expert tensors: gate_up_proj [E, 2I, H] and down_proj [E, H, I] into one Linear weight per expert."""
+    """Split fused expert tensors into one Linear weight per expert.
+
+    gate_up_proj [8, 128, 128] -> 8 experts with gate_proj [64, 128] and up_proj [64, 128]; down_proj [8, 128, 64] -> 8
+    experts with down_proj [128, 64].
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         prefix, fused, kind = name.rpartition(".mlp.experts.")
@@ -109,6 +123,6 @@ def _per_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             parts = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True)
             named = parts if kind == "gate_up_proj" else [(kind, weight)]
             for projection, part in named:
-                # A copy each: safetensors refuses tensors that share memory.
+                # Cloned, because safetensors refuses tensors that share memory.
                 tensors[f"{prefix}.mlp.experts.{expert}.{projection}.weight"] = part.clone()
     return tensors

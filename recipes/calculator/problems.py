@@ -1,4 +1,4 @@
-"""Chains of integer operations: 83*96-12. Problem i is a function of the stream's name and i alone."""
+"""Chains of integer operations, such as 83*96-12."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ HELD_OUT_MODULUS = 10  # one question in ten is held out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemConfig:
-    """operation_weights: relative frequency of chains with 1, 2, 3, ... operations; more entries, longer tail.
+    """Distribution of the problems.
 
-    min_operand, max_operand: operands are drawn from this range, both ends included.
+    Raises:
+        ValueError: a value is out of range; the message names the field.
     """
 
     operation_weights: tuple[float, ...] = (0.5, 0.3, 0.2)
+    """Relative frequency of chains with 1, 2, 3, ... operations. More entries give a longer tail."""
     min_operand: int = 10
+    """Smallest operand."""
     max_operand: int = 99
+    """Largest operand."""
 
     def __post_init__(self) -> None:
         weights = self.operation_weights
@@ -39,14 +43,19 @@ class ProblemConfig:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """operands[0] operators[0] operands[1] operators[1] ..., evaluated left to right; no partial result is negative."""
+    """A chain of operations, evaluated left to right without precedence.
+
+    Operands (83, 96, 12) and operators ("*", "-"): question 83*96-12, partial results (7968, 7956).
+    """
 
     operands: tuple[int, ...]
+    """n + 1 operands."""
     operators: tuple[str, ...]
+    """n operators, each + - or *."""
 
     @property
     def question(self) -> str:
-        """Such as 83*96-12."""
+        """The chain as text, such as 83*96-12."""
         rest = (f"{op}{n}" for op, n in zip(self.operators, self.operands[1:], strict=True))
         return f"{self.operands[0]}{''.join(rest)}"
 
@@ -62,6 +71,7 @@ class Problem:
 
     @property
     def answer(self) -> int:
+        """The last partial result."""
         return self.partial_results[-1]
 
     @property
@@ -71,7 +81,11 @@ class Problem:
 
 
 def apply_operator(left: int, operator: str, right: int) -> int:
-    """left operator right, operator one of + - *."""
+    """Compute one operation.
+
+    Raises:
+        ValueError: the operator is not + - or *.
+    """
     match operator:
         case "+":
             return left + right
@@ -84,7 +98,13 @@ def apply_operator(left: int, operator: str, right: int) -> int:
 
 
 def draw_problem(rng: random.Random, config: ProblemConfig, *, held_out: bool) -> Problem:
-    """Draw until the problem is valid and on the wanted side. A product can only be the first operation."""
+    """Draw a problem without negative partial results. Only the first operation can be a product.
+
+    Args:
+        rng: source of randomness.
+        config: distribution of the problems.
+        held_out: whether to draw a held-out problem or a training problem.
+    """
     lengths = range(1, len(config.operation_weights) + 1)
     while True:
         length = rng.choices(lengths, config.operation_weights)[0]
@@ -96,7 +116,7 @@ def draw_problem(rng: random.Random, config: ProblemConfig, *, held_out: bool) -
 
 
 def make_prompt(problem: Problem, *, index: int) -> Prompt:
-    """The question as a user message; target: answer (text) and operations (count)."""
+    """The question as a user message. `target` has `answer` (text) and `operations` (count)."""
     return Prompt(
         index=index,
         messages=(Message(role="user", content=f"{problem.question}="),),

@@ -1,4 +1,4 @@
-"""The calculator task as a run sees it."""
+"""The calculator task: implements `async_rl.data.task.Task`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import Gate, ToolRunner, describe_tool
 from async_rl.validation import explain
+from message_queue.sequence import BoolArray
 from message_queue.tokens import Int32Array
-from message_queue.trajectory import BoolArray
 from recipes.calculator.calculator import ERROR_TEXT, Calculator, LatencyConfig
 from recipes.calculator.demonstrator import Demonstrator
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
@@ -28,39 +28,47 @@ from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalculatorConfig:
-    """Options of the task.
+    """Options of the task (`task.options`).
 
-    operation_weights, min_operand, max_operand: see ProblemConfig.
-    tool_latency_s, tool_tail_share, tool_tail_factor: see LatencyConfig.
-    dense_first_layer: see TinyModelConfig.
+    Raises:
+        ValueError: a value is out of range; the message names the field.
     """
 
     operation_weights: tuple[float, ...] = (0.5, 0.3, 0.2)
+    """Relative frequency of chains with 1, 2, 3, ... operations."""
     min_operand: int = 10
+    """Smallest operand."""
     max_operand: int = 99
+    """Largest operand."""
     tool_latency_s: float = 0.0
+    """Mean seconds of a tool call, exponentially distributed."""
     tool_tail_share: float = 0.0
+    """Share of slow tool calls."""
     tool_tail_factor: float = 10.0
+    """Slow tool calls take this many times as long."""
     dense_first_layer: bool = True
+    """Whether layer 0 has no experts. Set it to False for SGLang, which ignores `mlp_only_layers`."""
 
     def __post_init__(self) -> None:
         _ = self.problems, self.latency  # each checks its own fields
 
     @property
     def problems(self) -> ProblemConfig:
+        """Options of the questions."""
         return ProblemConfig(
             operation_weights=tuple(self.operation_weights), min_operand=self.min_operand, max_operand=self.max_operand
         )
 
     @property
     def latency(self) -> LatencyConfig:
+        """Options of the tool's latency."""
         return LatencyConfig(
             mean_s=self.tool_latency_s, tail_share=self.tool_tail_share, tail_factor=self.tool_tail_factor
         )
 
 
 class CalculatorTask:
-    """A Task: prompts, agent loop, initial model and demonstrations, each a function of (config, seed).
+    """A Task. All results depend only on (config, seed).
 
     Validation prompts do not depend on the seed, so that runs with different seeds can be compared.
     """
@@ -73,7 +81,7 @@ class CalculatorTask:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a decode; the first is the end-of-turn token."""
+        """Token ids that end a decode; the first is the end-of-turn token."""
         return build_chat(self._tokenizer).stop_token_ids
 
     def train_prompt(self, index: int) -> Prompt:
@@ -89,10 +97,10 @@ class CalculatorTask:
         ]
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Refuse a prompt whose target lacks the text of the answer.
+        """Check that `target.answer` is a text.
 
         Raises:
-            ValueError: names the key.
+            ValueError: the answer is missing, empty or not a text; the message names the key.
         """
         answer = prompt.target.get("answer")
         if not isinstance(answer, str) or not answer:
@@ -108,7 +116,7 @@ class CalculatorTask:
         limits: TurnLimits,
         gate: Gate | None = None,
     ) -> AgentLoop:
-        """Multi-turn tool use with the calculator. gate: waited at before each tool call."""
+        """Build the multi-turn tool-use loop with the calculator; see `Task.build_loop`."""
         calculator = Calculator(latency=self._config.latency, seed=self._seed)
         return ToolUseLoop(
             engine=engine,
@@ -122,12 +130,15 @@ class CalculatorTask:
         )
 
     def save_initial_checkpoint(self, path: Path) -> None:
-        """Write the randomly initialised model and the tokenizer as a Hugging Face checkpoint folder."""
+        """Write a randomly initialised model and the tokenizer as a Hugging Face checkpoint folder."""
         config = TinyModelConfig(dense_first_layer=self._config.dense_first_layer)
         save_initial_checkpoint(path, tokenizer=self._tokenizer, seed=self._seed, config=config)
 
     def demonstrations(self, start: int, count: int) -> list[tuple[Int32Array, BoolArray]]:
-        """Demonstrations `start..start+count-1`: (token ids int32 [T], loss mask bool [T]); no held-out question."""
+        """Demonstrations `start` to `start + count - 1`: (token ids int32 [t], loss mask bool [t]).
+
+        Their questions are not held out.
+        """
         return [self._demonstration(index) for index in range(start, start + count)]
 
     def _demonstration(self, index: int) -> tuple[Int32Array, BoolArray]:
@@ -136,7 +147,7 @@ class CalculatorTask:
 
 
 def build_chat(tokenizer: Tokenizer) -> Chat:
-    """The chat of the task. Padding and start-of-turn tokens end a decode too: what follows them is no answer."""
+    """The chat of the task. Padding and start-of-turn tokens end a decode too: no valid answer contains them."""
     return Chat(
         tokenizer,
         end_of_turn=END_OF_TURN,
@@ -146,10 +157,14 @@ def build_chat(tokenizer: Tokenizer) -> Chat:
 
 
 def calculator_task(options: Mapping[str, Any], *, seed: int) -> CalculatorTask:
-    """Build the task from the fields of CalculatorConfig; lists stand for tuples.
+    """Build the task.
+
+    Args:
+        options: fields of CalculatorConfig; lists are accepted for tuples.
+        seed: of prompts, initial weights, demonstrations and latencies.
 
     Raises:
-        ValueError: an unknown option, a value of the wrong type, or a bad value; names the field.
+        ValueError: an option is unknown, or its value has the wrong type or is out of range; the message names it.
     """
     unknown = sorted(set(options) - {field.name for field in fields(CalculatorConfig)})
     if unknown:

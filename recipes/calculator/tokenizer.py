@@ -1,4 +1,4 @@
-"""A tokenizer of 117 ids: markers, single ASCII characters (so digits are single tokens), and the pieces of a call."""
+"""A tokenizer of 117 ids: control tokens, tags, single ASCII characters and pieces of a tool call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A Hugging Face fast tokenizer; `save_pretrained` writes all of it. Characters outside ASCII become a space."""
+    """Build a Hugging Face fast tokenizer. Characters outside ASCII become a space.
+
+    `<answer>42</answer>` has 4 tokens: two tags and two digits.
+    """
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=" "))
     longest_first = sorted(PIECES, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first)) + r"|[\s\S]"

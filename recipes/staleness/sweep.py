@@ -1,8 +1,8 @@
 """`python -m recipes.staleness.sweep`: max_staleness x loss x seed, one run per cell, then one figure.
 
-A finished cell is not run again; a cell that was cut short continues from its checkpoint. If the directory of a cell
-holds a run with other settings, the sweep ends before any cell runs. The control is the synchronous run: its bound is
-the number of optimizer steps of a batch minus one.
+A finished cell is skipped; an unfinished cell resumes from its checkpoint. If the directory of a cell contains a run
+with other settings, the sweep ends before any cell runs. The control is the synchronous run: its bound is the number of
+optimizer steps per batch minus one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ RECIPE = Path(__file__).parent / "recipe.yaml"
 SETTINGS_FILE = "settings.json"
 SHOWN_DIFFERENCES = 5
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""0.975 quantile of Student's t distribution for 1 to 9 degrees of freedom; the last also serves more."""
+"""0.975 quantile of Student's t distribution for 1 to 9 degrees of freedom; the last is also used for more."""
 CELL_KEYS = ("name", "loss", "staleness.max_staleness", "seed")
+"""Config keys that differ between cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,21 @@ class Cell:
     """One run of the sweep."""
 
     loss_name: str
+    """Name of the loss in the figure."""
     loss: str
+    """Name of the file in configs/loss."""
     max_staleness: int
+    """Bound in optimizer steps."""
     seed: int
+    """Seed of the run."""
 
     @property
     def name(self) -> str:
+        """Name of the directory, such as `naive-s7-seed0`."""
         return f"{self.loss_name}-s{self.max_staleness}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
+        """Overrides `key=value` of the run, one for each of CELL_KEYS."""
         return [
             f"name=staleness-{self.name}",
             f"loss={self.loss}",
@@ -57,7 +64,7 @@ class Cell:
 
 
 def cells(recipe: dict) -> Iterator[Cell]:
-    """Every cell of the recipe; all cells of a seed come before those of the next."""
+    """All cells of the recipe, ordered by seed first."""
     for seed in recipe["cells"]["seed"]:
         for loss_name, loss in recipe["cells"]["loss"].items():
             for max_staleness in recipe["cells"]["max_staleness"]:
@@ -65,10 +72,10 @@ def cells(recipe: dict) -> Iterator[Cell]:
 
 
 def settings_of(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
-    """Every value of the cell's config by its dotted key, except those that only say where files are.
+    """Dotted key -> value of the cell's config, without paths of outputs.
 
     Raises:
-        ConfigError: the overrides do not build a run, or the run has nothing that the figure shows.
+        ConfigError: the overrides are not a valid config, or the run would have no data for the figure.
     """
     config = load_config([*overrides, *cell.overrides()])
     for name, count in (
@@ -76,16 +83,16 @@ def settings_of(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
         ("total_train_steps", config.total_train_steps),
     ):
         if count == 0:
-            raise ConfigError(f"{name} is 0, so that the figure has nothing to show; set at least 1")
+            raise ConfigError(f"{name} is 0, but the figure needs data; set at least 1")
     values = json.loads(json.dumps(asdict(config), default=str))
     return {key: value for key, value in _flat(values) if key not in ("output_dir", "warm_start.cache")}
 
 
 def check_cell(cell: Cell, *, out: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse a cell whose directory holds a run with other settings.
+    """Check that the directory of a cell is empty or contains a run with the same settings.
 
     Raises:
-        ConfigError: names the directory, what differs and the way out.
+        ConfigError: it does not; the message names the directory, the differences and a fix.
     """
     directory = out / cell.name
     if not directory.is_dir() or not any(directory.iterdir()):
@@ -94,23 +101,23 @@ def check_cell(cell: Cell, *, out: Path, settings: Mapping[str, Any]) -> None:
     try:
         before = json.loads((directory / SETTINGS_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory} holds files of an unknown run ({error!r}); {way_out}") from error
+        raise ConfigError(f"{directory} contains files of an unknown run ({error!r}); {way_out}") from error
     keys = [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
     if keys:
         shown = [f"{key} was {before.get(key)!r}, is {settings.get(key)!r}" for key in keys[:SHOWN_DIFFERENCES]]
         more = f"; {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
-        raise ConfigError(f"{directory} holds a run with other settings ({'; '.join(shown)}{more}); {way_out}")
+        raise ConfigError(f"{directory} contains a run with other settings ({'; '.join(shown)}{more}); {way_out}")
 
 
 def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Run a cell to its end, or skip it if it is finished.
+    """Run or resume a cell until it is finished; skip it if it is finished already.
 
     Raises:
-        subprocess.CalledProcessError: the run failed; its last lines say why.
+        subprocess.CalledProcessError: the run failed; the cause is in its output.
     """
     directory = out / cell.name
     if (directory / "done").exists():
-        sys.stdout.write(f"{cell.name}: done before\n")
+        sys.stdout.write(f"{cell.name}: already finished\n")
         return
     sys.stdout.write(f"{cell.name}: running\n")
     sys.stdout.flush()
@@ -122,11 +129,12 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mappi
 
 
 def draw(runs: dict[Cell, RunRecord], *, synchronous: int) -> Figure:
-    """Reward over steps, throughput and final success by bound, and the staleness of trained tokens.
+    """Draw reward over steps, final success and throughput by bound, and the staleness of trained tokens.
 
     Curves and bars are means over the seeds. Bands and error bars are 95 % intervals of the mean (`interval`).
 
     Args:
+        runs: records of all cells.
         synchronous: bound of the synchronous run, in optimizer steps.
     """
     losses = list(dict.fromkeys(cell.loss_name for cell in runs))
@@ -152,7 +160,10 @@ def draw(runs: dict[Cell, RunRecord], *, synchronous: int) -> Figure:
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the first axis [seeds, ...], and half the width of its 95 % interval (Student's t); 0 for one seed."""
+    """Mean of `values` [seeds, ...] over the seeds, and half the width of its 95 % interval (Student's t).
+
+    Values (0.4, 0.5, 0.6): 0.5 and 4.303 * 0.1 / sqrt(3) = 0.248. The half width of a single seed is 0.
+    """
     seeds = len(values)
     if seeds == 1:
         return values[0], np.zeros_like(values[0])
@@ -160,7 +171,7 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _runs_of(runs: dict[Cell, RunRecord], loss_name: str, bound: int) -> list[RunRecord]:
-    """The runs of all seeds."""
+    """The runs of all seeds for one loss and bound."""
     return [run for cell, run in runs.items() if (cell.loss_name, cell.max_staleness) == (loss_name, bound)]
 
 
@@ -195,7 +206,7 @@ def _histogram(axis: Axes, runs: dict[str, list[RunRecord]], bound: int) -> None
     width = 0.8 / len(runs)
     steps_of = {loss_name: [step for run in of_loss for step in run.steps] for loss_name, of_loss in runs.items()}
     lags = [int(lag) for steps in steps_of.values() for step in steps for lag in step["staleness/tokens"]]
-    oldest = max([bound, *lags])  # policy mask also counts tokens older than the bound
+    oldest = max([bound, *lags])  # with policy mask, records also include tokens older than the bound
     for i, (loss_name, steps) in enumerate(steps_of.items()):
         counts = np.zeros(oldest + 1)
         for step in steps:
@@ -212,25 +223,28 @@ def _label(bound: int, *, synchronous: int) -> str:
 
 
 def _success(run: RunRecord) -> float:
-    """NaN, which is drawn as no bar, if every rollout of the last validation failed."""
+    """Success of the last validation; NaN, which draws no bar, if all its rollouts failed."""
     success = run.validations[-1]["validation/success"]
     return float("nan") if success is None else float(success)
 
 
 def _tokens_per_second(run: RunRecord) -> float:
-    """Sampled tokens trained over the time of all steps."""
+    """Trained tokens of all steps, divided by the time of all steps in seconds.
+
+    Two steps of 100 tokens at 100 and 50 tokens per second take 3 s: 66.7 tokens per second.
+    """
     tokens = np.array([sum(step["staleness/tokens"].values()) for step in run.steps])
     rates = np.array([step["throughput/tokens_per_s"] for step in run.steps])
     return float(tokens.sum() / (tokens / rates).sum())
 
 
 def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
-    """Trailing mean."""
+    """Trailing mean over up to `window` values: (1, 2, 3) with window=2 -> (1, 1.5, 2.5)."""
     return np.array([values[max(0, i + 1 - window) : i + 1].mean() for i in range(len(values))])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value that is no mapping, and of empty mappings."""
+    """Pairs (dotted key, value) of nested mappings: {"a": {"b": 1}} -> ("a.b", 1). Empty mappings are values."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -239,7 +253,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep and write `staleness.png`; returns the exit code."""
+    """Run the sweep and write `staleness.png`.
+
+    Returns:
+        exit code: 0 on success, 1 if a run failed, 2 if a setting is wrong.
+    """
     arguments = _parse(argv)
     recipe = yaml.safe_load(RECIPE.read_text())
     overrides = [*recipe["overrides"], *arguments.overrides]
@@ -270,8 +288,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m recipes.staleness.sweep",
         description="Runs every max_staleness with every loss and seed of recipe.yaml, one run per cell, and draws "
-        "staleness.png. A finished cell is not run again, and a cell that was cut short continues. If a cell's "
-        "directory holds a run with other settings, the sweep ends before any cell runs.",
+        "staleness.png. A finished cell is skipped, and an unfinished cell resumes. If the directory of a cell "
+        "contains a run with other settings, the sweep ends before any cell runs.",
     )
     parser.add_argument(
         "--out",
@@ -283,7 +301,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="overrides for every cell, after those of recipe.yaml, such as total_train_steps=40; "
+        help="overrides for every cell, applied after recipe.yaml, such as total_train_steps=40; "
         "other values need another --out",
     )
     return parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""Model families: a Hugging Face config as megatron's, and the names of the weights on both sides.
+"""Model families: conversion of Hugging Face configs to megatron's config, and of weight names.
 
-To add a family, add a Family to FAMILIES; its name is the `model_type` of its configs, which is ModelInfo.family too.
-Layers for multi-token prediction (num_nextn_predict_layers) are not built; weights for them are refused.
+To add a family, add a Family to FAMILIES under the `model_type` of its configs, which is also ModelInfo.family. Layers
+for multi-token prediction (num_nextn_predict_layers) are not supported; a checkpoint with their weights is refused.
 """
 
 from __future__ import annotations
@@ -24,27 +24,34 @@ __all__ = ["FAMILIES", "Family", "Kind", "ModelShape", "WeightNames", "read_shap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """megatron: keyword arguments of TransformerConfig that a config decides. The tables: weights of one layer.
-
-    partial_rotary: share of a head that turns where the config does not say; None: heads turn whole.
-    """
+    """A model family."""
 
     megatron: Callable[[dict[str, Any]], dict[str, Any]]
+    """Hugging Face config -> keyword arguments of megatron's TransformerConfig."""
     layer_weights: Table
+    """Weights of one layer except its experts."""
     expert_weights: Table
+    """Weights of one expert."""
     partial_rotary: float | None = None
+    """Default share of a head's channels with rotary embedding; None if the family always rotates whole heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a checkpoint's config says about the model to build."""
+    """Properties of a model from its Hugging Face config."""
 
     family: Family
+    """The model family."""
     megatron: dict[str, Any]
+    """Keyword arguments of megatron's TransformerConfig."""
     vocab_size: int
+    """Token ids, without padding."""
     context_length: int
+    """Longest sequence in tokens."""
     rope: Rope
+    """Rotary embedding."""
     tied: bool
+    """Whether the output layer uses the weight of the embedding."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -89,10 +96,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_shape(checkpoint: Path) -> ModelShape:
-    """The model of a Hugging Face checkpoint folder.
+    """Read config.json of a Hugging Face checkpoint folder.
 
     Raises:
-        CheckpointError: no readable config, a family that is not known, or a feature that is not built.
+        CheckpointError: the config cannot be read, or the family or a feature is not supported.
     """
     path = checkpoint / "config.json"
     try:
@@ -114,8 +121,11 @@ def read_shape(checkpoint: Path) -> ModelShape:
 def weight_names(shape: ModelShape, name: str) -> WeightNames:
     """Hugging Face names of a megatron weight with global layer (from 0) and expert numbers.
 
+    `decoder.layers.2.mlp.experts.local_experts.5.linear_fc2.weight` of qwen3_moe is
+    `model.layers.2.mlp.experts.5.down_proj.weight`.
+
     Raises:
-        KeyError: a weight the family does not list.
+        KeyError: the family has no such weight.
     """
     if name in _OUTER:
         return _OUTER[name]

@@ -1,4 +1,4 @@
-"""What a config asks for and the trainer does not build."""
+"""Checks for features of a Hugging Face config that the trainer does not support."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 
 class UnbuiltFeature(ValueError):
-    """A field of a model config whose value the trainer does not build; the reader of the config names the file."""
+    """The trainer does not support a value in a model config. The caller adds the name of the file."""
 
     def __init__(self, field: str, value: Any, why: str) -> None:
         super().__init__(f"sets {field}={value!r}: {why}")
 
 
 def refuse_unless(config: dict[str, Any], field: str, allowed: tuple[Any, ...], why: str) -> None:
-    """Refuse a value of `field` outside `allowed`; a field that is absent says nothing.
+    """Refuse a value of `field` that is not in `allowed`; the field may be missing.
 
     Raises:
-        UnbuiltFeature: naming field, value and `why`.
+        UnbuiltFeature: the message has field, value and `why`.
     """
     if field in config and config[field] not in allowed:
         raise UnbuiltFeature(field, config[field], why)
 
 
 def refuse_common(config: dict[str, Any]) -> None:
-    """Refuse what no family is built with.
+    """Refuse features that the trainer supports in no family.
 
     Raises:
-        UnbuiltFeature: see above.
+        UnbuiltFeature: the config has such a feature.
     """
     if config.get("quantization_config"):
         raise UnbuiltFeature(

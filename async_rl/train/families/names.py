@@ -1,6 +1,6 @@
-"""Names of the weights of one layer: megatron's local spec -> the tensors of a Hugging Face checkpoint.
+"""Tables of the weights of one layer: name in megatron's local spec -> tensors of a Hugging Face checkpoint.
 
-A table may list more than a config builds (a bias, a norm, a shared expert): only what the model has is looked up.
+A table may list optional weights (a bias, a norm, a shared expert). Only weights of the built model are looked up.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ Kind = Literal["direct", "vocabulary", "qkv", "gate_up"]
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """kind: how the Hugging Face tensors `names` make one megatron tensor.
-
-    direct: as it is. vocabulary: rows padded for tensor parallelism. qkv: interleaved by kv group.
-    gate_up: gate on top of up.
-    """
+    """The Hugging Face tensors that form one megatron tensor."""
 
     kind: Kind
+    """direct: unchanged. vocabulary: with rows padded for tensor parallelism. qkv: interleaved by key-value head.
+    gate_up: concatenated, gate first."""
     names: tuple[str, ...]
+    """Names; in a Table with the placeholders {layer} and {expert}."""
 
 
 Table = dict[str, WeightNames]
@@ -34,7 +33,7 @@ _NORMS: Table = {
 
 
 def attention() -> Table:
-    """Norms of a layer and grouped-query attention, with the bias and the head norms that some configs have."""
+    """Norms of a layer and grouped-query attention, with optional bias and head norms."""
     return {
         **_NORMS,
         "self_attention.linear_qkv.weight": WeightNames("qkv", tuple(f"{_ATTENTION}{c}_proj.weight" for c in "qkv")),
@@ -67,12 +66,12 @@ def latent_attention() -> Table:
 
 
 def dense_mlp() -> Table:
-    """A layer without experts."""
+    """MLP of a layer without experts."""
     return _gated("mlp.", _LAYER + "mlp.", ("gate_proj", "up_proj", "down_proj"))
 
 
 def router(block: str = "mlp") -> Table:
-    """The router of a layer, with the correction bias that some families have."""
+    """Router of a layer, with an optional correction bias."""
     gate = f"{_LAYER}{block}.gate."
     return {
         "mlp.router.weight": WeightNames("direct", (gate + "weight",)),
@@ -81,7 +80,7 @@ def router(block: str = "mlp") -> Table:
 
 
 def shared_experts(name: str = "shared_experts") -> Table:
-    """What every token goes through besides its experts, with the gate of Qwen2-MoE."""
+    """Shared experts, which process every token, with the optional gate of Qwen2-MoE."""
     return {
         **_gated("mlp.shared_experts.", f"{_LAYER}mlp.{name}.", ("gate_proj", "up_proj", "down_proj")),
         "mlp.shared_experts.gate_weight": WeightNames("direct", (_LAYER + "mlp.shared_expert_gate.weight",)),
@@ -89,7 +88,12 @@ def shared_experts(name: str = "shared_experts") -> Table:
 
 
 def experts(block: str = "mlp", *, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Table:
-    """One expert; projections: what gate, up and down are called."""
+    """Weights of one expert.
+
+    Args:
+        block: name of the MoE block.
+        projections: names of gate, up and down projection.
+    """
     return _gated("", _LAYER + block + ".experts.{expert}.", projections)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of a Hugging Face config: which channels turn, how fast, and what YaRN changes."""
+"""Rotary embeddings of a Hugging Face config: rotated channels, their frequencies, and YaRN."""
 
 from __future__ import annotations
 
@@ -14,36 +14,46 @@ from async_rl.train.families.checks import UnbuiltFeature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): slow channels are interpolated by `factor`, fast ones are left as they are.
+    """YaRN (arXiv 2309.00071): slow channels are interpolated by `factor`, fast channels are unchanged.
 
-    original_length: positions of pre-training. beta_fast, beta_slow: turns over it between which channels are mixed.
-    truncate: whether the channels at which mixing begins and ends are rounded outwards.
-    amplitude: of cosine and sine.
+    Channels with `beta_slow` to `beta_fast` rotations over `original_length` positions are mixed linearly.
     """
 
     factor: float
+    """Interpolation of slow channels."""
     original_length: int
+    """Context length of pre-training, in positions."""
     beta_fast: float
+    """Channels with more rotations are unchanged."""
     beta_slow: float
+    """Channels with fewer rotations are interpolated."""
     truncate: bool
+    """Whether the range of mixed channels is rounded outwards to integers."""
     amplitude: float
+    """Factor of cosine and sine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """dim: channels of a head that turn, its first ones. base: theta."""
+    """Rotary embedding of a head."""
 
     dim: int
+    """Number of rotated channels, which are the first of the head."""
     base: float
+    """Theta."""
     yarn: Yarn | None = None
+    """None for plain rotary embedding."""
 
     @property
     def amplitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """Factor of cosine and sine."""
         return 1.0 if self.yarn is None else self.yarn.amplitude
 
     def frequencies(self) -> Tensor:
-        """float32 [dim / 2]: radians per position of each pair of channels."""
+        """Radians per position of each pair of channels, float32 [dim / 2].
+
+        dim=4 and base=10000: (1, 0.01).
+        """
         powers = self.base ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         if self.yarn is None:
             return 1.0 / powers
@@ -51,36 +61,36 @@ class Rope:
         if self.yarn.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.dim - 1)
-        width = last - first or 0.001  # one channel: a step instead of a ramp
+        width = last - first or 0.001  # avoids a division by 0; a step in place of a ramp
         interpolated = ((torch.arange(self.dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
         kept = 1 - interpolated
         return 1.0 / (self.yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
     def _channel(self, turns: float) -> float:
-        """The channel pair that makes `turns` turns over the original length."""
+        """The channel pair (fractional) with `turns` rotations over the original length."""
         assert self.yarn is not None
         return self.dim * math.log(self.yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
 
 def read_rope(config: dict[str, Any], *, head_dim: int, partial_rotary: float | None = None) -> Rope:
-    """The rotary embedding of a model.
+    """Read the rotary embedding of a Hugging Face config.
 
     Args:
-        head_dim: channels of a head that the rotary embedding is defined on.
-        partial_rotary: share of them that turns where the config does not say; None for a family whose heads turn
-            whole.
+        config: the config.
+        head_dim: channels of a head.
+        partial_rotary: default share of rotated channels; None if the family always rotates whole heads.
 
     Raises:
-        UnbuiltFeature: another kind than plain and YaRN, or a share that the family does not have.
+        UnbuiltFeature: the kind is neither plain nor YaRN, or the share is not supported.
     """
     kind, fields = _kind_and_fields(config)
     share = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", partial_rotary or 1.0))
     if partial_rotary is None and share != 1.0:
-        raise UnbuiltFeature("partial_rotary_factor", share, "the trainer turns whole heads in this family")
+        raise UnbuiltFeature("partial_rotary_factor", share, "the trainer rotates whole heads in this family")
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise UnbuiltFeature(
-            "partial_rotary_factor", share, f"it turns {dim} of {head_dim} channels; need an even number"
+            "partial_rotary_factor", share, f"it rotates {dim} of {head_dim} channels; need an even number"
         )
     base = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
     match kind:
@@ -93,14 +103,14 @@ def read_rope(config: dict[str, Any], *, head_dim: int, partial_rotary: float | 
 
 
 def attention_gain(config: dict[str, Any]) -> float:
-    """What DeepSeek multiplies attention scores by under YaRN, besides 1 / sqrt(head size)."""
+    """Additional factor of the attention scores in DeepSeek models with YaRN; 1 without YaRN."""
     kind, fields = _kind_and_fields(config)
     whole = fields.get("mscale_all_dim")
     return _mscale(_yarn(fields, config).factor, whole) ** 2 if kind == "yarn" and whole else 1.0
 
 
 def _kind_and_fields(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What transformers 5 calls rope_parameters, and older configs rope_scaling."""
+    """(rope type, fields) from `rope_parameters` of transformers 5 or `rope_scaling` of older configs."""
     fields: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return fields.get("rope_type") or fields.get("type") or "default", fields
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face config means as keyword arguments of megatron's TransformerConfig."""
+"""Converts Hugging Face configs to keyword arguments of megatron's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _NO_OUTPUT_BIAS = "the trainer builds attention without a bias on the output"
 
 
 def qwen2(config: HFConfig) -> dict[str, Any]:
-    """Dense, bias on query, key and value."""
+    """Dense model with bias on query, key and value."""
     return {**_attention(config), "add_qkv_bias": True}
 
 
 def qwen3(config: HFConfig) -> dict[str, Any]:
-    """Dense, norms on query and key heads."""
+    """Dense model with norms on query and key heads."""
     refuse_unless(config, "attention_bias", (False, None), _NO_OUTPUT_BIAS)
     return {**_attention(config), "qk_layernorm": True}
 
 
 def qwen3_moe(config: HFConfig) -> dict[str, Any]:
-    """Softmax routing, dense layers here and there."""
+    """Softmax routing; some layers may be dense."""
     return {**qwen3(config), **_softmax_experts(config, layers=_sparse_step(config))}
 
 
 def qwen2_moe(config: HFConfig) -> dict[str, Any]:
-    """Softmax routing, and an expert for all tokens behind a sigmoid gate."""
+    """Softmax routing, and a shared expert with a sigmoid gate."""
     return {
         **_attention(config),
         "add_qkv_bias": bool(config.get("qkv_bias", True)),
@@ -41,7 +41,7 @@ def qwen2_moe(config: HFConfig) -> dict[str, Any]:
 
 
 def mixtral(config: HFConfig) -> dict[str, Any]:
-    """Softmax over the chosen experts, experts in every layer."""
+    """Softmax over the chosen experts; every layer has experts."""
     if config.get("sliding_window"):
         raise UnbuiltFeature("sliding_window", config["sliding_window"], "the trainer attends to the whole sequence")
     every = [1] * config["num_hidden_layers"]
@@ -50,7 +50,7 @@ def mixtral(config: HFConfig) -> dict[str, Any]:
 
 
 def glm4_moe(config: HFConfig) -> dict[str, Any]:
-    """Sigmoid routing with a correction bias, heads that turn in part, optional bias and head norms."""
+    """Sigmoid routing with a correction bias, partial rotary embedding, optional bias and head norms."""
     return {
         **_attention(config),
         "add_qkv_bias": bool(config.get("attention_bias", False)),
@@ -62,10 +62,10 @@ def glm4_moe(config: HFConfig) -> dict[str, Any]:
 def deepseek_v3(config: HFConfig) -> dict[str, Any]:
     """Latent attention; sigmoid routing with a correction bias, limited to groups of experts.
 
-    Norms of latents use rms_norm_eps, as the engines do; transformers uses 1e-6 there whatever the config says.
+    The norms of the latent vectors use rms_norm_eps, as the engines do; transformers always uses 1e-6.
     """
     refuse_unless(config, "attention_bias", (False, None), _NO_OUTPUT_BIAS)
-    refuse_unless(config, "rope_interleave", (True, None), "the trainer turns neighbouring channels in this family")
+    refuse_unless(config, "rope_interleave", (True, None), "the trainer rotates adjacent channels in this family")
     size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     heads = config["num_attention_heads"]
     return {
@@ -96,7 +96,10 @@ def _attention(config: HFConfig) -> dict[str, Any]:
 
 
 def _sparse_step(config: HFConfig) -> list[int]:
-    """1 for layers with experts, 0 for dense ones, as Qwen says it."""
+    """1 for layers with experts, 0 for dense layers, from Qwen's fields.
+
+    4 layers with decoder_sparse_step=2 and mlp_only_layers=[3]: (0, 1, 0, 0).
+    """
     step: int = config.get("decoder_sparse_step", 1)
     dense: set[int] = set(config.get("mlp_only_layers") or ())
     return [int((i + 1) % step == 0 and i not in dense) for i in range(config["num_hidden_layers"])]
@@ -114,10 +117,10 @@ def _experts(config: HFConfig, *, number: int, layers: Sequence[int]) -> dict[st
 def _softmax_experts(config: HFConfig, *, layers: Sequence[int]) -> dict[str, Any]:
     normed = bool(config.get("norm_topk_prob", False))
     if normed and config["num_experts_per_tok"] == 1:
-        raise UnbuiltFeature("num_experts_per_tok", 1, "a weight normed over one expert is 1, and trains no router")
+        raise UnbuiltFeature("num_experts_per_tok", 1, "a weight normalised over one expert is 1: no router gradient")
     return {
         **_experts(config, number=config.get("num_experts") or config["num_local_experts"], layers=layers),
-        # norm_topk_prob: softmax over the chosen logits alone is the softmax over all, renormalised.
+        # norm_topk_prob: a softmax over the chosen logits equals the renormalised softmax over all logits.
         "moe_router_pre_softmax": not normed,
     }
 
@@ -127,9 +130,9 @@ def _sigmoid_experts(config: HFConfig) -> dict[str, Any]:
     refuse_unless(config, "topk_method", ("noaux_tc",), "the trainer chooses by score and bias in this family")
     refuse_unless(config, "moe_layer_freq", (1,), "every layer after first_k_dense_replace has experts")
     top_k, groups, chosen = config["num_experts_per_tok"], config.get("n_group") or 1, config.get("topk_group") or 1
-    refuse_unless(config, "norm_topk_prob", (True,), "the trainer norms the weights of experts scored by sigmoid")
+    refuse_unless(config, "norm_topk_prob", (True,), "the trainer normalises the weights of experts scored by sigmoid")
     if top_k == 1:
-        raise UnbuiltFeature("num_experts_per_tok", 1, "a weight normed over one expert is 1, and trains no router")
+        raise UnbuiltFeature("num_experts_per_tok", 1, "a weight normalised over one expert is 1: no router gradient")
     limited = groups > 1 and chosen < groups
     if limited and top_k // chosen != 2:
         raise UnbuiltFeature(

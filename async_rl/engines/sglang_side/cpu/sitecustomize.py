@@ -1,7 +1,7 @@
-"""Run by Python at its start in SGLang's processes on a CPU, where torchvision's compiled part does not load.
+"""Makes torchvision importable in SGLang's processes on a CPU. Python runs this module at its start.
 
-Importing torchvision registers fake kernels for two operators that the compiled part declares. They are declared here
-instead, when torchvision is about to be imported; nothing calls them.
+Importing torchvision registers fake kernels for two operators of its compiled library, which does not load here. This
+module declares the operators when torchvision is imported. They are never called.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ SCHEMAS = (
 
 
 class _DeclaresOperators(importlib.abc.MetaPathFinder):
-    """Finds nothing; declares the operators when torchvision is looked for, once."""
+    """Declares the operators when torchvision is first imported; finds no modules itself."""
 
-    library: Any = None  # its declarations live as long as it does
+    library: Any = None
+    """Owns the declarations, which end with it; None until torchvision is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,6 +1,6 @@
-"""Import-only stand-in for SGLang's kernel library, which has no CPU build.
+"""Stand-in for SGLang's kernel library, which has no CPU build; it can only be imported.
 
-SGLang imports names from it that it calls only on a GPU or with AMX; here every name is a function that raises.
+SGLang imports kernels that it calls only on a GPU or with AMX. Here every name is a function that raises.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """A function for any kernel that is asked for."""
+    """A function that raises NotImplementedError, for any kernel name."""
     if name.startswith("__"):
         raise AttributeError(name)
 

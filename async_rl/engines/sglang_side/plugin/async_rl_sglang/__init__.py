@@ -1,17 +1,17 @@
-"""What a replica adds to each of SGLang's processes; SGLang calls `register` through its plugin group.
+"""Plugin for SGLang; SGLang calls `register` in each process of a replica's server through its plugin group.
 
-The folder above is on PYTHONPATH of a replica's server and nowhere else, so nothing has to be installed beside SGLang
-and the plugin is always of the same source tree as the replica. It sees to six things:
+The folder of the plugin is only on the PYTHONPATH of a replica's server. The plugin needs no installation in SGLang's
+virtualenv, and always belongs to the same source tree as the replica. It adds six things:
 
-    end with the owner    no process outlives the replica's, however that ends
-    proof of loads        the server reports a digest of the tensors it loaded, and checksums of its parameters
-    stop tokens           those of the request alone; SGLang either adds the checkpoint's or ignores both
+    end with the owner    every process of the server ends when the replica's process ends
+    proof of loads        the server reports a digest of the loaded tensors and checksums of its parameters
+    stop tokens           only those of the request; SGLang either adds the checkpoint's or ignores both
     kept rows             a retracted request keeps the routing rows of the forward passes that sampled
-    forced rows           recorded experts are used again where their positions are forwarded again
+    forced rows           positions that are forwarded again use their recorded experts
     cut distributions     top-p, top-k and min-p keep the same tokens on every engine
 
-Hooks are named by the place in SGLang 0.5.23 that they wrap. SGLang only logs a hook that does not apply, so the server
-reports those that do (`loading.report_start`), and the replica refuses a server that reports less.
+A hook is named by the function of SGLang 0.5.23 that it wraps. SGLang only logs a hook that does not apply. Therefore
+the server reports the hooks that apply (`loading.report_start`), and the replica refuses a server without all hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STOP_TOKENS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
 
 
 def register() -> None:
-    """Prepare one process of a replica's server."""
+    """Prepare a process of a replica's server: end it with its owner and register the hooks."""
     from . import loading, owner, routing, sampling
 
     owner.end_with(int(os.environ[OWNER_VARIABLE]), folder=os.environ[FOLDER_VARIABLE])
@@ -45,7 +45,7 @@ def _none_of_the_checkpoint(found: set[int], config: Any) -> set[int]:
 
 
 def _plain_host_memory() -> None:
-    """The buffer of routing rows asks for pinned memory, which needs a GPU."""
+    """Allocate host buffers without pinned memory, which needs a GPU; the buffer of routing rows requests it."""
     import torch
 
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")

@@ -1,7 +1,8 @@
-"""Gives a router its experts: replaces what select_experts chose by what a plan says, with the weights it would give.
+"""Forces the experts of routers: replaces the choice of select_experts by that of a plan, with the router's weights.
 
-How a family turns scores into weights is not read from its code but from its own answer: of the known formulas the one
-that gives the engine's weights for the engine's choice is used for the given choice, and none means refusal.
+Model families turn scores into gate weights in different ways. The formula is found from the router's own answer: if a
+known formula gives the router's weights for the router's choice, it is used for the forced experts. If no known formula
+fits, forcing fails with an error.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ TOLERANCE = 1e-4
 
 
 class _Current:
-    """Plan of the forward pass that runs: int32 [tokens, layers, top_k], -1 where the router chooses."""
+    """State of the current forward pass in this process."""
 
     plan: torch.Tensor | None = None
+    """Forced experts, int32 [tokens, layers, top_k], -1 if the router chooses; None if nothing is forced."""
     layers_done: int = 0
-    routed_layers: ClassVar[set[int]] = set()  # seen in any forward pass
+    """Layers that were forced in this pass."""
+    routed_layers: ClassVar[set[int]] = set()
+    """Layers with experts, as seen in any forward pass."""
 
 
 def free_dense_layers(rows: torch.Tensor) -> None:
-    """Set rows [positions, layers, top_k] of the layers without experts, which SGLang keeps as zeros, to -1."""
+    """Set `rows` [positions, layers, top_k] to -1 in dense layers, which SGLang stores as zeros."""
     if _Current.routed_layers:
         dense = sorted(set(range(rows.shape[1])) - _Current.routed_layers)
         rows[:, dense] = -1
@@ -33,17 +37,20 @@ def free_dense_layers(rows: torch.Tensor) -> None:
 
 @contextmanager
 def applied(plan: torch.Tensor) -> Generator[None]:
-    """Force `plan` in the forward pass that runs inside.
+    """Apply `plan` to the forward pass inside the block.
+
+    Args:
+        plan: int32 [tokens, layers, top_k], -1 if the router chooses.
 
     Raises:
-        RuntimeError: the pass went around the hook, as inside a captured graph, so nothing was forced.
+        RuntimeError: the pass bypassed the hook in some layers, for instance in a captured CUDA graph.
     """
     _Current.plan, _Current.layers_done = plan, 0
     try:
         yield
         forced = int((plan >= 0).any(-1).any(0).sum())
         if _Current.layers_done < forced:
-            raise RuntimeError(f"experts were forced in {_Current.layers_done} of {forced} layers; is a graph in use?")
+            raise RuntimeError(f"experts were forced in {_Current.layers_done} of {forced} layers; is a graph used?")
     finally:
         _Current.plan = None
 
@@ -51,7 +58,7 @@ def applied(plan: torch.Tensor) -> Generator[None]:
 def select_forced(
     select: Callable[..., Any], hidden_states: Any = None, router_logits: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around layers.moe.topk.select_experts."""
+    """Hook around layers.moe.topk.select_experts: replace its choice for forced tokens."""
     chosen = select(hidden_states, router_logits, *args, **kwargs)
     config, layer, plan = args[0] if args else kwargs["topk_config"], kwargs.get("layer_id"), _Current.plan
     if layer is not None:
@@ -79,10 +86,14 @@ def select_forced(
 def reweighed(
     logits: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, given: torch.Tensor, renormalize: bool
 ) -> torch.Tensor:
-    """Weights of the experts `given` by the formula that gave `weights` to those `chosen`.
+    """Gate weights [tokens, top_k] of the experts `given`, by the formula that gave `weights` to the experts `chosen`.
 
     Args:
-        logits: [tokens, experts]. chosen, given: ids [tokens, top_k]. weights: [tokens, top_k].
+        logits: router logits [tokens, experts].
+        chosen: ids [tokens, top_k] of the router's choice.
+        weights: gate weights [tokens, top_k] of `chosen`.
+        given: ids [tokens, top_k] of the forced experts.
+        renormalize: whether the weights are normalized over the top-k experts.
 
     Raises:
         RuntimeError: no known formula gives `weights`.
@@ -92,7 +103,7 @@ def reweighed(
         scale = weights.float().sum() / own.sum()
         if bool(((own * scale - weights.float()).abs() <= TOLERANCE * scale).all()):
             return _gathered(scores, given, renormalize=renormalize) * scale
-    raise RuntimeError("the router's weights are neither softmax nor sigmoid scores; experts cannot be forced in it")
+    raise RuntimeError("the router's weights are neither softmax nor sigmoid scores; its experts cannot be forced")
 
 
 def _gathered(scores: torch.Tensor, ids: torch.Tensor, *, renormalize: bool) -> torch.Tensor:

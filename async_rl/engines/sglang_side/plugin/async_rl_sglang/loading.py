@@ -1,7 +1,7 @@
-"""Reports each load: a digest over its tensors, checksums of the parameters after it, parameters that none filled.
+"""Reports each load: a digest of the tensors, and checksums of the parameters after the load.
 
-SGLang skips a tensor whose name it does not know without a word, so a first load is checked from the other side: every
-parameter is NaN before and must be something else after.
+SGLang silently skips tensors with unknown names. Therefore the first load is checked on the model: every parameter is
+set to NaN before the load, and a parameter that is still NaN after the load is an error.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized parameters are left alone
-REPORT = "async_rl"  # key in /server_info
-LOADED = "loaded by rank: "  # in the message of an update, before JSON
+CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized parameters are not checked
+REPORT = "async_rl"  # key of the report in /server_info
+LOADED = "loaded by rank: "  # precedes the JSON report in the message of an update
 
 
 @cache
 def _weights_module(name: str) -> Any:
-    """A module of `async_rl.weights`, by path: async_rl is not installed beside SGLang."""
+    """A module of `async_rl.weights`, imported by path, because async_rl is not installed in SGLang's virtualenv."""
     path = Path(__file__).parents[4] / "weights" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"async_rl_sglang._{name}", path)
     if spec is None or spec.loader is None:
@@ -34,13 +34,14 @@ def _weights_module(name: str) -> Any:
 
 
 class _Loads:
-    """State of this process: digest of the last load."""
+    """State of this process."""
 
     digest: str = ""
+    """Digest of the last load; empty before the first load."""
 
 
 def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: Any, target_device: Any) -> None:
-    """Around DefaultModelLoader.load_weights_only, which loads at the start and at every update."""
+    """Hook around DefaultModelLoader.load_weights_only, which runs at the start and at every update."""
     first = not _Loads.digest
     if first:
         _poison(model)
@@ -52,7 +53,7 @@ def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: An
 
 
 def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    """After Scheduler.get_init_info, which ends up in /server_info: the first load, and the hooks that hold."""
+    """Hook after Scheduler.get_init_info: add the first load and the applied hooks to /server_info."""
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks = sorted(registry.HookRegistry._patched)
     ranks = _load_by_rank(scheduler.tp_worker, group=scheduler.tp_group.cpu_group)
@@ -60,7 +61,7 @@ def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
 
 def report_update(answer: Any, updater: Any, request: Any) -> Any:
-    """After SchedulerWeightUpdaterManager.update_weights_from_disk: the load is reported in its message."""
+    """Hook after SchedulerWeightUpdaterManager.update_weights_from_disk: add the report to the message."""
     del request
     if answer.success:
         ranks = _load_by_rank(updater.tp_worker, group=updater.tp_cpu_group)
@@ -69,7 +70,7 @@ def report_update(answer: Any, updater: Any, request: Any) -> Any:
 
 
 def flush_pools_only(scheduler: Any, empty_cache: bool = True) -> tuple[tuple[Any, ...], dict[str, bool]]:
-    """Before Scheduler.flush_cache: the allocator's own cache is left alone, or a flush takes 0.4 s on the CPU."""
+    """Hook before Scheduler.flush_cache: keep the allocator's cache; flushing it takes 0.4 s on the CPU."""
     del empty_cache
     return (scheduler,), {"empty_cache": False}
 
@@ -86,7 +87,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def _load_by_rank(worker: Any, *, group: Any) -> list[dict[str, Any]]:
-    """Of each tensor-parallel rank: digest of the last load, and checksums of the parameters that it serves."""
+    """For each tensor-parallel rank: digest of the last load, and checksums of its parameters. Collective."""
     checksums = _weights_module("checksum").model_checksums(worker.model_runner.model)
     ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(ranks, {"digest": _Loads.digest, "checksums": checksums}, group=group)
@@ -94,7 +95,7 @@ def _load_by_rank(worker: Any, *, group: Any) -> list[dict[str, Any]]:
 
 
 def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on and hash what passes."""
+    """Yield the tensors unchanged and add each to `digest`."""
     for name, tensor in tensors:
         digest.update(name, tensor.cpu())
         yield name, tensor
@@ -110,6 +111,6 @@ def _refuse_poison(model: torch.nn.Module) -> None:
     unfilled = [n for n, p in model.named_parameters() if p.dtype in CHECKED_DTYPES and bool(p.isnan().any())]
     if unfilled:
         raise RuntimeError(
-            f"the checkpoint has no tensor that fills {len(unfilled)} parameters of the model "
-            f"({', '.join(unfilled[:3])}, ...); save it with the names that SGLang knows"
+            f"the checkpoint has no tensor for {len(unfilled)} parameters of the model "
+            f"({', '.join(unfilled[:3])}, ...); save it with the tensor names that SGLang expects"
         )

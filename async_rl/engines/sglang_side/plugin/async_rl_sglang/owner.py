@@ -1,4 +1,4 @@
-"""Ends the server's processes with the process that owns the replica."""
+"""Ends the server's processes when the replica's process ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 
 
 def end_with(owner: int, *, folder: str) -> None:
-    """Remove `folder` and kill this process's group when process `owner` is gone; the server leads its own group."""
+    """Kill this process's group and remove `folder` when process `owner` ends; the server has its own group."""
     try:
         handle = os.pidfd_open(owner)
     except ProcessLookupError:

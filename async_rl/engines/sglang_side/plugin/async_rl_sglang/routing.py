@@ -1,12 +1,12 @@
-"""Rows that stay what they were: kept over a retraction, and forced where a position is forwarded again.
+"""Keeps the routing rows of retracted requests, and forces recorded rows when a position is forwarded again.
 
-SGLang holds rows by K/V slot, so a retracted request loses its rows with its slots and gets those of the prefill that
-recomputes them; when new weights arrived meanwhile these are other experts. Here the rows move to the request before
-its slots go. The prefill that recomputes it uses them again, as it uses rows that came with the request, so SGLang
-finds the same rows in the new slots.
+SGLang stores rows by K/V slot. A retracted request loses its slots and rows, and the prefill that recomputes its K/V
+writes new rows, which have other experts if the weights changed. Here the rows are copied to the request before its
+slots are freed. The recomputing prefill is forced to these rows, in the same way as to rows that came with the request,
+so that the new slots contain the same rows.
 
-Rows of a request are int32 [positions, layers, top_k] from position 0 on, dense layers included, on the host; -1 is a
-position that is routed freely.
+Rows of a request are int32 [positions, layers, top_k] on the host, from position 0 on, dense layers included. -1 leaves
+a position to the router.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from . import forcing
 
-FORCED = "async_rl_forced"  # key in sampling_params.custom_params
-_ROWS = "_async_rl_rows"
-_KEPT = "_async_rl_kept"  # how many of the rows were computed for this request
+FORCED = "async_rl_forced"  # key of the forced rows in sampling_params.custom_params
+_ROWS = "_async_rl_rows"  # attribute of a request: its rows
+_KEPT = "_async_rl_kept"  # attribute of a request: number of rows that were computed for this request
 
 
 def _capturer() -> Any:
@@ -34,7 +34,7 @@ def _capturer() -> Any:
 
 
 def keep_rows(*, req: Any, req_to_token_pool: Any, **rest: Any) -> None:
-    """Before schedule_batch.release_req, which frees the slots of a request that is retracted."""
+    """Hook before schedule_batch.release_req, which frees the slots of a retracted request: keep its rows."""
     del rest
     capturer = _capturer()
     if not req.return_routed_experts or capturer is None or not req.output_ids or req.finished():
@@ -50,13 +50,13 @@ def keep_rows(*, req: Any, req_to_token_pool: Any, **rest: Any) -> None:
     setattr(req, _KEPT, length - 1)
     mark = f"|retracted|{req.rid}"
     if not (req.extra_key or "").endswith(mark):
-        req.extra_key = f"{req.extra_key or ''}{mark}"  # its K/V is of forced rows from here on
+        req.extra_key = f"{req.extra_key or ''}{mark}"  # from now on its K/V depends on forced rows
 
 
 def abort_with_rows(send: Callable[..., None], scheduler: Any, abort: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Around Scheduler.send_abort_output, which answers for a retracted request that waits or is prefilled in chunks.
+    """Hook around Scheduler.send_abort_output, which aborts a retracted request that waits or is partly prefilled.
 
-    SGLang would answer with the tokens alone; here they come with their rows and their kept tokens.
+    SGLang would return only the tokens of such a request; the hook also returns their rows and kept tokens.
     """
     rows, cut = getattr(req, _KEPT, 0), req.return_sampling_mask and req.output_ids
     if not (rows or cut) or abort.finished_reason is not None:
@@ -70,7 +70,7 @@ def abort_with_rows(send: Callable[..., None], scheduler: Any, abort: Any, req: 
 
 
 def _as_collected(req: Any, start: int) -> torch.Tensor:
-    """Rows from `start` on as SGLang has them: zeros in dense layers."""
+    """Rows from position `start` on in SGLang's form, with zeros in dense layers."""
     return getattr(req, _ROWS)[start:].clamp(min=0)
 
 
@@ -78,7 +78,7 @@ def _as_collected(req: Any, start: int) -> torch.Tensor:
 
 
 def plan_forcing(forward_batch: Any, kind: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """After ForwardBatch.init_new: which of the tokens of a prefill have their experts given."""
+    """Hook after ForwardBatch.init_new: collect the forced rows of the tokens in a prefill."""
     del kind, args, kwargs
     if not forward_batch.forward_mode.is_extend() or forward_batch.extend_seq_lens_cpu is None:
         return forward_batch
@@ -100,7 +100,7 @@ def plan_forcing(forward_batch: Any, kind: Any, batch: Any, *args: Any, **kwargs
 
 
 def forward_forced(forward: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ModelRunner.forward."""
+    """Hook around ModelRunner.forward: apply the forced rows of the batch."""
     plan = getattr(forward_batch, "_async_rl_plan", None)
     if plan is None:
         return forward(runner, forward_batch, *args, **kwargs)
@@ -109,7 +109,7 @@ def forward_forced(forward: Callable[..., Any], runner: Any, forward_batch: Any,
 
 
 def _rows_of(req: Any) -> torch.Tensor | None:
-    """Rows kept by a retraction, else those that came with the request."""
+    """Rows kept at a retraction, else rows that came with the request, else None."""
     rows = getattr(req, _ROWS, None)
     if rows is not None:
         return rows

@@ -1,7 +1,7 @@
-"""Cuts the distribution as `agent_loop.engine.SamplingConfig` says: min-p, then top-k, then top-p over what is left.
+"""Cuts the distribution as `agent_loop.engine.SamplingConfig` defines it: min-p, then top-k, then top-p of the rest.
 
-SGLang's own backends take top-p over the whole distribution, or over the top-k, and min-p last. Here the probabilities
-are cut before SGLang samples, so every backend samples from the same tokens and returns the same ones.
+SGLang's own backends apply top-p to the whole distribution or to the top-k tokens, and min-p last. Here the
+probabilities are cut before SGLang samples, so that all backends sample from the same tokens and return the same set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import torch
 def sample_cut(
     sample: Callable[..., Any], sampler: Any, probs: torch.Tensor, info: Any, positions: Any, simple: bool
 ) -> Any:
-    """Around Sampler._sample_from_probs. simple: whether no request cuts its distribution."""
+    """Hook around Sampler._sample_from_probs: cut the probabilities first.
+
+    Args:
+        simple: whether all requests sample from the whole distribution.
+    """
     if not simple:
         limit = sampler.sampling_mask_max_tokens
         probs = cut(probs, top_ks=info.top_ks, top_ps=info.top_ps, min_ps=info.min_ps, limit=limit)
@@ -25,10 +29,14 @@ def sample_cut(
 def cut(
     probs: torch.Tensor, *, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, limit: int
 ) -> torch.Tensor:
-    """The probabilities of the kept tokens, 0 for the others; not renormalized.
+    """The probabilities [n, vocab], 0 for tokens that are not kept; not renormalized.
 
     Args:
-        probs: float32 [n, vocab]. top_ks, top_ps, min_ps: [n]; top_ks of 1 is greedy, from `limit` on it is off.
+        probs: float32 [n, vocab].
+        top_ks: int [n]; 1 is greedy, values from `limit` on are off.
+        top_ps: float32 [n].
+        min_ps: float32 [n].
+        limit: most kept tokens that the server returns.
     """
     ranked, order = probs.sort(dim=-1)
     last = ranked[:, -1:]
