@@ -47,6 +47,8 @@ class TurnLimits:
 
     max_turns: model calls. max_tokens: T, prompt and tool replies included; at most the context of the engine.
     max_new_tokens_per_turn: sampled tokens of one turn; None leaves only `max_tokens`.
+    segment_tokens: sampled tokens of one request to the engine. A longer turn is several requests in a row; the death
+        of a replica costs at most so many tokens of each rollout that it served.
     tool_timeout_s: one tool call. reward_timeout_s: the reward.
     max_tool_reply_chars: of one tool's reply; what is longer is cut, and the model is told. None shows all.
     generate_timeout_s: one engine call, pauses for weight updates included.
@@ -56,6 +58,7 @@ class TurnLimits:
     max_turns: int
     max_tokens: int
     max_new_tokens_per_turn: int | None = None
+    segment_tokens: int = 4096
     tool_timeout_s: float = 30.0
     reward_timeout_s: float = 60.0
     generate_timeout_s: float = 600.0
@@ -63,7 +66,7 @@ class TurnLimits:
     max_tool_reply_chars: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn", "max_tool_reply_chars"):
+        for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn", "segment_tokens", "max_tool_reply_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"limits.{name} is {value}; must be at least 1")

@@ -1,7 +1,15 @@
-"""Decode to a real stop: resume after every abort, within one token budget.
+"""Decode to a real stop: in strides, and over every abort, within one token budget.
 
-A resumed request sends everything so far and asks for what is left of the original budget. Each answer is appended to
-the trajectory before the next request goes out, so an abort, a weight update or a failure loses no token.
+A request asks for what is left of the budget, but for at most `limits.segment_tokens` tokens. The next one sends
+everything so far; in the same engine it finds that in its prefix cache. A turn of 10,000 tokens in strides of 4,096:
+
+    request 0   prompt                    4,096 tokens
+    request 1   prompt + 4,096 tokens     1,500 tokens, then an abort: new weights
+    request 2   prompt + 5,596 tokens     4,096 tokens
+    request 3   prompt + 9,692 tokens     308 tokens
+
+Each answer is appended to the trajectory before the next request goes out, so an abort or a weight update loses no
+token, and the death of an engine at most a stride.
 
 An answer that breaks the contract is not used, and the request is made again under another id. Where an answer has
 several segments, those before the first bad one are kept: each is checked by itself and ends where its weights ended,
@@ -78,8 +86,7 @@ class SegmentDecoder:
         stop_token_ids: each ends a turn and is part of it.
         session: name of the rollout. Requests are `session#0.`, `session#1.`, ...: as no session contains "#", no
             request id is a prefix of another, which engines that abort by prefix rely on.
-        timeout_s: of one engine call.
-        max_refused_answers: how often in a row a request is made again because its answer was refused.
+        limits: of these, segment_tokens, generate_timeout_s and max_refused_answers.
         find_stop: where a turn ends by its text; None when only tokens end it.
 
     num_aborts: decodes that were resumed. num_refused: answers that broke the contract.
@@ -93,8 +100,7 @@ class SegmentDecoder:
         stop_token_ids: Sequence[int],
         session: str,
         cache_salt: str,
-        timeout_s: float,
-        max_refused_answers: int = 3,
+        limits: TurnLimits,
         find_stop: FindStop | None = None,
     ) -> None:
         if "#" in session:
@@ -104,9 +110,9 @@ class SegmentDecoder:
         self._stop_token_ids = tuple(stop_token_ids)
         self._session = session
         self._cache_salt = cache_salt
-        self._timeout_s = timeout_s
-        self._max_refused = max_refused_answers
+        self._limits = limits
         self._find_stop = find_stop
+        self._stride = limits.segment_tokens if find_stop is None else min(limits.segment_tokens, STOP_STRING_STRIDE)
         self._num_requests = 0
         self.num_aborts = 0
         self.num_refused = 0
@@ -192,10 +198,10 @@ class SegmentDecoder:
         return cut_segments(answer, count=max(1, count - len(before)), first_position=len(trajectory))
 
     def _require_patience(self, refused_in_a_row: int, request: GenerateRequest, error: Exception) -> None:
-        if refused_in_a_row > self._max_refused:
+        if refused_in_a_row > self._limits.max_refused_answers:
             raise RolloutError(
                 f"the answer to request {request.request_id} was refused, {refused_in_a_row} in a row "
-                f"(limits.max_refused_answers={self._max_refused}): {error}"
+                f"(limits.max_refused_answers={self._limits.max_refused_answers}): {error}"
             ) from error
 
     def _request(self, trajectory: Trajectory, left: int) -> GenerateRequest:
@@ -204,7 +210,7 @@ class SegmentDecoder:
         return GenerateRequest(
             request_id=f"{self._session}#{number}.",
             token_ids=trajectory.token_ids(),
-            max_new_tokens=left if self._find_stop is None else min(left, STOP_STRING_STRIDE),
+            max_new_tokens=min(left, self._stride),
             rows_held=rows_held,
             forced_experts=forced,
             stop_token_ids=self._stop_token_ids,
@@ -214,7 +220,7 @@ class SegmentDecoder:
         )
 
     async def _generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        deadline = asyncio.timeout(self._timeout_s)
+        deadline = asyncio.timeout(self._limits.generate_timeout_s)
         try:
             async with deadline:
                 return await self._engine.generate(request)
@@ -222,8 +228,9 @@ class SegmentDecoder:
             if not deadline.expired():
                 raise
             raise EngineError(
-                f"request {request.request_id} got no answer in {self._timeout_s:g} s (limits.generate_timeout_s); "
-                "the engine hangs, or the limit is shorter than its longest decode and pause"
+                f"request {request.request_id} got no answer in {self._limits.generate_timeout_s:g} s "
+                "(limits.generate_timeout_s); the engine hangs, or the limit is shorter than the wait for a place, the "
+                "longest decode and a pause together"
             ) from error
 
 

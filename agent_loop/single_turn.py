@@ -30,8 +30,7 @@ class SingleTurnLoop:
             stop_token_ids=self._chat.stop_token_ids,
             session=session,
             cache_salt=cache_salt,
-            timeout_s=self._limits.generate_timeout_s,
-            max_refused_answers=self._limits.max_refused_answers,
+            limits=self._limits,
             find_stop=self._chat.find_stop,
         )
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)

@@ -1,4 +1,4 @@
-"""Every Ray actor of a run and where it is placed; `handles.py`, `queue_handle.py` have the typed driver side of each.
+"""Every Ray actor of a run and where it is placed; `handles.py` and `cluster/` have the typed driver side of each.
 
 The classes are plain and tested without Ray; an actor only wraps one. Queue and replica are async actors: Ray runs up
 to 1,000 messages at a time on one event loop, of which each client has one that waits and one that brings calls.
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -21,12 +21,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agent_loop.engine import EngineError
+from async_rl.cluster.queue_host import QueueHost
+from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from async_rl.engines.replica import Replica
 from async_rl.engines.select import EngineConfig, start_replica
 from async_rl.logs import log_failure, open_log
 from async_rl.weights.transport import WeightUpdate
-from message_queue.rpc import BatchingServer, Call, Reply
-from message_queue.service import QueueHost
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,7 @@ EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
 _remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know all of their arguments
 MAX_ROLLOUTS = 1 << 16  # concurrent calls of a rollout worker: one per group that it rolls out
 EVENTS_S = 10.0  # longest wait of a rollout worker for something to report
+NODES_S = 5.0  # time between two looks at the nodes of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class ClusterConfig:
         with engine.device=auto), else 0.
     rank_env, replica_env: environment variables of the processes of trainer ranks, and of replicas and their engines.
     strategy: placement strategy. start_timeout_s: bound on placing and starting all actors.
-    call_timeout_s: bound on one trainer call. stop_timeout_s: bound on closing one actor.
+    call_timeout_s: bound on one call of a trainer or rollout worker. stop_timeout_s: bound on ending the rollouts of a
+        worker, and on closing one actor.
     """
 
     address: str | None = None
@@ -187,9 +189,58 @@ class Placement:
                 f"{len(bundles) + 1} nodes); give a directory that all nodes share"
             )
 
+    async def wait_for_node(self, options: dict[str, Any], *, timeout_s: float) -> None:
+        """Wait until the place of an actor is on a node that lives.
+
+        Ray notices only after some seconds that a node died: an actor that is started there until then is lost.
+
+        Args:
+            options: of the actor.
+
+        Raises:
+            TimeoutError: its node died, and no other has room.
+        """
+        call = _answer.options(**options | {"num_cpus": 0.0, "num_gpus": 0.0}, max_retries=-1).remote()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call
+        finally:
+            ray.cancel(call)
+
+    async def watch(self, note: Callable[[str], None]) -> None:
+        """Report nodes that leave the cluster, with the places of the run on them, and places without a node; forever.
+
+        Ray moves a place to another node as soon as one has room for it; the start of an actor waits for that.
+        """
+        known = self._nodes()
+        while True:
+            await asyncio.sleep(NODES_S)
+            nodes = self._nodes()
+            left = {bundle: node for bundle, node in known.items() if node and nodes[bundle] != node}
+            for node in dict.fromkeys(left.values()):
+                places = ", ".join(self._name(bundle) for bundle in sorted(left) if left[bundle] == node)
+                note(f"node {_address(node)} left the cluster; the run had there: {places}")
+            for bundle in sorted(nodes):
+                if known[bundle] and not nodes[bundle]:
+                    asked = f"{self._name(bundle)} {self._bundles[bundle]}"
+                    note(f"no node has room for {asked}; its restart waits for one")
+                elif nodes[bundle] and nodes[bundle] != known[bundle]:
+                    note(f"{self._name(bundle)} has a place on node {_address(nodes[bundle])}")
+            known = nodes
+
     def _nodes(self) -> dict[int, str]:
-        """Bundle -> node id."""
+        """Bundle -> node id; empty if its node died and no other has room."""
         return placement_group_table(self._group)["bundles_to_node_id"]
+
+    def _name(self, bundle: int) -> str:
+        """Which actor a bundle is for; it keeps the number when the actor is replaced."""
+        if bundle < self._ranks:
+            return f"trainer rank {bundle}"
+        if bundle < self._ranks + self._replicas:
+            return f"replica slot {bundle - self._ranks}"
+        if bundle < self._queue:
+            return f"rollout worker slot {bundle - self._ranks - self._replicas}"
+        return "the queue"
 
     def rank(self, index: int) -> dict[str, Any]:
         """Actor options of trainer rank `index`."""
@@ -312,12 +363,12 @@ class RolloutHost:
 
     @_method(num_returns=2)
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory]
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory], *, handout: int
     ) -> tuple[RolledGroup, GroupContent | None]:
-        return await self._worker.roll(prompt, admission, held)
+        return await self._worker.roll(prompt, admission, held, handout=handout)
 
     async def stop(self, group: int) -> None:
-        """End the rollouts of a group for which nobody waits any more."""
+        """End the rollouts of a group whose caller is gone."""
         self._worker.stop(group)
 
     async def cancel(self, group: int, *, reason: str) -> None:
@@ -449,6 +500,11 @@ class TrainerActor:
 
 
 @_remote
+def _answer() -> None:
+    """Show that the node of this task lives."""
+
+
+@_remote
 def _exists(path: Path) -> bool:
     """Whether the node of this task sees `path`."""
     return path.exists()
@@ -460,6 +516,12 @@ def _require_node(bundle: dict[str, float], *, fields: str) -> None:
     if not any(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes):
         most = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in bundle}
         raise PlacementError(f"{fields} ask for {bundle} on one node, but no node has more than {most}; lower them")
+
+
+def _address(node: str) -> str:
+    """Address and start of the id of a node."""
+    address = next((each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node), "?")
+    return f"{address} ({node[:8]})"
 
 
 def _without_zero(bundle: dict[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.batch.training_batch import TrainingBatch
+from async_rl.cluster.rpc import BatchingClient
 from async_rl.engines.replica import KeptKV, Replica, ReplicaStats
 from async_rl.engines.select import EngineConfig, actor_environment
 from async_rl.logs import log_end
@@ -24,7 +25,6 @@ from async_rl.train.model import TrainerConfig, rank_environment
 from async_rl.train.optimizer import OptimizerConfig
 from async_rl.train.planning import BatchPlan, Planner
 from async_rl.weights.transport import WeightUpdate
-from message_queue.rpc import BatchingClient
 from message_queue.tokens import TokenOutput, WeightVersion
 
 P = ParamSpec("P")
@@ -361,7 +361,8 @@ class TrainerHandle:
                 ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
             )
         except TrainerError as error:
-            if (log := _log_of_rank(self._logs, rank)) is not None:
+            by_node = isinstance(error.__cause__, ObjectLostError)  # which the log of a rank explains no better
+            if not by_node and (log := _log_of_rank(self._logs, rank)) is not None:
                 error.add_note(log_end(log))
             raise
 
@@ -401,5 +402,9 @@ async def _answer(
     except RayActorError as cause:
         raise dead(f"{who}: process died during {what}") from cause
     except RayTaskError as cause:
-        kind = dead if isinstance(cause.cause, dead | ObjectLostError) else error
+        if isinstance(cause.cause, ObjectLostError):
+            raise dead(f"{who}: {what} failed: an object that it needs was on a node that died") from cause.cause
+        kind = dead if isinstance(cause.cause, dead) else error
         raise kind(f"{who}: {what} failed: {cause.cause}") from cause.cause  # Ray's own text repeats the traceback
+    except ObjectLostError as cause:
+        raise dead(f"{who}: its answer to {what} was on a node that died") from cause

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from ray.exceptions import ObjectLostError
+
 from agent_loop.loop import Prompt
 from async_rl.checkpoints import Checkpoints
+from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.config import RunConfig
 from async_rl.data.prompts import PromptOrder
 from async_rl.handles import TrainerLostError
@@ -32,7 +35,6 @@ from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.supervisor import RestartLimit, StartsReplica, Supervisor
 from async_rl.weights.probe import Probe
 from async_rl.weights.publisher import Publisher
-from message_queue.contract import QueueUnavailable
 from message_queue.ledger import LedgerRecord, LedgerTotal
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.tokens import RoutingSpec
@@ -46,7 +48,7 @@ class RestorableTrainer(Trainer, Protocol):
 
 
 class RunQueue(GroupQueue, Protocol):
-    """A queue with its journal, and its process; see `async_rl.queue_handle.QueueHandle` for each call."""
+    """A queue with its journal, and its process; see `async_rl.cluster.queue_handle.QueueHandle` for each call."""
 
     async def open(self, place: JournalPlace, *, timeout_s: float) -> Restored: ...
     async def closing_records(self) -> list[LedgerRecord | LedgerTotal]: ...
@@ -147,7 +149,8 @@ class Lives(Generic[T]):
                 ended = task is not None and task.cancelling() > 0  # the loss hid a cancellation
                 if lost is None or ended or not limit.allows_one_more():
                     raise
-                text = f"{lost}; trainer and queue start anew from the last checkpoint and the journal"
+                what = "a finished group was on a node that died" if isinstance(lost, ObjectLostError) else lost
+                text = f"{what}; trainer and queue start anew from the last checkpoint and the journal"
                 self._lasting.recorder.warn("\n".join([text, *notes_of(lost)]))
                 self._resume = Resume(self._config, again=True)
                 await self._lasting.publisher.go_on()  # the life before may have left the replicas on hold
@@ -237,9 +240,9 @@ class Lives(Generic[T]):
 
 
 def _lost_part(error: BaseException) -> BaseException | None:
-    """What ended a run, where it was a trainer or a queue that died or fell silent; None where anything else did."""
+    """What ended a run if it was a trainer or a queue that died or fell silent, or content on a node that died."""
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(_lost_part, error.exceptions)), None)
-    if isinstance(error, TrainerLostError | QueueUnavailable):
+    if isinstance(error, TrainerLostError | QueueUnavailable | ObjectLostError):
         return error
     return None if error.__cause__ is None else _lost_part(error.__cause__)

@@ -12,7 +12,7 @@ from torch import Tensor
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.batch.training_batch import TrainingBatch
 from async_rl.weights.transport import WeightUpdate
-from message_queue.contract import Admission, Batch, PutResult, QueueSnapshot
+from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerRecord
 
@@ -37,7 +37,7 @@ class GroupQueue(Protocol):
     """The trajectory queue, wherever it runs; see `message_queue.queue.TrajectoryQueue` for each call."""
 
     async def admit(self, prompt: int) -> Admission: ...
-    async def put(self, head: GroupHead) -> PutResult: ...
+    async def put(self, head: GroupHead) -> str | None: ...
     async def drop(
         self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False
     ) -> bool: ...

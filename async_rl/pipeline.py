@@ -276,8 +276,8 @@ class Pipeline:
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         await self._conductor.may_put(outcome.prompt)
         self._contents.add(outcome.group, content)
-        put = await self._queue.put(outcome)
-        if not put.accepted:
+        expired = await self._queue.put(outcome)
+        if expired is not None:
             await self._contents.drop([outcome.group])
 
     def _count_failed(self, prompt: Prompt) -> bool:

@@ -7,6 +7,7 @@ actors: queue | trainer rank 0..R-1 | engine replica 0..N-1 | rollout worker 0..
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from hashlib import sha256
@@ -94,6 +95,8 @@ class Program:
             )
             await placement.ready()
             await self._require_places(placement)
+            watch = asyncio.create_task(placement.watch(recorder.warn))
+            stack.callback(watch.cancel)
             weights_directory = self._weights_directory
             stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
             workers = Workers(

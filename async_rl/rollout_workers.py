@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from transformers import AutoTokenizer
 
 from agent_loop.loop import Prompt
@@ -41,9 +41,9 @@ def build_worker(
     """A worker in this process.
 
     Args:
-        checkpoint: whose tokenizer is used.
+        checkpoint: its tokenizer is used.
         fleet: the replicas, as the worker sees them.
-        conductor: decides when the rollouts go on; None lets them.
+        conductor: keeps the rollouts to a schedule; None lets them run.
     """
     conductor, gate, rollout = conductor or Free(), PauseGate(), config.rollout
     loop = conductor.loop(
@@ -74,12 +74,12 @@ def build_worker(
 
 
 def addresses(replicas: Sequence[FleetReplica]) -> dict[str, ReplicaAddress]:
-    """Of replicas that are actors, by name."""
+    """Addresses of replicas that are actors, by name."""
     return {replica.name: cast(ReplicaHandle, replica).address for replica in replicas}
 
 
 class WorkerFleet(ReplicaFleet):
-    """The replicas as a worker sees them. The driver decides which there are, and hears what the worker finds lost."""
+    """The replicas as a worker sees them. The driver names them, and hears of those that the worker finds lost."""
 
     def __init__(self, replicas: Sequence[ReplicaHandle]) -> None:
         super().__init__(replicas)
@@ -93,7 +93,7 @@ class WorkerFleet(ReplicaFleet):
         super().lose(member, reason=reason, notes=notes)
 
     def follow(self, replicas: Mapping[str, ReplicaAddress], *, client: str) -> None:
-        """Have exactly these, but for those that this worker found lost."""
+        """Use exactly these, without those that this worker found lost."""
         for member in self.members:
             if member.name not in replicas:
                 super().lose(member, reason="the driver has taken it out")
@@ -118,17 +118,28 @@ class WorkerHandle:
 
     Args:
         timeout_s: silence after which the worker counts as lost.
+        stop_timeout_s: the same while rollouts end: a tool or reward that blocks the worker does not hold up a stop.
         log: file with the output of the process; its end becomes a note of an error.
 
     Raises:
         WorkerLostError: from every call, if the worker is dead or silent.
     """
 
-    def __init__(self, actor: ActorHandle[Any], *, name: str, timeout_s: float, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        actor: ActorHandle[Any],
+        *,
+        name: str,
+        timeout_s: float,
+        stop_timeout_s: float,
+        log: Path | None = None,
+    ) -> None:
         self.name = name
         self._actor = actor
         self._timeout_s = timeout_s
+        self._stop_timeout_s = stop_timeout_s
         self._log = log
+        self._is_lost = False
 
     @classmethod
     async def start(
@@ -144,25 +155,26 @@ class WorkerHandle:
         """Start the actor and build the worker in it.
 
         Raises:
-            WorkerLostError: it did not start. Exception: whatever the task raised.
+            WorkerLostError: it did not start. Exception: an error of the task.
         """
         actor = RolloutActor.options(**options, max_restarts=0).remote(log=log)
-        handle = cls(actor, name=name, timeout_s=config.cluster.call_timeout_s, log=log)
+        cluster = config.cluster
+        handle = cls(actor, name=name, timeout_s=cluster.call_timeout_s, stop_timeout_s=cluster.stop_timeout_s, log=log)
         started = actor.start.remote(config, name=name, checkpoint=checkpoint, replicas=addresses(replicas))
         try:
-            await handle._answer("start", started, timeout_s=config.cluster.start_timeout_s)
+            await handle._answer("start", started, timeout_s=cluster.start_timeout_s)
         except BaseException:
             ray.kill(actor)
             raise
         return handle
 
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = ()
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, ContentOrRef]:
         """The second value is a reference to the content, which stays on the node of the worker."""
-        told, content = cast(list[Any], self._actor.roll.remote(prompt, admission, list(held)))
+        rolled, content = cast(list[Any], self._actor.roll.remote(prompt, admission, list(held), handout=handout))
         try:
-            return await self._answer("roll", told), content
+            return await self._answer("roll", rolled), content
         except asyncio.CancelledError:
             self._actor.stop.remote(admission.group)
             raise
@@ -182,7 +194,7 @@ class WorkerHandle:
         await self._answer("cancel", self._actor.cancel.remote(group, reason=reason), timeout_s=self._timeout_s)
 
     async def flush(self) -> None:
-        await self._answer("flush", self._actor.flush.remote(), timeout_s=self._timeout_s)
+        await self._answer("flush", self._actor.flush.remote(), timeout_s=self._stop_timeout_s)
 
     async def forget(self, groups: Collection[int]) -> None:
         await self._answer("forget", self._actor.forget.remote(groups), timeout_s=self._timeout_s)
@@ -200,12 +212,13 @@ class WorkerHandle:
         return await self._answer("events", self._actor.events.remote(), timeout_s=EVENTS_S + self._timeout_s)
 
     async def end(self) -> None:
-        await self._answer("end", self._actor.end.remote(), timeout_s=self._timeout_s)
+        await self._answer("end", self._actor.end.remote(), timeout_s=self._stop_timeout_s)
 
     async def close(self, *, timeout_s: float) -> None:
-        """End the rollouts, then the process; returns once it is gone."""
+        """End the rollouts of a worker that answers, then the process; returns once it is gone."""
         try:
-            await self._answer("end", self._actor.end.remote(), timeout_s=timeout_s)
+            if not self._is_lost:
+                await self.end()
         finally:
             ray.kill(self._actor)
             await self._gone(timeout_s)
@@ -217,7 +230,7 @@ class WorkerHandle:
             return
 
     async def _answer(self, what: str, ref: Awaitable[T], *, timeout_s: float | None = None) -> T:
-        """What the actor answers. Liveness of calls without a bound follows from `events`."""
+        """The actor's answer. A worker that is silent in a call without a bound is noticed by `events`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await ref
@@ -227,8 +240,11 @@ class WorkerHandle:
             raise self._lost(f"{self.name}: process died during {what}") from error
         except RayTaskError as error:
             raise error.cause from None  # Ray raises a subclass that has it
+        except ObjectLostError as error:
+            raise self._lost(f"{self.name}: its answer to {what} was on a node that died") from error
 
     def _lost(self, text: str) -> WorkerLostError:
+        self._is_lost = True
         error = WorkerLostError(text)
         if self._log is not None:
             error.add_note(log_end(self._log))

@@ -12,17 +12,18 @@ import shutil
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from agent_loop.engine import EngineError
 from async_rl.actors import Placement
+from async_rl.cluster.queue_handle import QueueHandle, start_queue
+from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.config import RunConfig
 from async_rl.data.task import Task
 from async_rl.engines.select import check_engine
-from async_rl.handles import ReplicaHandle, TrainerHandle
+from async_rl.handles import ReplicaHandle, TrainerHandle, TrainerLostError
 from async_rl.observe.recorder import Console
-from async_rl.queue_handle import QueueHandle, start_queue
-from async_rl.rollout.dispatcher import Worker
+from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
 from async_rl.rollout_workers import WorkerHandle
 from async_rl.train.optimizer import OptimizerConfig
@@ -92,13 +93,23 @@ class Workers:
         """All ranks again, on the checkpoint that RL starts from, after those of `lost` are closed.
 
         What these published stays: a replica that is restarted meanwhile loads it.
+
+        Raises:
+            TrainerLostError, QueueUnavailable: a node died, and no other has room for a rank or the queue.
         """
         await self._closing(lost.close)()
+        ranks = [(f"trainer rank {i}", self._placement.rank(i)) for i in range(self._config.trainer.ranks)]
+        timeout_s = self._config.cluster.start_timeout_s
+        for name, options in ranks:
+            await self._wait_for_node(name, options, timeout_s=timeout_s, error=TrainerLostError)
+        await self._wait_for_node("the queue", self._placement.queue(), timeout_s=timeout_s, error=QueueUnavailable)
         return await self._start_trainer(self._checkpoint, self._config.optimizer)
 
     async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
         """See `async_rl.rollout.supervisor.StartsReplica`."""
         await self._closing(cast(ReplicaHandle, lost).close)()
+        options, timeout_s = self._placement.replica(slot), self._config.engine.start_timeout_s
+        await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
         return await self._start_replica(slot=slot, name=name)
 
     async def start_rollout_workers(self, fleet: ReplicaFleet) -> list[WorkerHandle]:
@@ -106,7 +117,7 @@ class Workers:
         self._fleet = fleet
         async with asyncio.TaskGroup() as starts:
             tasks = [
-                starts.create_task(self.start_worker(slot=i, name=f"worker-{i}"))
+                starts.create_task(self._start_worker(slot=i, name=f"worker-{i}"))
                 for i in range(self._config.rollout.workers)
             ]
         return [task.result() for task in tasks]
@@ -118,6 +129,12 @@ class Workers:
         for member in self._fleet.live_or_none:
             with contextlib.suppress(EngineError):  # a replica that is lost too has no requests either
                 await cast(ReplicaHandle, member.replica).forget_client(lost.name)
+
+    async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
+        options, timeout_s = self._placement.worker(slot), self._config.cluster.start_timeout_s
+        await self._wait_for_node(name, options, timeout_s=timeout_s, error=WorkerLostError)
+        return await self._start_worker(slot=slot, name=name)
 
     async def start_queue(self) -> QueueHandle:
         """The queue; `open` comes first."""
@@ -193,8 +210,7 @@ class Workers:
         self._name({name: await replica.pid()})
         return replica
 
-    async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
-        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
+    async def _start_worker(self, *, slot: int, name: str) -> WorkerHandle:
         assert self._fleet is not None
         worker = await WorkerHandle.start(
             self._config,
@@ -207,6 +223,15 @@ class Workers:
         self._stack.push_async_callback(self._closing(worker.close))
         self._name({name: await worker.pid()})
         return worker
+
+    async def _wait_for_node(
+        self, name: str, options: dict[str, Any], *, timeout_s: float, error: type[Exception]
+    ) -> None:
+        """Wait until the place of an actor that is to be replaced is on a node that lives, else raise `error`."""
+        try:
+            await self._placement.wait_for_node(options, timeout_s=timeout_s)
+        except TimeoutError as cause:
+            raise error(f"{name}: no node of the cluster had room for it within {timeout_s:g} s; add one") from cause
 
     def _name(self, processes: dict[str, int]) -> None:
         self._processes |= processes

@@ -78,7 +78,9 @@ async def append_seconds(folder: Path, shape: Shape, segments: int) -> float:
 
     async def roll(group: int) -> None:
         for number in range(segments // AT_ONCE):
-            record = RolloutRecord(group=group, trajectory=0, at=2 + number * shape.tokens, what=Sampled(segment))
+            record = RolloutRecord(
+                group=group, trajectory=0, handout=0, at=2 + number * shape.tokens, what=Sampled(segment)
+            )
             await writer.append([record])
 
     started = time.perf_counter()

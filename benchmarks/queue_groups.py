@@ -14,7 +14,7 @@ import asyncio
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
 from message_queue.journal import EventJournal
 from message_queue.queue import TrajectoryQueue
 from message_queue.staleness import StalenessConfig
-from message_queue.state import GroupState, StateHeader
+from message_queue.state import StoredState
 from message_queue.tokens import StopReason
 
 BATCH = 64
@@ -71,9 +71,9 @@ class MemoryJournal(EventJournal):
             msgspec.msgpack.encode(event)
         return self._done()
 
-    def rebase(self, header: StateHeader, groups: Sequence[GroupState]) -> Awaitable[None]:
-        self.base_groups = len(groups)
-        self.base_bytes = sum(len(msgspec.msgpack.encode(part)) for part in (header, *groups))
+    def rebase(self, state: StoredState) -> Awaitable[None]:
+        self.base_groups = len(state.groups)
+        self.base_bytes = len(msgspec.msgpack.encode(state))
         return self._done()
 
     def _done(self) -> Awaitable[None]:

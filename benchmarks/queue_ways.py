@@ -15,14 +15,15 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from async_rl.cluster.queue_host import REFUSALS, QueueUnavailable
+from async_rl.cluster.rpc import BatchingClient, BatchingServer, Call, Reply
+from async_rl.rollout.recorded import StoredRolloutLog
 from message_queue.content import ContentWriter
-from message_queue.contract import Admission, Batch, QueueUnavailable
+from message_queue.contract import Admission, Batch
 from message_queue.heads import head_of
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.queue import TrajectoryQueue
-from message_queue.rpc import BatchingClient, BatchingServer, Call, Reply
 from message_queue.sequence import content_of
-from message_queue.service import REFUSALS
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
@@ -164,6 +165,7 @@ class QueueEnd:
         self._queue, self._references, self._name, self._directory = queue, references, name, directory
         self._prompt = self._step = 0
         self._writer: ContentWriter | None = None
+        self._log: StoredRolloutLog | None = None
         self._written: deque[int] = deque()
         self._next: asyncio.Task[Batch] | None = None
 
@@ -173,14 +175,16 @@ class QueueEnd:
         )
         if self._directory is not None and self._name == "rollout":
             self._writer = await ContentWriter.open(self._directory, name=self._name, run="benchmark", fsync=False)
+            self._log = StoredRolloutLog(self._writer)
 
     async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
         self._prompt += 1
         admission = await self._calls.call(TrajectoryQueue.admit, self._prompt)
-        if self._writer is not None:
+        if self._log is not None:
             for number, trajectory in enumerate(contents):
                 for record in records_of(admission, number, trajectory):
-                    await self._writer.append([record])
+                    self._log.append(record)
+            await self._log.flush()
         group = PromptGroup(
             group=admission.group,
             prompt=admission.prompt,
@@ -212,7 +216,7 @@ def records_of(admission: Admission, number: int, trajectory: Trajectory) -> lis
     (segment,) = turn.segments
     end = TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)
     steps = ((0, turn.observation), (len(turn.observation), Sampled(segment)), (len(trajectory), end))
-    return [RolloutRecord(group=admission.group, trajectory=number, at=at, what=what) for at, what in steps]
+    return [RolloutRecord(group=admission.group, trajectory=number, handout=0, at=at, what=what) for at, what in steps]
 
 
 # ---- a plain actor with a deque

@@ -5,6 +5,11 @@ alike. Prompts are new to the prefix cache each time. A ratio near 1 says that t
 ratio of CPU seconds (this process and the engine's) is the steadier figure on a busy machine.
 
     python benchmarks/replica_throughput.py [--rounds 9] [--concurrency 64] [--tokens 64] [--checkpoint DIR]
+
+Each of --strides is a way of its own. With fewer places (--places) than requests, a request that continues a turn waits
+behind those that have not started:
+
+    python benchmarks/replica_throughput.py --rounds 3 --concurrency 24 --places 16 --tokens 2048 --strides 256 1024
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +45,14 @@ GOAL = 0.95
 Way = Callable[[str, Any], Awaitable[int]]
 
 
-def ways(replica: VllmReplica, *, info: ModelInfo, tokens: int, max_model_len: int) -> dict[str, Way]:
-    """Name -> (request id, prompt) -> tokens sampled."""
+def ways(
+    replica: VllmReplica, *, info: ModelInfo, tokens: int, max_model_len: int, strides: Sequence[int] = ()
+) -> dict[str, Way]:
+    """Name -> (request id, prompt) -> tokens sampled. strides: values of limits.segment_tokens, each a way."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     engine = replica._engine
-    limits = TurnLimits(max_turns=1, max_tokens=max_model_len)
 
     async def bare(name: str, prompt: Any) -> int:
         params = SamplingParams(
@@ -66,18 +73,21 @@ def ways(replica: VllmReplica, *, info: ModelInfo, tokens: int, max_model_len: i
         request = GenerateRequest(request_id=name, token_ids=prompt, max_new_tokens=tokens, cache_salt=name)
         return sum(map(len, await replica.generate(request)))
 
-    async def through_decoder(name: str, prompt: Any) -> int:
+    async def through_decoder(name: str, prompt: Any, *, segment_tokens: int) -> int:
+        limits = TurnLimits(max_turns=1, max_tokens=max_model_len, segment_tokens=segment_tokens)
         decoder = SegmentDecoder(
-            replica, sampling=SamplingConfig(), stop_token_ids=(), session=name, cache_salt=name, timeout_s=600.0
+            replica, sampling=SamplingConfig(), stop_token_ids=(), session=name, cache_salt=name, limits=limits
         )
         trajectory = Trajectory(routing=info.routing)
         observe_prompt(trajectory, prompt, index=0, limits=limits)
         stop_reason = await decoder.decode(trajectory, max_new_tokens=tokens)
         trajectory.close(stop_reason=stop_reason, reward=0.0)
-        trajectory.routed_experts()
+        trajectory.sequences()
         return trajectory.num_sampled
 
-    return {"bare vLLM": bare, "replica": through_replica, "agent loop + replica": through_decoder}
+    whole = partial(through_decoder, segment_tokens=tokens)
+    in_strides = {f"strides of {stride}": partial(through_decoder, segment_tokens=stride) for stride in strides}
+    return {"bare vLLM": bare, "replica": through_replica, "agent loop + replica": whole, **in_strides}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,9 @@ async def compare(args: argparse.Namespace, config: VllmConfig, checkpoint: Path
     info = read_model_info(checkpoint)
     replica = await VllmReplica.start(config, name="replica-0", checkpoint=checkpoint)
     try:
-        candidates = ways(replica, info=info, tokens=args.tokens, max_model_len=config.max_model_len)
+        candidates = ways(
+            replica, info=info, tokens=args.tokens, max_model_len=config.max_model_len, strides=args.strides
+        )
         random = np.random.default_rng(0)
         processes = [psutil.Process(), *(psutil.Process(p.pid) for p in replica._processes)]
         rates: dict[str, list[Speed]] = {name: [] for name in candidates}
@@ -144,10 +156,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rounds", 9), ("concurrency", 64), ("prompt", 32), ("tokens", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--places", type=int, default=None, help="requests that run at once; default: all")
+    parser.add_argument("--strides", type=int, nargs="*", default=[], help="values of limits.segment_tokens")
     parser.add_argument("--checkpoint", type=Path, default=None, help="Hugging Face MoE folder; default: a tiny one")
     args = parser.parse_args()
     config = VllmConfig(
-        max_model_len=args.prompt + args.tokens, max_num_seqs=args.concurrency, kv_cache_bytes=256 << 20
+        max_model_len=args.prompt + args.tokens, max_num_seqs=args.places or args.concurrency, kv_cache_bytes=256 << 20
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.update(engine_environment(config))
@@ -157,7 +171,9 @@ def main() -> None:
         if checkpoint is None:
             from tests.tiny_models import qwen3_moe_config, save_checkpoint
 
-            checkpoint = save_checkpoint(qwen3_moe_config(vocab_size=512), Path(folder), seed=0)
+            checkpoint = save_checkpoint(
+                qwen3_moe_config(vocab_size=512, max_position_embeddings=2 * config.max_model_len), Path(folder), seed=0
+            )
         show(
             f"{args.concurrency} concurrent, {args.prompt} prompt + {args.tokens} sampled tokens, {args.rounds} rounds"
         )

@@ -1,13 +1,15 @@
 """Tokens per second of the whole rollout path against the same requests on bare vLLM, at equal decode work.
 
-    path    single-turn agent loop -> ReplicaRouter -> ReplicaHandle -> Ray actor -> VllmReplica -> vLLM
+    path    Dispatcher -> WorkerHandle -> rollout worker: Rollouter, single-turn agent loop, content files, object store
+            -> ReplicaRouter -> ReplicaHandle -> Ray actor -> VllmReplica -> vLLM, as in a run
     bare    vLLM's AsyncLLM in an actor of its own that gets all prompts, as token ids, in one call
 
 Both engines have the same arguments, routing capture included, and every request the same sampling parameters and
-budget; no token stops it. The two take turns, so that what else the machine does hits both alike. Equal budgets make
-requests end together, so that the engine waits whenever 64 of them go through the path at once; --spread S draws
-budgets from tokens * (1 - S) .. tokens * (1 + S), as replies of a real rollout end one by one. --profile also runs the
-handle without agent loop, and counts the CPU seconds of each process.
+budget; no token stops it. Both decode groups of 8 requests, as many groups at a time as --concurrency holds. The two
+take turns, so that what else the machine does hits both alike. Equal budgets make requests end together, so that the
+engine waits whenever 64 of them go through the path at once; --spread S draws budgets from tokens * (1 - S) ..
+tokens * (1 + S), as replies of a real rollout end one by one. --profile also runs the handle without worker and agent
+loop, and counts the CPU seconds of each process.
 
     python benchmarks/rollout_throughput.py [--rounds 9] [--concurrency 64] [--requests 192] [--tokens 96] [--spread 0]
         [--profile] [--checkpoint DIR]
@@ -22,8 +24,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,59 +37,78 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_loop.chat import Chat
-from agent_loop.engine import Engine, GenerateRequest
-from agent_loop.loop import Prompt, TurnLimits
+from agent_loop.chat import Chat, Tokenizer
+from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
+from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
+from agent_loop.tools import Gate
 from async_rl.actors import start_ray
 from async_rl.config import RunConfig, load_config
-from async_rl.data.task import build_task
+from async_rl.data.task import TaskConfig, build_task
 from async_rl.engines.vllm import engine_environment
 from async_rl.engines.vllm_config import VllmConfig, check_engine, engine_args
+from async_rl.engines.vllm_process import start_engine
 from async_rl.engines.vllm_segment import sampling_params
 from async_rl.handles import ReplicaHandle
 from async_rl.model_info import ModelInfo, read_model_info
-from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.contents import ContentPlace
+from async_rl.rollout.dispatcher import Dispatcher
+from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.rollouter import DroppedGroup
+from async_rl.rollout_workers import WorkerHandle
 from benchmarks.support import CpuClock, markdown_table, say, show
+from message_queue.contract import Admission
 from message_queue.tokens import Int32Array
 from message_queue.trajectory import Trajectory
 from recipes.calculator.reward import ExactAnswer
-from recipes.calculator.task import build_chat
+from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
 
 GOAL = 0.95
+GROUP = 8  # trajectories of a prompt
 PROMPT_TOKENS = 64  # room for a prompt of the task
 Way = Callable[[str], Awaitable[int]]  # name of the burst -> tokens sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One request per entry of `budgets`, the tokens that it samples; `concurrency` at a time."""
+    """Requests in groups of GROUP."""
 
     budgets: tuple[int, ...]
+    """Tokens that each request samples, those of a group one after the other."""
     concurrency: int
+    """Requests at a time, in whole groups."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of all requests."""
+        return len(self.budgets) // GROUP
 
     async def each(self, work: Callable[[int], Awaitable[int]]) -> int:
-        """Sum over all requests."""
-        places = asyncio.Semaphore(self.concurrency)
+        """Sum over all groups."""
+        places = asyncio.Semaphore(self.concurrency // GROUP)
 
-        async def one(index: int) -> int:
+        async def one(group: int) -> int:
             async with places:
-                return await work(index)
+                return await work(group)
 
-        return sum(await asyncio.gather(*(one(i) for i in range(len(self.budgets)))))
+        return sum(await asyncio.gather(*(one(i) for i in range(self.num_groups))))
+
+    async def each_request(self, work: Callable[[int], Awaitable[int]]) -> int:
+        """Sum over all requests, those of a group side by side."""
+
+        async def group(number: int) -> int:
+            return sum(await asyncio.gather(*(work(number * GROUP + i) for i in range(GROUP))))
+
+        return await self.each(group)
 
 
 class BareVllm:
     """AsyncLLM and nothing else: requests go in, the count of sampled tokens comes out."""
 
     async def start(self, config: VllmConfig, checkpoint: Path) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         model = check_engine(config, checkpoint=checkpoint, capture_routing=True)
-        args = AsyncEngineArgs(**engine_args(config, model, capture_routing=True))
         self._info = model.info
-        self._engine: Any = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+        self._engine: Any = await start_engine(engine_args(config, model, capture_routing=True))
 
     async def burst(self, requests: Sequence[GenerateRequest], load: Load) -> int:
         """Decode all; returns tokens sampled."""
@@ -99,7 +121,7 @@ class BareVllm:
                 count = len(output.outputs[0].token_ids)
             return count
 
-        return await load.each(decode)
+        return await load.each_request(decode)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -121,27 +143,99 @@ def draw_budgets(requests: int, *, tokens: int, spread: float) -> tuple[int, ...
     return tuple(max(1, round(budget)) for budget in drawn.tolist())
 
 
-def agent_loop_way(
-    engine: Engine, *, chat: Chat, prompts: Sequence[Prompt], load: Load, config: RunConfig, info: ModelInfo
-) -> Way:
-    """Prompts in, closed trajectories out."""
+class BudgetLoop:
+    """An AgentLoop in which each rollout of a burst has the budget of its request."""
 
-    def loop_of(budget: int) -> SingleTurnLoop:
-        limits = TurnLimits(max_turns=1, max_tokens=config.engine.max_model_len, max_new_tokens_per_turn=budget)
-        return SingleTurnLoop(
-            engine=engine, chat=chat, reward=ExactAnswer(), limits=limits, sampling=config.rollout.sampling
-        )
+    def __init__(self, loops: Mapping[int, SingleTurnLoop], *, load: Load) -> None:
+        self._loops = loops
+        self._load = load
 
-    loops = {budget: loop_of(budget) for budget in set(load.budgets)}
+    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
+        number = prompt.index * GROUP + int(session.rpartition("-t")[2])
+        loop = self._loops[self._load.budgets[number]]
+        await loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
+
+
+class EndlessTask(CalculatorTask):
+    """The calculator in one turn that no token ends."""
+
+    def __init__(self, *, load: Load, seed: int) -> None:
+        super().__init__(CalculatorConfig(), seed=seed)
+        self._load = load
+
+    def build_loop(
+        self,
+        *,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        sampling: SamplingConfig,
+        limits: TurnLimits,
+        gate: Gate | None = None,
+    ) -> AgentLoop:
+        """See Task."""
+        chat = endless_chat(tokenizer)
+
+        def loop_of(budget: int) -> SingleTurnLoop:
+            bounds = TurnLimits(max_turns=1, max_tokens=limits.max_tokens, max_new_tokens_per_turn=budget)
+            return SingleTurnLoop(engine=engine, chat=chat, reward=ExactAnswer(), limits=bounds, sampling=sampling)
+
+        return BudgetLoop({budget: loop_of(budget) for budget in set(self._load.budgets)}, load=self._load)
+
+
+def endless_task(options: Mapping[str, Any], *, seed: int) -> EndlessTask:
+    """The task as a rollout worker builds it. options: `budgets` and `concurrency` of Load."""
+    load = Load(budgets=tuple(options["budgets"]), concurrency=options["concurrency"])
+    return EndlessTask(load=load, seed=seed)
+
+
+@asynccontextmanager
+async def rollout_path(
+    config: RunConfig, *, checkpoint: Path, replica: ReplicaHandle, info: ModelInfo, folder: Path
+) -> AsyncGenerator[tuple[Dispatcher, WorkerHandle]]:
+    """A rollout worker in its process, which stores content in `folder`, and the dispatcher of the driver."""
+    options = {"num_cpus": 1}
+    worker = await WorkerHandle.start(
+        config, name="worker-0", checkpoint=checkpoint, replicas=[replica], options=options
+    )
+    dispatcher = Dispatcher([worker], fleet=ReplicaFleet([replica]), note=say)
+    place = ContentPlace(
+        directory=folder,
+        run="benchmark",
+        fsync=False,
+        trajectories=GROUP,
+        routing=info.routing,
+        resume_routing=config.rollout.resume_routing,
+    )
+    await dispatcher.open(place, live=())
+    watch = asyncio.create_task(dispatcher.watch())
+    try:
+        yield dispatcher, worker
+    finally:
+        watch.cancel()
+        await worker.close(timeout_s=config.cluster.stop_timeout_s)
+
+
+def rollout_way(dispatcher: Dispatcher, *, prompts: Sequence[Prompt], load: Load) -> Way:
+    """Prompts in, heads and references to content out. Each burst has a version, so that no prefix cache serves it."""
+    bursts = 0
 
     async def run(name: str) -> int:
-        async def roll(index: int) -> int:
-            trajectory = Trajectory(routing=info.routing)
-            loop = loops[load.budgets[index]]
-            await loop.run(prompts[index], trajectory=trajectory, session=f"{name}-{index}", cache_salt=name)
-            return trajectory.num_sampled
+        nonlocal bursts
+        burst, bursts = bursts, bursts + 1
+        first = burst * load.num_groups
 
-        return await load.each(roll)
+        async def roll(group: int) -> int:
+            admission = Admission(
+                group=first + group, prompt=prompts[group].index, admitted_version=burst, admitted_update=0
+            )
+            head, _ = await dispatcher.roll(prompts[group], admission)
+            if isinstance(head, DroppedGroup):
+                raise RuntimeError(f"group {head.group} was dropped: {head.reason}")
+            return head.num_tokens
+
+        tokens = await load.each(roll)
+        await dispatcher.forget(range(first, first + load.num_groups))
+        return tokens
 
     return run
 
@@ -149,16 +243,16 @@ def agent_loop_way(
 def plain_requests(
     name: str, *, token_ids: Sequence[Int32Array], load: Load, config: RunConfig
 ) -> list[GenerateRequest]:
-    """The requests that the agent loop makes."""
+    """The requests that the agent loops make. token_ids: of the prompt of each group."""
     return [
         GenerateRequest(
             request_id=f"{name}-{i}#0.",
-            token_ids=ids,
+            token_ids=token_ids[i // GROUP],
             max_new_tokens=budget,
             sampling=config.rollout.sampling,
             cache_salt=name,
         )
-        for i, (ids, budget) in enumerate(zip(token_ids, load.budgets, strict=True))
+        for i, budget in enumerate(load.budgets)
     ]
 
 
@@ -195,8 +289,9 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
     """The tables: rates with ratios to bare vLLM, and CPU seconds when profiled."""
     task, info = build_task(config.task, seed=config.seed), read_model_info(checkpoint)
     chat = endless_chat(AutoTokenizer.from_pretrained(checkpoint))
-    prompts = [task.train_prompt(i) for i in range(len(load.budgets))]
+    prompts = [task.train_prompt(i) for i in range(load.num_groups)]
     token_ids = [chat.prompt(prompt.messages) for prompt in prompts]
+    assert isinstance(config.engine, VllmConfig)
     environment = {"env_vars": engine_environment(config.engine)}
     bare: Any = ray.remote(BareVllm).options(num_cpus=1, runtime_env=environment).remote()  # pyright: ignore[reportAttributeAccessIssue]
     replica, _ = await asyncio.gather(
@@ -205,24 +300,33 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
         ),
         bare.start.remote(config.engine, checkpoint),
     )
+
+    async def on_bare(name: str) -> int:
+        return await bare.burst.remote(plain_requests(name, token_ids=token_ids, load=load, config=config), load)
+
+    async def through_handle(name: str) -> int:
+        requests = plain_requests(name, token_ids=token_ids, load=load, config=config)
+        return await load.each_request(lambda i: _sampled(replica, requests[i]))
+
     try:
-
-        async def on_bare(name: str) -> int:
-            return await bare.burst.remote(plain_requests(name, token_ids=token_ids, load=load, config=config), load)
-
-        async def through_handle(name: str) -> int:
-            requests = plain_requests(name, token_ids=token_ids, load=load, config=config)
-            return await load.each(lambda i: _sampled(replica, requests[i]))
-
-        through_loop = agent_loop_way(
-            ReplicaRouter([replica]), chat=chat, prompts=prompts, load=load, config=config, info=info
-        )
-        ways: dict[str, Way] = {"bare vLLM": on_bare, "whole path": through_loop}
-        clock = None
-        if profile:
-            ways["handle only"] = through_handle
-            clock = CpuClock({"replica": await replica.pid(), "bare": await bare.pid.remote()})
-        found = await take_turns(ways, rounds=rounds, clock=clock)
+        with tempfile.TemporaryDirectory(prefix="rollout-throughput-") as folder:
+            content = Path(folder) / "content"
+            async with rollout_path(config, checkpoint=checkpoint, replica=replica, info=info, folder=content) as (
+                dispatcher,
+                worker,
+            ):
+                through_worker = rollout_way(dispatcher, prompts=prompts, load=load)
+                ways: dict[str, Way] = {"bare vLLM": on_bare, "whole path": through_worker}
+                clock = None
+                if profile:
+                    ways["handle only"] = through_handle
+                    pids = {
+                        "worker": await worker.pid(),
+                        "replica": await replica.pid(),
+                        "bare": await bare.pid.remote(),
+                    }
+                    clock = CpuClock(pids)
+                found = await take_turns(ways, rounds=rounds, clock=clock)
         return rates_table(found) + ("\n\n" + cpu_table(found) if profile else "")
     finally:
         await replica.close(timeout_s=config.cluster.stop_timeout_s)
@@ -276,6 +380,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("rounds", "concurrency", "requests", "tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; must be >= 1")
+    for name in ("concurrency", "requests"):
+        if getattr(args, name) % GROUP:
+            parser.error(f"--{name} is {getattr(args, name)}; must be a multiple of {GROUP}, the requests of a group")
     if not 0 <= args.spread < 1:
         parser.error(f"--spread is {args.spread}; must be in [0, 1)")
     return args
@@ -293,14 +400,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"engine.max_num_batched_tokens={max(4096, args.concurrency)}",
             f"engine.max_model_len={PROMPT_TOKENS + max(budgets)}",
             f"rollout.limits.max_tokens={PROMPT_TOKENS + max(budgets)}",
+            f"rollout.trajectories_per_group={GROUP}",
         ]
     )
+    options = {"budgets": budgets, "concurrency": args.concurrency}
+    task = TaskConfig(factory="benchmarks.rollout_throughput:endless_task", options=options)
+    config = replace(config, task=task)
     with tempfile.TemporaryDirectory(prefix="async_rl-") as folder:
         checkpoint = args.checkpoint
         if checkpoint is None:
             checkpoint = Path(folder) / "model"
             build_task(config.task, seed=config.seed).save_initial_checkpoint(checkpoint)
-        os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])  # for the actor
+        os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])  # for the actors
         start_ray(config.cluster)
         try:
             size = f"{min(budgets)} to {max(budgets)} tokens each"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -181,9 +180,9 @@ class _Files:
         parts: list[memoryview] = []
         start = self._size
         for record in records:
-            self._number = max(self._number + 1, time.time_ns())
+            self._number += 1
             kind, fields, arrays = encode(record.what)
-            identity = (record.group, record.trajectory, self._number, record.at)
+            identity = (record.group, record.trajectory, record.handout, self._number, record.at)
             length = sum(map(len, arrays))
             digest = checksum(identity, kind, fields, arrays)
             rows.append(IndexRow(*identity, kind, fields, self._file, start, length, digest))

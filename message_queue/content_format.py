@@ -25,13 +25,14 @@ from message_queue.progress import CallBegun, RolloutStep, Sampled, TrajectoryCl
 from message_queue.support import SamplingSupport
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
-FORMAT = 1
+FORMAT = 2
 APPLICATION_ID = 0x41524C43  # "ARLC", which the header of the index holds
 BUSY_S = 60.0  # longest wait for another process that reads or writes the index
 WRITER_TABLE = "CREATE TABLE writer (run TEXT NOT NULL) STRICT"
 RECORDS_TABLE = """CREATE TABLE records (
     group_id INTEGER NOT NULL,
     trajectory INTEGER NOT NULL,
+    handout INTEGER NOT NULL,
     number INTEGER NOT NULL,
     at INTEGER NOT NULL,
     kind TEXT NOT NULL,
@@ -51,8 +52,10 @@ class IndexRow(NamedTuple):
     """Id of the group."""
     trajectory: int
     """Number of the trajectory in its group."""
+    handout: int
+    """Number of the hand-out of the group to the worker that wrote it."""
     number: int
-    """Nanoseconds of the clock when it was written, ascending within a writer."""
+    """Records that the writer wrote up to this one."""
     at: int
     """Tokens that the trajectory held before."""
     kind: str
@@ -133,11 +136,11 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
             raise ValueError(f"no record has the kind {row.kind!r}")
 
 
-def checksum(identity: tuple[int, int, int, int], kind: str, fields: bytes, arrays: Sequence[memoryview]) -> bytes:
+def checksum(identity: tuple[int, int, int, int, int], kind: str, fields: bytes, arrays: Sequence[memoryview]) -> bytes:
     """Of a record.
 
     Args:
-        identity: group, trajectory, number, at.
+        identity: group, trajectory, handout, number, at.
     """
     digest = xxh3_64(f"{identity}{kind}".encode())
     digest.update(fields)

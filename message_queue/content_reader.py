@@ -1,12 +1,13 @@
 """Content of groups, read from the files of all writers that `content` made.
 
-A group that moved has records of several writers. Their order is that of the clock: a writer that takes over a group
-has read what it continues, so a newer record replaces older ones from its position on. Trajectory 0 of a group, whose
-record at 20 could not be read when worker b took over:
+A group that moved has records of several hand-outs, each to one writer. Their order is that of the hand-outs, whenever
+a record was written: a writer that takes over a group has read what it continues, so its records replace those of
+earlier hand-outs from their position on. Worker a was taken for dead after 20 tokens of trajectory 0, and still wrote
+when worker b had started:
 
-    worker a   at 0 (20 tokens)   at 20 (5)   at 25 (9)
-    worker b                                               at 20 (7)   at 27, closed
-    read       at 0                                        at 20       at 27
+    hand-out 1, worker a   at 0 (20 tokens)               at 20 (5)               at 25, closed
+    hand-out 2, worker b                      at 20 (7)               at 27 (4)
+    read                   at 0               at 20                   at 27
 """
 
 from __future__ import annotations
@@ -53,18 +54,28 @@ class _Stored:
     """A record that was read."""
 
     number: int
+    """Of the record among those of its writer."""
     record: RolloutRecord
+    """The record itself."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Ascends with what later hand-outs, and later appends of one, wrote."""
+        return self.record.handout, self.number
 
     @property
     def end(self) -> int:
-        """Tokens that the trajectory held after it."""
+        """Least position of a later record that leaves this one in place.
+
+        A call or an end appends no token; a later record at its position replaces it too.
+        """
         match self.record.what:
             case Sampled():
                 return self.record.at + len(self.record.what.segment)
             case np.ndarray():
                 return self.record.at + len(self.record.what)
             case _:
-                return self.record.at
+                return self.record.at + 1
 
 
 def read_groups(
@@ -190,7 +201,7 @@ def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[s
         except (OSError, ValueError) as error:
             damaged.add(values[1])
             notes.append(
-                f"group {group}: trajectory {values[1]} is damaged after {values[3]} tokens in {file} ({error}); its "
+                f"group {group}: trajectory {values[1]} is damaged after {values[4]} tokens in {file} ({error}); its "
                 "later records there are left out"
             )
 
@@ -205,23 +216,25 @@ def _read_record(row: IndexRow, file: Path) -> RolloutRecord:
     with file.open("rb", buffering=0) as data:
         data.seek(row.start)
         arrays = memoryview(data.read(row.length)) if row.length else memoryview(b"")
-    if checksum((row.group, row.trajectory, row.number, row.at), row.kind, row.fields, [arrays]) != row.checksum:
+    identity = (row.group, row.trajectory, row.handout, row.number, row.at)
+    if checksum(identity, row.kind, row.fields, [arrays]) != row.checksum:
         raise ValueError("wrong checksum")
-    return RolloutRecord(group=row.group, trajectory=row.trajectory, at=row.at, what=decode(row, arrays))
+    return RolloutRecord(
+        group=row.group, trajectory=row.trajectory, handout=row.handout, at=row.at, what=decode(row, arrays)
+    )
 
 
 def _rebuild(trajectory: Trajectory, records: list[_Stored]) -> int:
     """Append the records; how many do not follow the ones before."""
     current: list[RolloutRecord] = []
     replaced_from: float = float("inf")
-    for one in sorted(records, key=lambda one: one.number, reverse=True):
+    for one in sorted(records, key=lambda one: one.order, reverse=True):
         if one.end <= replaced_from:
             current.append(one.record)
         replaced_from = min(replaced_from, one.record.at)
     for left, record in zip(range(len(current), 0, -1), reversed(current), strict=True):
         if record.at != len(trajectory) or trajectory.closed:
             return left
-        trajectory.unsure_call = None
         match record.what:
             case Sampled():
                 trajectory.extend(record.what.segment)

@@ -16,18 +16,6 @@ class QueueClosed(QueueError):
     """The queue is closed; the message counts the groups that are left in it."""
 
 
-class UnknownGroup(QueueError):
-    """The group was never admitted by this queue."""
-
-
-class DuplicateGroup(QueueError):
-    """The group was put before, or has ended."""
-
-
-class QueueUnavailable(RuntimeError):
-    """The process of the queue is dead or silent; names what was waited for and how long."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """Permission to roll out one prompt."""
@@ -40,19 +28,6 @@ class Admission:
     """Newest `param_version` that every replica serves."""
     admitted_update: int
     """Optimizer updates held by those weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutResult:
-    """Answer of `put`."""
-
-    expired: str | None = None
-    """Why the group was given up; None if it became ready."""
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the group became ready."""
-        return self.expired is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +74,6 @@ class QueueSnapshot:
     """Counts of groups and tokens."""
     closed: bool = False
     """Whether the queue is closed."""
-
-    @property
-    def outstanding(self) -> int:
-        """Groups admitted and not taken; the staleness budget bounds them."""
-        return self.ready + self.open
 
     @property
     def prompts(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class JournalFull(JournalError):
 
 
 class JournalBroken(JournalError):
-    """The disk failed in a way that leaves its content unknown. Nothing more is recorded; open the journal again."""
+    """The journal is damaged, or the disk failed in a way that leaves its content unknown. Nothing more is recorded."""
 
 
 class JournalClosed(JournalError):
@@ -47,7 +47,7 @@ class JournalClosed(JournalError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _SQLITE_UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
 
 
@@ -60,7 +60,7 @@ def disk_error(error: OSError | sqlite3.Error, *, what: str, path: str) -> Journ
     """
     if isinstance(error, OSError):
         cause = error.strerror or str(error)
-        full, unwritable, busy = error.errno in _FULL, error.errno in _UNWRITABLE, False
+        full, unwritable, busy = error.errno in _FULL, error.errno in _UNWRITABLE, error.errno == errno.EAGAIN
     else:
         cause = str(error)
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without the extension
@@ -72,5 +72,7 @@ def disk_error(error: OSError | sqlite3.Error, *, what: str, path: str) -> Journ
             f"cannot {what} {path} ({cause}); make the directory writable, or give output_dir another one"
         )
     if busy:
-        return JournalBusy(f"cannot {what} {path} ({cause}); end the other process that has it open")
+        return JournalBusy(
+            f"cannot {what} {path} ({cause}); end the other process that has it open, or give output_dir another one"
+        )
     return JournalBroken(f"could not {what} {path} ({cause}); restart the run once the disk works again")

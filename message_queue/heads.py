@@ -6,12 +6,14 @@ Heads are journaled and travel as msgpack (msgspec); their size depends on the n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 import msgspec
 
 from message_queue.tokens import StopReason
-from message_queue.trajectory import PromptGroup, Trajectory
+from message_queue.trajectory import PromptGroup, Trajectory, Turn
 
 Span = tuple[int, int]  # (param_version, tokens that it sampled)
 
@@ -35,7 +37,7 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
     num_segments: int
     """Uninterrupted decodes."""
     num_aborts: int
-    """Segments that an abort ended."""
+    """Decodes that an abort or new weights cut, inside a segment or between two."""
     row_bytes: int
     """Bytes of routing rows that engines returned."""
     missing_rows: int
@@ -88,13 +90,13 @@ class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
         return sum(t.num_sampled for t in self.trajectories)
 
     def tokens_per_version(self) -> dict[int, int]:
-        """`param_version` -> tokens that it sampled, of rollouts that did not fail."""
-        counts: dict[int, int] = {}
+        """`param_version` -> tokens that it sampled (> 0), of rollouts that did not fail."""
+        counts: Counter[int] = Counter()
         for trajectory in self.trajectories:
             if not trajectory.failed:
                 for version, tokens in trajectory.spans:
-                    counts[version] = counts.get(version, 0) + tokens
-        return counts
+                    counts[version] += tokens
+        return +counts
 
 
 def head_of(group: PromptGroup) -> GroupHead:
@@ -137,10 +139,21 @@ def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> Traject
             for sequence in trajectory.sequences()
         ),
         num_segments=len(segments),
-        num_aborts=sum(s.stop_reason is StopReason.ABORT for s in segments),
+        num_aborts=sum(_num_aborts(turn) for turn in trajectory.turns),
         row_bytes=sum(s.routed_experts.experts.nbytes for s in segments if s.routed_experts is not None),
         missing_rows=missing,
         reward=trajectory.reward,
         stop_reason=trajectory.stop_reason,
         info=trajectory.info,
     )
+
+
+def _num_aborts(turn: Turn) -> int:
+    """Segments that an abort ended, and requests that it found before their first token: they left no segment, but the
+    next one is of other weights."""
+    ended = sum(segment.stop_reason is StopReason.ABORT for segment in turn.segments)
+    between = sum(
+        before.stop_reason is not StopReason.ABORT and before.weights.version != after.weights.version
+        for before, after in pairwise(turn.segments)
+    )
+    return ended + between

@@ -11,8 +11,8 @@ holds count those that are open. `error` and `token_error` compare the two sides
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypedDict
 
 
 class LedgerRecord(TypedDict):
@@ -36,22 +36,8 @@ class LedgerRecord(TypedDict):
     """Tokens without gradient of a trained group."""
 
 
-class LedgerTotal(TypedDict):
-    """The closing line of `ledger.jsonl`: see `LedgerCounts`."""
-
-    outcome: str
-    """The word total."""
-    admitted: int
-    trained: int
-    dropped: int
-    open: int
-    error: int
-    trained_tokens: int
-    masked_tokens: int
-    dropped_tokens: int
-    open_tokens: int
-    token_error: int
-    reasons: dict[str, int]
+LedgerTotal = dict[str, Any]
+"""The closing line of `ledger.jsonl`: the fields of `LedgerCounts`, both errors, and `outcome`, which is "total"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +77,4 @@ class LedgerCounts:
 
     def total(self) -> LedgerTotal:
         """The closing line."""
-        return LedgerTotal(
-            outcome="total",
-            admitted=self.admitted,
-            trained=self.trained,
-            dropped=self.dropped,
-            open=self.open,
-            error=self.error,
-            trained_tokens=self.trained_tokens,
-            masked_tokens=self.masked_tokens,
-            dropped_tokens=self.dropped_tokens,
-            open_tokens=self.open_tokens,
-            token_error=self.token_error,
-            reasons=self.reasons,
-        )
+        return {"outcome": "total", **asdict(self), "error": self.error, "token_error": self.token_error}

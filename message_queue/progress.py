@@ -48,6 +48,8 @@ class RolloutRecord:
     """Id of the group."""
     trajectory: int
     """Number of the trajectory in its group."""
+    handout: int
+    """Number of the hand-out of the group to a worker; a later one is greater, also after a restart of the run."""
     at: int
     """Tokens that the trajectory held before."""
     what: RolloutStep

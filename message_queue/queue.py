@@ -14,21 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from message_queue.contract import (
-    Admission,
-    Batch,
-    DuplicateGroup,
-    PutResult,
-    QueueClosed,
-    QueueSnapshot,
-    UnknownGroup,
-)
+from message_queue.contract import Admission, Batch, QueueClosed, QueueSnapshot
 from message_queue.events import Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.journal import EventJournal
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.policies import build_policy, end_of_expired
-from message_queue.staleness import StalenessBudget, StalenessConfig, StalenessError, newest_update, oldest_update
+from message_queue.policies import build_policy
+from message_queue.staleness import StalenessBudget, StalenessConfig, StalenessError, oldest_update
 from message_queue.state import GroupState, QueueState
 from message_queue.tokens import ContractError
 
@@ -89,19 +81,22 @@ class TrajectoryQueue:
             group=event.group, prompt=event.prompt, admitted_version=event.version, admitted_update=event.update
         )
 
-    async def put(self, head: GroupHead) -> PutResult:
+    async def put(self, head: GroupHead) -> str | None:
         """Hand in a finished group. Waits while `max_ready` groups are ready and a batch of them can be taken.
 
         A group that the trainer waits for is let in at any number, so a full queue never blocks training.
 
+        Returns:
+            Why the group was given up; None if it became ready.
+
         Raises:
-            UnknownGroup, DuplicateGroup: the group is not open.
+            QueueError: the group is not open: it was never admitted, was put before, or has ended.
             ContractError: the group does not match its admission or the published versions.
             QueueClosed: the group stays open in the ledger.
         """
         async with self._changed:
             self._check_delivery(head)
-            newest = newest_update(head.tokens_per_version(), self._state.versions)
+            newest = self._state.newest_update(head)
             await self._until(lambda: self._lets_in(head.admitted_update, newest), call="put")
             self._check_delivery(head)  # the group may have been dropped while this call waited
             expired = self._expiry(head.admitted_update, newest)
@@ -111,7 +106,7 @@ class TrajectoryQueue:
                 written = self._commit(self._expired_event(self._state.open[head.group], expired, head=head))
             self._changed.notify_all()
         await written
-        return PutResult(expired=expired)
+        return expired
 
     async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
         """Give up an open group; `segments` and `tokens` were generated in vain.
@@ -123,13 +118,12 @@ class TrajectoryQueue:
             False if the group is not open any more: it was put, or dropped, in the meantime.
 
         Raises:
-            UnknownGroup: the group was never admitted.
-            QueueError: the reason is empty.
+            QueueError: the group was never admitted, or the reason is empty.
         """
         async with self._changed:
             entry = self._state.open.get(group)
             if entry is None:
-                self._require_known(group)
+                self._state.require_known(group)
                 return False
             requeue = False
             if expired:
@@ -239,7 +233,7 @@ class TrajectoryQueue:
         """
         async with self._changed:
             self._state.apply(Checkpointed(train_step=train_step))
-            written = None if self._journal is None else self._journal.rebase(*self._state.dump())
+            written = None if self._journal is None else self._journal.rebase(self._state.dump())
         if written is not None:
             await written
 
@@ -329,7 +323,7 @@ class TrajectoryQueue:
         replayed = {group for batch in self._state.replay for group in batch}
         events: list[Dropped] = []
         for group, entry in self._state.ready.items():
-            reason = self._expiry(entry.admitted_update, self._state.newest_update(group))
+            reason = self._expiry(entry.admitted_update, self._state.newest_update(entry.head))
             if reason is not None and group not in replayed:
                 events.append(self._expired_event(entry, reason))
         return events
@@ -340,7 +334,7 @@ class TrajectoryQueue:
         return Dropped(group=entry.group, reason=reason, segments=segments, tokens=tokens, requeue=requeue)
 
     def _end_of_expired(self, entry: GroupState, reason: str) -> tuple[str, bool]:
-        return end_of_expired(self._policy, reason, times=self._state.recycles.get(entry.admission.prompt, 0))
+        return self._policy.end_of_expired(reason, times=self._state.recycles.get(entry.admission.prompt, 0))
 
     # ---- conditions; called with the condition held
 
@@ -370,17 +364,9 @@ class TrajectoryQueue:
     def _expiry(self, admitted_update: int, newest: int | None) -> str | None:
         return self._policy.expiry(admitted_update, newest_update=newest, next_update=self._state.next_update)
 
-    def _require_known(self, group: int) -> None:
-        if not 0 <= group < self._state.next_group:
-            raise UnknownGroup(f"group {group} was never admitted; ids up to {self._state.next_group - 1} were")
-
     def _check_delivery(self, head: GroupHead) -> None:
         """Refuse a group that is not open, or not the one that was admitted."""
-        entry = self._state.open.get(head.group)
-        if entry is None:
-            self._require_known(head.group)
-            raise DuplicateGroup(f"group {head.group} is not open: it was put before, or dropped")
-        check_delivery(head, entry.admission, self._state.versions)
+        check_delivery(head, self._state.find(head.group, "open").admission, self._state.versions)
 
 
 def check_delivery(head: GroupHead, admission: Admission, version_updates: Mapping[int, int]) -> None:

@@ -8,18 +8,9 @@ makes the same weights again; then the run continues from where it stopped.
        next_update                   end
 
 So staleness is exact, and open groups continue under weights that are not older than those of their admission. If a
-batch is incomplete because the journal was damaged, it and those after it are ready groups like all others. Weights
-published after `end` then count as of `end`: their distance from the weights that will be trained is unknown, and those
-get a version of their own.
-
-Damage costs only the groups it touches:
-
-    event that is missing    effect
-    Admitted                 from the head if the group became ready, else the group is dropped
-    Ready                    the group is open again
-    Taken, Trained           the group is ready again, unless the checkpoint says that it ended
-    Dropped                  the group continues, unless its prompt was admitted again
-    Published                updates are bounded by the versions before and after
+batch is incomplete because the content of one of its groups was damaged, it and those after it are ready groups like
+all others. Weights published after `end` then count as of `end`: their distance from the weights that will be trained
+is unknown, and those get a version of their own.
 """
 
 from __future__ import annotations
@@ -33,24 +24,15 @@ import msgspec
 
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.disk_errors import JournalSettingsError, JournalStepError
-from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
-from message_queue.journal import (
-    EventJournal,
-    JournalConfig,
-    Settings,
-    StoredEvents,
-    open_store,
-)
-from message_queue.ledger import LedgerCounts
-from message_queue.policies import StalenessPolicy, WaitPolicy, build_policy, end_of_expired
+from message_queue.events import Checkpointed, Dropped
+from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents, open_journal
+from message_queue.policies import DropPolicy, WaitPolicy, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.staleness import StalenessConfig
-from message_queue.state import GroupState, QueueState, StateHeader
+from message_queue.state import GroupState, QueueState, StoredState
 
 STOPPED = "stopped before it was trained: its prompt is admitted again"
 HOPELESS = "recycled: more groups were in flight than can be trained within the bound after the restart"
-LOST = "lost: the journal was damaged"
-_NO_PROMPT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +110,15 @@ async def open_queue(
         JournalError: of the kind that says why the journal cannot be used; the message has the way out.
     """
     policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
-    store = await open_store(place.directory, run=place.run, config=place.config, busy_s=place.busy_s)
-    journal = EventJournal(store)
+    journal, stored = await open_journal(
+        place.directory, run=place.run, settings=place.settings, config=place.config, busy_s=place.busy_s
+    )
     try:
-        stored = await journal.in_thread(store.read)
         state, restored = recover(stored, place, policy=policy)
-        copy = await journal.in_thread(lambda: store.start(*state.dump(), settings=place.settings))
+        await journal.rebase(state.dump())
     except BaseException:
         await journal.close()
         raise
-    if copy is not None:
-        restored = replace(restored, notes=(*restored.notes, f"a copy of the damaged journal is {copy}"))
     queue = TrajectoryQueue(
         batch_groups=batch_groups,
         staleness=staleness,
@@ -150,42 +130,32 @@ async def open_queue(
     return queue, journal, restored
 
 
-def state_of_snapshot(snapshot: QueueSnapshot, *, updates_per_batch: int = 1) -> QueueState:
-    """State after a checkpoint without a journal: unfinished groups are dropped.
-
-    The driver admits all of `snapshot.prompts` again.
-    """
-    header = _header_without_unfinished(snapshot)
-    groups = [GroupState(admission=admission) for admission in snapshot.unfinished]
-    state = QueueState(header, groups, updates_per_batch=updates_per_batch)
-    for admission in snapshot.unfinished:
-        state.apply(Dropped(group=admission.group, reason=STOPPED))
-    state.recycles.update(snapshot.recycles)
-    return state
-
-
-def recover(stored: StoredEvents, place: JournalPlace, *, policy: StalenessPolicy) -> tuple[QueueState, Restored]:
+def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPolicy) -> tuple[QueueState, Restored]:
     """The state that the queue starts with.
+
+    Args:
+        stored: contents of the journal; None if it is new.
 
     Raises:
         JournalStepError: the journal does not belong to the checkpoint.
         JournalSettingsError: a setting changed while groups are in flight.
     """
     updates_per_batch = policy.budget.updates_per_batch
-    if stored.empty:
-        state = QueueState(_header_of_checkpoint(place), updates_per_batch=updates_per_batch)
+    if stored is None:
+        state = state_of_checkpoint(place, updates_per_batch=updates_per_batch)
         return state, _restored(state, began=True)
-    state, reopened, notes = _followed(stored, place, updates_per_batch=updates_per_batch)
-    if stored.damage:
-        notes += _end_by_checkpoint(state, place)
+    state = QueueState(stored.base.state, updates_per_batch=updates_per_batch)
+    for event in stored.events:
+        state.apply(event)
     _require_step(state, place)
     state.apply(Checkpointed(train_step=place.train_step))
-    _require_settings(state, stored.settings, place)
-    header, groups = state.dump()
-    state, given_up, diverged = _restarted(header, groups, place, policy=policy, lost_events=stored.lost_events)
-    reopened |= place.incomplete
-    notes += [f"group {group} is open again: its end cannot be read" for group in sorted(reopened & state.open.keys())]
-    again = sum(group.replay_update is not None for group in groups) - sum(map(len, state.replay))
+    _require_settings(state, stored.base.settings, place)
+    before = state.dump()
+    state, given_up, diverged = _restarted(before, place, policy=policy)
+    notes = [
+        f"group {group} is open again: content is missing" for group in sorted(place.incomplete & state.open.keys())
+    ]
+    again = sum(group.replay_update is not None for group in before.groups) - sum(map(len, state.replay))
     if again:
         notes.append(
             f"{again} groups that were trained after the checkpoint are not trained again in the same batches, because "
@@ -195,190 +165,67 @@ def recover(stored: StoredEvents, place: JournalPlace, *, policy: StalenessPolic
         if reasons := [event.reason for event in given_up if event.requeue == requeue]:
             notes.append(f"{len(reasons)} groups {end}: {reasons[0]}")
     ids = frozenset(event.group for event in given_up)
-    return state, _restored(state, diverged=diverged, given_up=ids, notes=(*stored.damage, *notes))
+    return state, _restored(state, diverged=diverged, given_up=ids, notes=tuple(notes))
 
 
-# ---- from the events to the state at the stop
+def state_of_checkpoint(place: JournalPlace, *, updates_per_batch: int = 1) -> QueueState:
+    """State after a checkpoint without a journal: groups that were unfinished count as dropped.
 
-
-def _followed(
-    stored: StoredEvents, place: JournalPlace, *, updates_per_batch: int
-) -> tuple[QueueState, set[int], list[str]]:
-    """(the state after all events that can be read, groups whose end cannot be read, sentences about lost groups)."""
+    The driver admits their prompts again.
+    """
     snapshot = place.checkpoint or QueueSnapshot()
-    header = stored.header or _header_of_damaged(stored, place)
-    missing = set(header.live) - {group.group for group in stored.groups}
-    reopened = [GroupState(admission=a) for a in snapshot.unfinished if a.group in missing]
-    missing -= {group.group for group in reopened}
-    state = QueueState(
-        msgspec.structs.replace(header, ledger=_plus_lost(header.ledger, len(missing))),
-        (*stored.groups, *reopened),
+    counts, unfinished = snapshot.ledger, len(snapshot.unfinished)
+    reason = STOPPED.partition(":")[0]
+    stopped = {reason: counts.reasons.get(reason, 0) + unfinished} if unfinished else {}
+    return QueueState(
+        StoredState(
+            next_group=snapshot.next_group,
+            next_update=snapshot.next_update,
+            prompt_cursor=place.prompt_cursor,
+            train_step=place.train_step,
+            settled_step=place.train_step,
+            served=snapshot.version,
+            versions={snapshot.version: snapshot.update},
+            returned=tuple(place.waiting),
+            recycles=dict(snapshot.recycles),
+            ledger=replace(
+                counts,
+                dropped=counts.dropped + unfinished,
+                dropped_tokens=counts.dropped_tokens + counts.open_tokens,
+                reasons=counts.reasons | stopped,
+                open=0,
+                open_tokens=0,
+            ),
+        ),
         updates_per_batch=updates_per_batch,
     )
-    repair = _Repair(state, stored.events)
-    for event in stored.events:
-        for fitting in repair.fit(event) if stored.damage else (event,):
-            state.apply(fitting)
-    state.next_group += stored.lost_events  # each may have been an admission, and ids are never reused
-    notes = [f"group {group} is dropped: its admission cannot be read" for group in sorted(missing | repair.lost)]
-    return state, repair.reopened | {group.group for group in reopened}, notes
-
-
-class _Repair:
-    """Turns events into those that can follow on a state although some before them are missing.
-
-    Args:
-        events: all that can be read.
-    """
-
-    def __init__(self, state: QueueState, events: Sequence[Event]) -> None:
-        self.lost: set[int] = set()
-        self.reopened: set[int] = set()
-        self._state = state
-        self._heads = {event.head.group: event.head for event in events if isinstance(event, Ready)}
-
-    def fit(self, event: Event) -> Iterator[Event]:
-        """Events to apply in place of `event`."""
-        state = self._state
-        yield from self._admit_up_to(max(_groups_of(event), default=-1) + (not isinstance(event, Admitted)))
-        match event:
-            case Admitted():
-                if event.group >= state.next_group:
-                    yield from self._end_same_prompt(event)
-                    yield event
-            case Ready():
-                if event.head.group in state.open:
-                    self.reopened.discard(event.head.group)
-                    yield event
-            case Dropped():
-                if any(event.group in groups for groups in (state.open, state.ready, state.taken)):
-                    yield event
-            case Taken():
-                masked = zip(event.groups, event.masked, strict=True)
-                known = {group: tokens for group, tokens in masked if group in state.ready}
-                self.reopened.update(group for group in event.groups if group in state.open)
-                if len(known) < len(event.groups) or event.update != state.next_update:
-                    state.replay.clear()
-                    state.next_update = event.update
-                yield Taken(groups=tuple(known), update=event.update, masked=tuple(known.values()))
-            case Trained():
-                yield from self._train(event)
-            case Published():
-                newest = max(state.versions)
-                if event.version > newest:
-                    state.next_update = max(state.next_update, event.update)
-                    yield event
-            case Loaded():
-                if event.version in state.versions and event.version >= state.served:
-                    yield event
-            case Checkpointed():
-                yield event
-
-    def _admit_up_to(self, end: int) -> Iterator[Event]:
-        """Admissions of the ids below `end` whose own events are missing."""
-        state = self._state
-        for group in range(state.next_group, end):
-            head = self._heads.get(group)
-            if head is not None:
-                admitted = Admitted(
-                    group=group, prompt=head.prompt, version=head.admitted_version, update=head.admitted_update
-                )
-                yield from self._end_same_prompt(admitted)
-                yield admitted
-            else:
-                self.lost.add(group)
-                yield Admitted(group=group, prompt=_NO_PROMPT, version=state.served, update=state.served_update)
-                yield Dropped(group=group, reason=LOST)
-
-    def _end_same_prompt(self, admitted: Admitted) -> Iterator[Event]:
-        """A prompt is admitted again after its group was dropped: the Dropped event is missing."""
-        state = self._state
-        for entry in (*state.open.values(), *state.ready.values()):
-            if entry.admission.prompt == admitted.prompt:
-                yield Dropped(group=entry.group, reason=LOST)
-                return
-
-    def _train(self, event: Trained) -> Iterator[Event]:
-        """Groups whose Taken event is missing are taken first."""
-        state = self._state
-        counts = dict(zip(event.groups, event.tokens, strict=True))
-        ready = {group: state.ready[group].tokens - counts[group] for group in counts if group in state.ready}
-        if ready:
-            state.replay.clear()
-            yield Taken(groups=tuple(ready), update=state.next_update, masked=tuple(ready.values()))
-        self.reopened.update(group for group in event.groups if group in state.open)
-        known = {group: tokens for group, tokens in counts.items() if group in state.taken}
-        yield Trained(groups=tuple(known), train_step=event.train_step, tokens=tuple(known.values()))
-
-
-def _groups_of(event: Event) -> tuple[int, ...]:
-    match event:
-        case Admitted() | Dropped():
-            return (event.group,)
-        case Ready():
-            return (event.head.group,)
-        case Taken() | Trained():
-            return event.groups
-        case _:
-            return ()
-
-
-def _end_by_checkpoint(state: QueueState, place: JournalPlace) -> list[str]:
-    """End groups that had ended in the checkpoint, and whose end cannot be read; a sentence for each."""
-    snapshot = place.checkpoint or QueueSnapshot()
-    unfinished = {admission.group for admission in snapshot.unfinished}
-    ended = sorted(group for group in state.live if group < snapshot.next_group and group not in unfinished)
-    notes: list[str] = []
-    for group in ended:
-        entry = state.taken.get(group)
-        if entry is not None and place.train_step > state.settled_step:
-            tokens = (entry.tokens - entry.masked,)
-            state.apply(Trained(groups=(group,), train_step=place.train_step, tokens=tokens))
-            notes.append(f"group {group} counts as trained: it had ended in the checkpoint")
-        else:
-            state.apply(Dropped(group=group, reason=LOST))
-            notes.append(f"group {group} is dropped: it had ended in the checkpoint, how cannot be read")
-    state.train_step = max(state.train_step, place.train_step)
-    return notes
-
-
-# ---- from the state at the stop to the state at the start
 
 
 def _restarted(
-    header: StateHeader,
-    groups: Sequence[GroupState],
-    place: JournalPlace,
-    *,
-    policy: StalenessPolicy,
-    lost_events: int,
+    stored: StoredState, place: JournalPlace, *, policy: DropPolicy
 ) -> tuple[QueueState, list[Dropped], bool]:
     """(the state after the restart, groups dropped by it, whether the newest weights are not made again)."""
     snapshot, updates_per_batch = place.checkpoint or QueueSnapshot(), policy.budget.updates_per_batch
-    groups = [GroupState(admission=g.admission) if g.group in place.incomplete else g for g in groups]
-    published = dict(header.versions)
-    if snapshot.version > max(published):
-        published[snapshot.version] = snapshot.update
-    versions = _known_updates(published, groups, lost_events=lost_events)
-    newest = max(versions)
+    groups = [GroupState(admission=g.admission) if g.group in place.incomplete else g for g in stored.groups]
     replay = _replayed(groups, next_update=snapshot.next_update, policy=policy)
     end = snapshot.next_update + len(replay) * updates_per_batch
-    diverged = newest > max(published) or versions[newest] > end
-    versions = {version: min(update, end) for version, update in versions.items()}
+    newest = max(stored.versions)
+    diverged = stored.versions[newest] > end
+    versions = {version: min(update, end) for version, update in stored.versions.items()}
     replayed = {group for batch in replay for group in batch}
     state = QueueState(
         msgspec.structs.replace(
-            header,
-            next_group=max(header.next_group, snapshot.next_group),
+            stored,
             next_turn=len(groups),
             next_update=snapshot.next_update,
-            prompt_cursor=max(header.prompt_cursor, place.prompt_cursor),
             train_step=place.train_step,
             served=newest,
             versions=versions,
             replay=replay,
+            groups=tuple(
+                _restart(group, turn, versions, replayed) for turn, group in enumerate(sorted(groups, key=_start_order))
+            ),
         ),
-        [_restart(g, turn, versions, replayed) for turn, g in enumerate(sorted(groups, key=_start_order))],
         updates_per_batch=updates_per_batch,
     )
     given_up = list(_given_up(state, replayed, policy=policy, next_update=end))
@@ -389,9 +236,7 @@ def _restarted(
     return state, given_up, diverged
 
 
-def _replayed(
-    groups: Iterable[GroupState], *, next_update: int, policy: StalenessPolicy
-) -> tuple[tuple[int, ...], ...]:
+def _replayed(groups: Iterable[GroupState], *, next_update: int, policy: DropPolicy) -> tuple[tuple[int, ...], ...]:
     """Batches trained after the checkpoint, as long as they are complete and one follows on the other."""
     batches: dict[int, list[GroupState]] = {}
     for group in groups:
@@ -430,7 +275,7 @@ def _start_order(group: GroupState) -> tuple[float, float, int, int]:
     return (replay, taken, group.turn, group.group)
 
 
-def _given_up(state: QueueState, replayed: set[int], *, policy: StalenessPolicy, next_update: int) -> Iterator[Dropped]:
+def _given_up(state: QueueState, replayed: set[int], *, policy: DropPolicy, next_update: int) -> Iterator[Dropped]:
     """Ends of groups that cannot be trained within the bound any more."""
     waiting = [g for g in (*state.open.values(), *state.ready.values()) if g.group not in replayed]
     waiting.sort(key=lambda g: (g.admitted_update, g.group))
@@ -443,97 +288,11 @@ def _given_up(state: QueueState, replayed: set[int], *, policy: StalenessPolicy,
             else:
                 places += 1
             continue
-        newest = None if group.head is None else state.newest_update(group.group)
+        newest = state.newest_update(group.head)
         reason = policy.expiry(group.admitted_update, newest_update=newest, next_update=next_update)
         if reason is not None:
-            reason, again = end_of_expired(policy, reason, times=state.recycles.get(group.admission.prompt, 0))
+            reason, again = policy.end_of_expired(reason, times=state.recycles.get(group.admission.prompt, 0))
             yield Dropped(group=group.group, reason=reason, requeue=again)
-
-
-def _known_updates(published: Mapping[int, int], groups: Iterable[GroupState], *, lost_events: int) -> dict[int, int]:
-    """Optimizer updates of every version, also of those whose Published event is missing.
-
-    Such a version holds at least as many as the weights before it, so its tokens never count as younger than they are.
-    """
-    admissions = [group.admission for group in groups]
-    pairs = [*published.items(), *((a.admitted_version, a.admitted_update) for a in admissions)]
-    used = {version for version, _ in pairs}
-    for group in groups:
-        if group.head is not None:
-            used.update(group.head.tokens_per_version())
-    if lost_events:  # each may have been a publish, of weights that sampled tokens of an open group
-        used.update(range(min(used), max(used) + lost_events + 1))
-    updates = dict(published)
-    for version in used - published.keys():
-        least = max((update for other, update in pairs if other <= version), default=0)
-        updates[version] = min([least, *(update for other, update in published.items() if other > version)])
-    return updates
-
-
-# ---- checkpoints
-
-
-def _header_of(snapshot: QueueSnapshot, ledger: LedgerCounts) -> StateHeader:
-    return StateHeader(
-        next_group=snapshot.next_group,
-        next_update=snapshot.next_update,
-        served=snapshot.version,
-        versions={snapshot.version: snapshot.update},
-        recycles=dict(snapshot.recycles),
-        ledger=ledger,
-    )
-
-
-def _header_without_unfinished(snapshot: QueueSnapshot) -> StateHeader:
-    """A state without groups, to which the unfinished ones can be added."""
-    ended = _without_open(snapshot.ledger)
-    return _header_of(snapshot, replace(ended, admitted=ended.admitted - len(snapshot.unfinished)))
-
-
-def _header_of_damaged(stored: StoredEvents, place: JournalPlace) -> StateHeader:
-    """The header by the checkpoint, if the one of the journal cannot be read."""
-    snapshot = place.checkpoint or QueueSnapshot()
-    return msgspec.structs.replace(
-        _header_without_unfinished(snapshot),
-        next_group=max((snapshot.next_group, *(group.group + 1 for group in stored.groups))),
-        next_turn=max((0, *(group.turn + 1 for group in stored.groups))),
-        prompt_cursor=max((place.prompt_cursor, *(group.admission.prompt + 1 for group in stored.groups))),
-        train_step=place.train_step,
-        settled_step=place.train_step,
-        returned=tuple(place.waiting),
-        live=tuple(admission.group for admission in snapshot.unfinished),
-    )
-
-
-def _header_of_checkpoint(place: JournalPlace) -> StateHeader:
-    """A state without groups; those that were unfinished in the checkpoint count as dropped."""
-    snapshot = place.checkpoint or QueueSnapshot()
-    counts, unfinished = _without_open(snapshot.ledger), len(snapshot.unfinished)
-    ledger = replace(counts, dropped=counts.dropped + unfinished, reasons=_plus(counts, STOPPED, unfinished))
-    return msgspec.structs.replace(
-        _header_of(snapshot, ledger),
-        prompt_cursor=place.prompt_cursor,
-        train_step=place.train_step,
-        settled_step=place.train_step,
-        returned=tuple(place.waiting),
-    )
-
-
-def _without_open(counts: LedgerCounts) -> LedgerCounts:
-    """The counts if tokens of groups that were held are dropped."""
-    return replace(counts, open=0, dropped_tokens=counts.dropped_tokens + counts.open_tokens, open_tokens=0)
-
-
-def _plus_lost(counts: LedgerCounts, groups: int) -> LedgerCounts:
-    """The counts with groups that cannot be read as dropped."""
-    return replace(
-        counts, admitted=counts.admitted + groups, dropped=counts.dropped + groups, reasons=_plus(counts, LOST, groups)
-    )
-
-
-def _plus(counts: LedgerCounts, reason: str, groups: int) -> dict[str, int]:
-    name = reason.partition(":")[0]
-    return counts.reasons | ({name: counts.reasons.get(name, 0) + groups} if groups else {})
 
 
 def _require_step(state: QueueState, place: JournalPlace) -> None:

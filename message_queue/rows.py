@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from message_queue.tokens import ExpertArray, Int32Array, RoutedExperts, RoutingSpec
+from message_queue.tokens import ExpertArray, RoutedExperts, RoutingSpec
 
 Int16Array = NDArray[np.int16]
 
@@ -118,25 +118,6 @@ class HeldRows:
                 runs.append(RowRun(count, version))
             at += count
         return rows, tuple(runs)
-
-    def experts(self, length: int) -> Int16Array:
-        """int16 [length, moe_layers, top_k], -1 where there is no row."""
-        out = np.full((length, *self._routing.row_shape), NOT_ROUTED, np.int16)
-        at = 0
-        for block in self._blocks:
-            if block.experts is not None:
-                out[at : at + block.count] = block.experts[: max(0, length - at)]
-            at += block.count
-        return out
-
-    def versions(self, length: int) -> Int32Array:
-        """int32 [length], version of the weights whose forward pass gave each row; -1 where there is no row."""
-        out = np.full(length, NOT_SAMPLED, np.int32)
-        at = 0
-        for block in self._blocks:
-            out[at : at + block.count] = block.version
-            at += block.count
-        return out
 
     def _append(self, block: _Block) -> None:
         if block.count > 0:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from message_queue.rows import NOT_ROUTED, NOT_SAMPLED, HeldRows, Int16Array, RowRun
 from message_queue.support import SamplingSupport
-from message_queue.tokens import ExpertArray, Float32Array, Int32Array, StopReason
+from message_queue.tokens import ExpertArray, Float32Array, Int32Array, StopReason, TokenOutput
 
 if TYPE_CHECKING:
     from message_queue.trajectory import PromptGroup
@@ -119,53 +119,51 @@ def content_of(group: PromptGroup) -> GroupContent:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Strand:
-    """The rows that the segments from number `first_segment` on were decoded over; `start` is their first position.
-
-    rows: None where the model does not route.
-    """
-
-    first_segment: int
-    start: int
-    rows: HeldRows | None
-
-
-def training_sequences(
-    strands: Sequence[Strand],
-    *,
-    token_ids: Int32Array,
-    behaviour_logprobs: Float32Array,
-    param_versions: Int32Array,
-    support: SamplingSupport | None = None,
-) -> list[TrainingSequence]:
-    """One sequence per strand; the tokens from its start to that of the next are in its loss.
-
-    The last sequence holds all tokens, the others end with the last token of their loss.
+def training_sequence(
+    segments: Sequence[tuple[int, TokenOutput]], *, token_ids: Int32Array, rows: HeldRows | None
+) -> TrainingSequence:
+    """The sequence that has the tokens of `segments` in its loss.
 
     Args:
-        token_ids, behaviour_logprobs, param_versions: of the trajectory, [T] each.
-        support: of T positions, the whole vocabulary where no token was sampled.
+        segments: (position of its first token, segment with tokens), in order.
+        token_ids: int32 [t], tokens of the sequence.
+        rows: over which the segments were decoded; None without routing.
     """
-    made: list[TrainingSequence] = []
-    ends = [*(strand.start for strand in strands[1:]), len(token_ids)]
-    for strand, end in zip(strands, ends, strict=True):
-        in_loss = param_versions[:end] != NOT_SAMPLED
-        in_loss[: strand.start] = False
-        positions = np.flatnonzero(in_loss)
-        length = end if strand is strands[-1] else int(positions[-1]) + 1
-        rows, row_runs = (None, ()) if strand.rows is None else strand.rows.compact(length)
-        made.append(
-            TrainingSequence(
-                token_ids=token_ids[:length],
-                runs=sampled_runs(positions, param_versions[positions]),
-                logprobs=behaviour_logprobs[positions],
-                rows=rows,
-                row_runs=row_runs,
-                support=None if support is None else _since(support.part(0, length), strand.start),
-            )
-        )
-    return made
+    runs: list[SampledRun] = []
+    for at, segment in segments:
+        version, before = segment.weights.version, runs[-1] if runs else None
+        if before is not None and before.version == version and before.start + before.tokens == at:
+            runs[-1] = before._replace(tokens=before.tokens + len(segment))
+        else:
+            runs.append(SampledRun(at, len(segment), version))
+    experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
+    return TrainingSequence(
+        token_ids=token_ids,
+        runs=tuple(runs),
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in segments)]),
+        rows=experts,
+        row_runs=row_runs,
+        support=_support(segments, length=len(token_ids)),
+    )
+
+
+def _support(segments: Sequence[tuple[int, TokenOutput]], *, length: int) -> SamplingSupport | None:
+    """Of `length` positions, the tokens that the sampler kept; None if it kept all for every token.
+
+    Position t has the set that token t was sampled from, the whole vocabulary if t is not in the loss. Kept sets of a
+    prompt of two tokens, a segment of two, a tool reply of one and a segment of one:
+
+        position   0     1     2        3        4     5
+        set        all   all   {5, 9}   {7}      all   {5, 6, 7}
+    """
+    if all(segment.support is None for _, segment in segments):
+        return None
+    parts: list[SamplingSupport] = []
+    end = 0
+    for at, segment in segments:
+        parts += [SamplingSupport.whole(at - end), segment.support or SamplingSupport.whole(len(segment))]
+        end = at + len(segment)
+    return SamplingSupport.join([*parts, SamplingSupport.whole(length - end)])
 
 
 def sampled_runs(positions: NDArray[np.int64], versions: Int32Array) -> tuple[SampledRun, ...]:
@@ -176,10 +174,3 @@ def sampled_runs(positions: NDArray[np.int64], versions: Int32Array) -> tuple[Sa
     counts = np.diff(starts, append=len(positions))
     found = zip(positions[starts].tolist(), counts.tolist(), versions[starts].tolist(), strict=True)
     return tuple(SampledRun(*run) for run in found)
-
-
-def _since(support: SamplingSupport, start: int) -> SamplingSupport:
-    """The same positions, with the whole vocabulary before `start`."""
-    if not start:
-        return support
-    return SamplingSupport.join([SamplingSupport.whole(start), support.part(start, len(support))])

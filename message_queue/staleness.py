@@ -16,10 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-
-from message_queue.tokens import ContractError, Int32Array
-from message_queue.trajectory import NOT_SAMPLED, PromptGroup
+from message_queue.tokens import ContractError
 
 Policy = Literal["wait", "drop", "recycle", "mask"]
 
@@ -141,7 +138,7 @@ class StalenessBudget:
 
 
 def oldest_update(tokens_per_version: Mapping[int, int], version_updates: Mapping[int, int]) -> int | None:
-    """Update of the oldest weights that sampled a token; None where nothing was sampled.
+    """Optimizer updates of the oldest weights that sampled a token; None if nothing was sampled.
 
     Args:
         tokens_per_version: `param_version` -> tokens that it sampled.
@@ -150,37 +147,10 @@ def oldest_update(tokens_per_version: Mapping[int, int], version_updates: Mappin
     Raises:
         ContractError: a token names a version that was never published.
     """
-    return min(_updates(tokens_per_version, version_updates), default=None)
-
-
-def newest_update(tokens_per_version: Mapping[int, int], version_updates: Mapping[int, int]) -> int | None:
-    """Update of the newest weights that sampled a token; as `oldest_update`."""
-    return max(_updates(tokens_per_version, version_updates), default=None)
-
-
-def token_staleness(group: PromptGroup, version_updates: Mapping[int, int], *, update: int) -> Int32Array:
-    """Staleness of every sampled token of a group whose gradient is taken at `update`.
-
-    Returns:
-        int32 [sampled tokens], in the order of trajectories and positions.
-
-    Raises:
-        ContractError: a token names a version that was never published.
-    """
-    oldest_update(group.tokens_per_version(), version_updates)
-    parts = [t.param_versions() for t in group.trajectories]
-    versions = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-    distinct, at = np.unique(versions[versions != NOT_SAMPLED], return_inverse=True)
-    updates = np.array([version_updates[int(v)] for v in distinct], np.int32)
-    return np.int32(update) - updates[at]
-
-
-def _updates(tokens_per_version: Mapping[int, int], version_updates: Mapping[int, int]) -> list[int]:
-    """Of every version that sampled a token."""
     for version, tokens in tokens_per_version.items():
-        if tokens and version not in version_updates:
+        if version not in version_updates:
             raise ContractError(
                 f"{tokens} tokens have param_version {version}, which was never published; "
                 f"the newest published version is {max(version_updates, default=None)}"
             )
-    return [version_updates[v] for v, tokens in tokens_per_version.items() if tokens]
+    return min((version_updates[version] for version in tokens_per_version), default=None)

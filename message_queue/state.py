@@ -12,12 +12,12 @@ taken, next_update is 1, and the ledger counts 4 admitted and 4 open.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, assert_never
 
 import msgspec
 
-from message_queue.contract import Admission, QueueError, QueueSnapshot, UnknownGroup
+from message_queue.contract import Admission, QueueError, QueueSnapshot
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerCounts, LedgerRecord
@@ -36,10 +36,6 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """Orders groups by when they became ready, and later by when they were taken."""
     head: GroupHead | None = None
     """None while the group is open."""
-    tokens: int = 0
-    """Sampled tokens of `head`."""
-    newest_version: int | None = None
-    """Newest version that sampled a token of `head`, failed rollouts excluded; None if there is no such token."""
     masked: int = 0
     """Tokens without gradient in the batch that took the group."""
     taken_update: int | None = None
@@ -61,9 +57,14 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         """Optimizer updates held by the weights of the admission."""
         return self.admission.admitted_update
 
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of `head`; 0 while the group is open."""
+        return 0 if self.head is None else self.head.num_tokens
 
-class StateHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """A state without its groups."""
+
+class StoredState(msgspec.Struct, frozen=True, kw_only=True):
+    """A state as a value, from which an equal state can be made."""
 
     next_group: int = 0
     """Id of the next admission."""
@@ -91,43 +92,38 @@ class StateHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Batches of ready groups that are taken first, unchanged."""
     ledger: LedgerCounts = msgspec.field(default_factory=LedgerCounts)
     """Counts of groups that are gone."""
-    live: tuple[int, ...] = ()
-    """Ids of the groups that belong to this header."""
+    groups: tuple[GroupState, ...] = ()
+    """Groups that have not ended, or whose training no checkpoint holds yet."""
 
 
 class QueueState:
     """Groups, versions, prompts to admit again, and the ledger. `apply` is the only way to change them.
 
     Args:
-        header, groups: as `dump` gives them.
+        stored: as `dump` gives it; None for a new run.
         updates_per_batch: optimizer updates that the trainer makes from one batch.
     """
 
-    def __init__(
-        self, header: StateHeader | None = None, groups: Iterable[GroupState] = (), *, updates_per_batch: int = 1
-    ) -> None:
-        header = header or StateHeader()
+    def __init__(self, stored: StoredState | None = None, *, updates_per_batch: int = 1) -> None:
+        stored = stored or StoredState()
         self.open: dict[int, GroupState] = {}
         self.ready: dict[int, GroupState] = {}
         self.taken: dict[int, GroupState] = {}
         self.trained: dict[int, GroupState] = {}
         self.outstanding: Counter[int] = Counter()  # admitted update -> open and ready groups
         self.ready_updates: Counter[int] = Counter()  # admitted update -> ready groups
-        self.next_group, self.next_update, self.prompt_cursor = (
-            header.next_group,
-            header.next_update,
-            header.prompt_cursor,
-        )
-        self.train_step, self.settled_step = header.train_step, header.settled_step
-        self.served, self.versions = header.served, dict(header.versions)
-        self.requeued, self.returned = deque(header.requeued), dict.fromkeys(header.returned)
-        self.recycles, self.replay = dict(header.recycles), deque(header.replay)
-        self._next_turn = header.next_turn
+        self.next_group, self.next_update = stored.next_group, stored.next_update
+        self.prompt_cursor = stored.prompt_cursor
+        self.train_step, self.settled_step = stored.train_step, stored.settled_step
+        self.served, self.versions = stored.served, dict(stored.versions)
+        self.requeued, self.returned = deque(stored.requeued), dict.fromkeys(stored.returned)
+        self.recycles, self.replay = dict(stored.recycles), deque(stored.replay)
+        self._next_turn = stored.next_turn
         self._updates_per_batch = updates_per_batch
-        self._counts = Counter({name: getattr(header.ledger, name) for name in _COUNTED})
-        self._reasons = Counter(header.ledger.reasons)
+        self._counts = Counter({name: getattr(stored.ledger, name) for name in _COUNTED})
+        self._reasons = Counter(stored.ledger.reasons)
         self._records: list[LedgerRecord] = []
-        for group in sorted(groups, key=lambda g: (g.turn, g.group)):
+        for group in sorted(stored.groups, key=lambda g: (g.turn, g.group)):
             self._insert(group)
             self._counts.update(_contribution(group))
 
@@ -154,10 +150,10 @@ class QueueState:
             reasons=dict(self._reasons),
         )
 
-    def newest_update(self, group: int) -> int | None:
-        """Updates of the newest weights that sampled a token of a ready group; None if there is no such token."""
-        version = self.ready[group].newest_version
-        return None if version is None else self.versions[version]
+    def newest_update(self, head: GroupHead | None) -> int | None:
+        """Updates of the newest weights that sampled a token of a group, failed rollouts excluded; None without any."""
+        versions = () if head is None else head.tokens_per_version()
+        return max((self.versions[version] for version in versions), default=None)
 
     def next_admission(self, prompt: int) -> Admitted:
         """The next admission: of the first requeued prompt, else of `prompt`."""
@@ -188,13 +184,13 @@ class QueueState:
             closed=closed,
         )
 
-    def dump(self) -> tuple[StateHeader, list[GroupState]]:
-        """The state as values that do not change, from which an equal state can be made."""
-        groups = [*self.open.values(), *self.ready.values(), *self.taken.values(), *self.trained.values()]
+    def dump(self) -> StoredState:
+        """The state as a value that does not change."""
+        groups = (*self.open.values(), *self.ready.values(), *self.taken.values(), *self.trained.values())
         gone = self._counts.copy()
         for group in groups:
             gone.subtract(_contribution(group))
-        header = StateHeader(
+        return StoredState(
             next_group=self.next_group,
             next_turn=self._next_turn,
             next_update=self.next_update,
@@ -208,9 +204,8 @@ class QueueState:
             recycles=dict(self.recycles),
             replay=tuple(self.replay),
             ledger=LedgerCounts(**gone, reasons=dict(self._reasons)),
-            live=tuple(group.group for group in groups),
+            groups=groups,
         )
-        return header, groups
 
     def drain_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that ended since the last call."""
@@ -268,15 +263,7 @@ class QueueState:
 
     def _deliver(self, head: GroupHead) -> None:
         entry = self.find(head.group, "open")
-        versions = [version for version, tokens in head.tokens_per_version().items() if tokens]
-        self._move(
-            entry,
-            life="ready",
-            turn=self._turn(),
-            head=head,
-            tokens=head.num_tokens,
-            newest_version=max(versions, default=None),
-        )
+        self._move(entry, life="ready", turn=self._turn(), head=head)
         self._counts["tokens"] += head.num_tokens
 
     def _take(self, event: Taken) -> None:
@@ -372,14 +359,22 @@ class QueueState:
         """A group that is in one of `lives`.
 
         Raises:
-            UnknownGroup: it was never admitted. QueueError: it is in another state, or has ended.
+            QueueError: it was never admitted, is in another state, or has ended.
         """
         for life in lives:
             if group in self._groups(life):
                 return self._groups(life)[group]
-        if not 0 <= group < self.next_group:
-            raise UnknownGroup(f"group {group} was never admitted; ids up to {self.next_group - 1} were")
+        self.require_known(group)
         raise QueueError(f"group {group} is not {' or '.join(lives)}; nothing is changed")
+
+    def require_known(self, group: int) -> None:
+        """Refuse an id that was never admitted.
+
+        Raises:
+            QueueError: it was never admitted.
+        """
+        known = 0 <= group < self.next_group
+        _require(known, f"group {group} was never admitted; ids up to {self.next_group - 1} were")
 
     def _find_all(self, groups: Sequence[int], life: Life, *, also: Sequence[int]) -> list[GroupState]:
         entries = [self.find(group, life) for group in groups]

@@ -128,12 +128,6 @@ class RoutedExperts:
         """Position after the last row."""
         return self.first_position + len(self.experts)
 
-    def since(self, position: int) -> RoutedExperts:
-        """The rows from `position` on; all of them where it is not after the first."""
-        if position <= self.first_position:
-            return self
-        return self.trusted(first_position=position, experts=self.experts[position - self.first_position :])
-
     def before(self, position: int) -> RoutedExperts:
         """The rows before `position`; none where it is not after the first."""
         kept = self.experts[: max(0, position - self.first_position)]

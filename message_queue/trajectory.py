@@ -20,34 +20,20 @@ A segment without tokens brings no rows in `replace` and `split`: nothing was sa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from message_queue.rows import NOT_ROUTED, NOT_SAMPLED, HeldRows, Int16Array
-from message_queue.sequence import BoolArray, Strand, TrainingSequence, training_sequences
-from message_queue.support import SamplingSupport
+from message_queue.rows import HeldRows
+from message_queue.sequence import TrainingSequence, training_sequence
 from message_queue.tokens import (
     ContractError,
-    Float32Array,
     Int32Array,
     RoutedExperts,
     RoutingSpec,
     StopReason,
     TokenOutput,
 )
-
-__all__ = [
-    "NOT_ROUTED",
-    "NOT_SAMPLED",
-    "BoolArray",
-    "Int16Array",
-    "PromptGroup",
-    "ResumeRouting",
-    "TrainingSequence",
-    "Trajectory",
-    "Turn",
-]
 
 ResumeRouting = Literal["append", "force", "replace", "split"]
 
@@ -63,6 +49,15 @@ class Turn:
     def num_sampled(self) -> int:
         """Tokens sampled in this turn."""
         return sum(len(s) for s in self.segments)
+
+
+class SequenceBranch(NamedTuple):
+    """Rows over which segments were decoded: the start of a training sequence."""
+
+    first_segment: int
+    """Number of the first segment in the trajectory."""
+    rows: HeldRows | None
+    """None without routing."""
 
 
 class Trajectory:
@@ -89,7 +84,7 @@ class Trajectory:
         self.info: dict[str, float] = {}
         self.unsure_call: str | None = None  # begun before a restart; it may have happened or not
         self._length = self._num_segments = 0
-        self._strands = [Strand(0, 0, None if routing is None else HeldRows(routing))]
+        self._branches = [SequenceBranch(0, None if routing is None else HeldRows(routing))]
 
     def __len__(self) -> int:
         """T: prompt, observation and sampled tokens."""
@@ -104,11 +99,6 @@ class Trajectory:
     def num_unavailable_rows(self) -> int:
         """Rows among those held that no engine could give."""
         return 0 if self._rows is None else self._rows.num_unavailable
-
-    @property
-    def sequence_starts(self) -> tuple[int, ...]:
-        """Number of the first segment of each training sequence."""
-        return tuple(strand.first_segment for strand in self._strands)
 
     @property
     def closed(self) -> bool:
@@ -174,63 +164,12 @@ class Trajectory:
         numbers = {key: float(value) for key, value in (info or {}).items()}
         self.stop_reason, self.reward, self.info = stop_reason, float(reward), numbers
 
-    # ---- arrays, all of length T
+    # ---- what was appended so far
 
     def token_ids(self) -> Int32Array:
         """int32 [T]."""
         parts = [p for turn in self.turns for p in (turn.observation, *(s.token_ids for s in turn.segments))]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-    def loss_mask(self) -> BoolArray:
-        """bool [T], True where the policy sampled the token."""
-        return self.param_versions() != NOT_SAMPLED
-
-    def behaviour_logprobs(self) -> Float32Array:
-        """float32 [T], 0 where the token was not sampled."""
-        out = np.zeros(self._length, np.float32)
-        for start, segment in self._placed():
-            out[start : start + len(segment)] = segment.logprobs
-        return out
-
-    def param_versions(self) -> Int32Array:
-        """int32 [T], version of the weights that sampled each token, -1 where it was not sampled."""
-        out = np.full(self._length, NOT_SAMPLED, np.int32)
-        for start, segment in self._placed():
-            out[start : start + len(segment)] = segment.weights.version
-        return out
-
-    def row_versions(self) -> Int32Array:
-        """int32 [T], version of the weights whose forward pass gave row p; -1 where there is no row.
-
-        With several training sequences, of the last.
-        """
-        if self._rows is None:
-            return np.full(self._length, NOT_SAMPLED, np.int32)
-        return self._rows.versions(self._length)
-
-    def routed_experts(self) -> Int16Array | None:
-        """int16 [T, moe_layers, top_k], -1 where the trainer uses its live router (always the last row).
-
-        With several training sequences, of the last.
-        """
-        return None if self._rows is None else self._rows.experts(self._length)
-
-    def support(self) -> SamplingSupport | None:
-        """Of T positions, the tokens that the sampler kept; None if every token is of the whole vocabulary.
-
-        Position t has the set that token t was sampled from, the whole vocabulary if t was not sampled. Kept sets of a
-        prompt of two tokens, a segment of two, a tool reply of one and a segment of one:
-
-            position   0     1     2        3        4     5
-            set        all   all   {5, 9}   {7}      all   {5, 6, 7}
-        """
-        if all(segment.support is None for segment in self.segments):
-            return None
-        parts: list[SamplingSupport] = []
-        for turn in self.turns:
-            parts.append(SamplingSupport.whole(len(turn.observation)))
-            parts += [s.support or SamplingSupport.whole(len(s)) for s in turn.segments]
-        return SamplingSupport.join(parts)
 
     def leading_rows(self) -> RoutedExperts | None:
         """Rows from position 0 to the first that is -1, as an engine is given them to force; None without any."""
@@ -241,20 +180,21 @@ class Trajectory:
 
         Every sampled token is in the loss of exactly one.
         """
-        return training_sequences(
-            self._strands,
-            token_ids=self.token_ids(),
-            behaviour_logprobs=self.behaviour_logprobs(),
-            param_versions=self.param_versions(),
-            support=self.support(),
-        )
+        token_ids, placed = self.token_ids(), self._placed()
+        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
+        made: list[TrainingSequence] = []
+        for branch, end in zip(self._branches, ends, strict=True):
+            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
+            length = len(self) if branch is self._branches[-1] else own[-1][0] + len(own[-1][1])
+            made.append(training_sequence(own, token_ids=token_ids[:length], rows=branch.rows))
+        return made
 
     # ---- inside
 
     @property
     def _rows(self) -> HeldRows | None:
         """Rows of the training sequence that goes on; None without routing."""
-        return self._strands[-1].rows
+        return self._branches[-1].rows
 
     def _require_open(self) -> None:
         if self.closed:
@@ -278,13 +218,13 @@ class Trajectory:
                 return held
             case "replace":
                 kept = held.first(rows.first_position)
-                self._strands[-1] = Strand(self._strands[-1].first_segment, self._strands[-1].start, kept)
+                self._branches[-1] = self._branches[-1]._replace(rows=kept)
                 return kept
             case "split":
                 if not held.differ(rows):
                     return held
                 kept = held.first(rows.first_position - rows.unavailable)
-                self._strands.append(Strand(self._num_segments, self._length, kept))
+                self._branches.append(SequenceBranch(self._num_segments, kept))
                 return kept
 
     def _checked_rows(self, segment: TokenOutput) -> RoutedExperts | None:
@@ -345,10 +285,6 @@ class PromptGroup:
     trajectories: list[Trajectory]
 
     @property
-    def num_segments(self) -> int:
-        return sum(len(t.segments) for t in self.trajectories)
-
-    @property
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return sum(t.num_sampled for t in self.trajectories)
@@ -357,11 +293,3 @@ class PromptGroup:
     def closed(self) -> bool:
         """Whether every trajectory has its stop reason and reward."""
         return bool(self.trajectories) and all(t.closed for t in self.trajectories)
-
-    def tokens_per_version(self) -> dict[int, int]:
-        """`param_version` -> tokens that it sampled, of rollouts that did not fail."""
-        counts: dict[int, int] = {}
-        for trajectory in (t for t in self.trajectories if t.stop_reason is not StopReason.ERROR):
-            for segment in trajectory.segments:
-                counts[segment.weights.version] = counts.get(segment.weights.version, 0) + len(segment)
-        return {version: tokens for version, tokens in counts.items() if tokens}

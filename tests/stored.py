@@ -20,19 +20,19 @@ def admission(group: int) -> Admission:
     return Admission(group=group, prompt=10 * group + 1, admitted_version=group + 2, admitted_update=group + 3)
 
 
-def records_of(trajectory: Trajectory, *, group: int = 0, number: int = 0) -> list[RolloutRecord]:
+def records_of(trajectory: Trajectory, *, group: int = 0, number: int = 0, handout: int = 0) -> list[RolloutRecord]:
     """What was appended to a trajectory, in order."""
     records: list[RolloutRecord] = []
     at = 0
     for turn in trajectory.turns:
-        records.append(RolloutRecord(group=group, trajectory=number, at=at, what=turn.observation))
+        records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=turn.observation))
         at += len(turn.observation)
         for segment in turn.segments:
-            records.append(RolloutRecord(group=group, trajectory=number, at=at, what=Sampled(segment)))
+            records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=Sampled(segment)))
             at += len(segment)
     if trajectory.stop_reason is not None and trajectory.reward is not None:
         end = TrajectoryClosed(stop_reason=trajectory.stop_reason, reward=trajectory.reward, info=dict(trajectory.info))
-        records.append(RolloutRecord(group=group, trajectory=number, at=at, what=end))
+        records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=end))
     return records
 
 

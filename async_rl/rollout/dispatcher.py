@@ -1,17 +1,20 @@
-"""Hands groups to rollout workers, each to the one with the fewest; the groups of a lost worker go on at another one.
+"""Hands groups to rollout workers, each to the one with the fewest; groups of a lost worker continue at another one.
 
 admitted prompt ──> worker with the fewest groups ──> head and content
                           │ dies
-                          └──> what it stored is read ──> the next worker goes on with these tokens
+                          └──> its records are read ──> the next worker continues with these tokens
+
+Each hand-out of a group has a number, which is greater than that of every earlier one, also before a restart of the
+run. A worker that was taken for dead and still writes replaces nothing of its successor; see `content_reader`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from agent_loop.loop import Prompt
 from async_rl.logs import with_notes
@@ -28,11 +31,11 @@ from message_queue.contract import Admission
 from message_queue.heads import GroupHead
 from message_queue.trajectory import Trajectory
 
-T = TypeVar("T")
+MAX_HANDOUTS = 1 << 32  # from one `open` of the dispatcher to the next
 
 
 class WorkerLostError(RuntimeError):
-    """A rollout worker is dead or silent; another one goes on with its groups."""
+    """A rollout worker is dead or silent; another one continues its groups."""
 
 
 class Worker(Protocol):
@@ -47,7 +50,7 @@ class Worker(Protocol):
 
     async def open(self, place: ContentPlace, *, writer: str) -> None: ...
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = ()
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, ContentOrRef]: ...
     async def cancel(self, group: int, *, reason: str) -> None: ...
     async def flush(self) -> None: ...
@@ -61,7 +64,7 @@ class Worker(Protocol):
 
 
 class ReplacesWorkers(Protocol):
-    """What a dispatcher needs if workers can be lost."""
+    """Ends and starts the processes of workers."""
 
     async def remove_worker(self, lost: Worker) -> None:
         """End the process of a lost worker, and its requests in the engines; they are gone when this returns."""
@@ -77,22 +80,25 @@ class _Member:
     """A worker that lives."""
 
     worker: Worker
+    """The worker itself."""
     slot: int
     """Its place among the workers that the run was given."""
     groups: dict[int, Admission] = field(default_factory=dict[int, Admission])
     """Groups that it rolls out, by id."""
     may_restart: bool = False
     """Whether the restart of a lost worker was counted; one that is cut off is not counted again."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a lost worker's process has ended, and its requests have left the engines."""
 
 
 class Dispatcher:
     """Rollouts of a run, on one or more workers.
 
     Args:
-        fleet: the replicas; workers in other processes are told of every change.
+        fleet: the replicas; workers in other processes follow every change.
         processes: of the workers; None if none can be lost.
         config: bounds on restarts, for each worker on its own.
-        note: is told what the user should read.
+        note: called with each text for the user.
 
     tokens: that were generated, by group.
     """
@@ -118,8 +124,9 @@ class Dispatcher:
         self._changed = Bell()
         self._place: ContentPlace | None = None
         self._num_writers = self._num_awaited = 0
+        self._handouts = itertools.count()
         self._tools_paused = False
-        self._told: set[asyncio.Task[None]] = set()
+        self._cancels: set[asyncio.Task[None]] = set()
         self.tokens = TokenCount()
 
     async def open(self, place: ContentPlace, *, live: Collection[int]) -> None:
@@ -133,16 +140,17 @@ class Dispatcher:
         """
         self._place, self.tokens = place, TokenCount()
         self._num_writers = await asyncio.to_thread(next_writer, place.directory)
+        self._handouts = itertools.count(self._num_writers * MAX_HANDOUTS)  # above those of each writer before
         writers = {member.worker: number for number, member in enumerate(self._live, start=self._num_writers)}
         self._num_writers += len(writers)
         await self._all(lambda worker: worker.open(place, writer=writer_name(writers[worker])))
         keep = set(map(writer_name, writers.values()))
-        await asyncio.to_thread(partial(remove_settled, place.directory, live, keep=keep))
+        await asyncio.to_thread(remove_settled, place.directory, live, keep=keep)
 
     async def roll(
         self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
     ) -> tuple[GroupHead | DroppedGroup, ContentOrRef]:
-        """Roll out a group; see `Rollouter.roll`. If its worker is lost, another one goes on with what is stored.
+        """Roll out a group; see `Rollouter.roll`. If its worker is lost, another one continues from the records.
 
         Returns:
             Head and content of a finished group, or why it was given up and None.
@@ -152,7 +160,7 @@ class Dispatcher:
             member = await self._least()
             member.groups[group] = admission
             try:
-                rolled, content = await member.worker.roll(prompt, admission, held)
+                rolled, content = await member.worker.roll(prompt, admission, held, handout=next(self._handouts))
             except WorkerLostError as error:
                 self._lose(member, error)
                 held = await self._stored(group)
@@ -166,14 +174,16 @@ class Dispatcher:
         """Give up a group that is rolled out; its `roll` returns a DroppedGroup. No effect on any other."""
         for member in self._live:
             if group in member.groups:
-                self._tell(member, member.worker.cancel(group, reason=reason))
+                cancel = asyncio.create_task(self._call(member, lambda worker: worker.cancel(group, reason=reason)))
+                self._cancels.add(cancel)
+                cancel.add_done_callback(self._cancels.discard)
 
     async def flush(self) -> None:
-        """Return once all that engines have answered so far is stored."""
+        """Return once all answers of engines so far are stored."""
         await self._all(lambda worker: worker.flush())
 
     async def forget(self, groups: Collection[int]) -> None:
-        """Remove the content of groups that nobody needs any more."""
+        """Remove the content of groups that will not be read again."""
         await self._all(lambda worker: worker.forget(groups))
 
     async def pause(self) -> None:
@@ -198,7 +208,7 @@ class Dispatcher:
         return ValidationRound.joined(rounds)
 
     async def watch(self) -> None:
-        """Hear what workers report, and start lost ones anew, forever.
+        """Receive the reports of workers, and replace lost ones, forever.
 
         Raises:
             WorkerLostError: no worker is left, and none may be started.
@@ -227,7 +237,7 @@ class Dispatcher:
         return min(self._live, key=lambda member: len(member.groups))
 
     async def _stored(self, group: int) -> Sequence[Trajectory]:
-        """What is stored of a group whose worker is lost."""
+        """The stored trajectories of a group whose worker is lost."""
         while group not in self._held:
             await self._changed.wait()
         return self._held.pop(group)
@@ -240,12 +250,15 @@ class Dispatcher:
                 return await member.worker.validate(prompts, number=number)
             except WorkerLostError as error:
                 self._lose(member, error)
+                await member.gone.wait()  # the next worker makes requests of the same names
 
     def _lose(self, member: _Member, error: WorkerLostError) -> None:
         """Take a worker out for good; `watch` does the rest."""
         if member in self._live:
             self._live.remove(member)
             self._lost.put_nowait((member, dict(member.groups), error))
+            groups = f"{len(member.groups)} groups continue at another"
+            self._note(f"rollout worker {member.worker.name} is lost, {groups}: {with_notes(error)}")
 
     async def _listen(self, member: _Member) -> None:
         while True:
@@ -266,31 +279,30 @@ class Dispatcher:
                 self._fleet.lose(member, reason=lost.reason, notes=lost.notes)
 
     async def _follow(self) -> None:
-        """Tell the workers which replicas there are."""
+        """Have the workers use the replicas that serve."""
         while True:
             live = self._fleet.live_or_none
             if live == self._followed:
                 await self._fleet.changed.wait()
             else:
                 self._followed = live
-                replicas = [member.replica for member in live]
-                await self._all(partial(_have_follow, replicas=replicas))
+                await self._all(lambda worker, of=live: worker.follow([member.replica for member in of]))
 
     async def _replace(
         self, lost: _Member, groups: Mapping[int, Admission], error: WorkerLostError, tasks: asyncio.TaskGroup
     ) -> None:
         """Start a worker in place of a lost one, whose process is gone before its files are read."""
         name = lost.worker.name
-        self._note(f"rollout worker {name} is lost, {len(groups)} groups go on at another: {with_notes(error)}")
         if self._processes is None:
             raise error
         self._num_awaited += 1
         try:
             await self._processes.remove_worker(lost.worker)
+            lost.gone.set()
             await self._read(groups)
-            member = await self._start_anew(self._processes, lost)
+            member = await self._start_successor(self._processes, lost)
         except asyncio.CancelledError:
-            self._lost.put_nowait((lost, {}, error))  # for whoever watches next
+            self._lost.put_nowait((lost, {}, error))  # for the next `watch`
             raise
         finally:
             self._num_awaited -= 1
@@ -301,15 +313,15 @@ class Dispatcher:
         if not self._live and not self._num_awaited:
             raise error
 
-    async def _start_anew(self, processes: ReplacesWorkers, lost: _Member) -> _Member | None:
-        """A worker that lives in the place of a lost one; None if there may be no more restarts."""
+    async def _start_successor(self, processes: ReplacesWorkers, lost: _Member) -> _Member | None:
+        """A live worker in the place of a lost one; None if there may be no more restarts."""
         while lost.may_restart or self._limits[lost.slot].allows_one_more():
             lost.may_restart = True
             name = f"{lost.worker.name.rpartition('-')[0]}-{self._num_names}"
             self._num_names += 1
             try:
                 worker = await processes.start_worker(slot=lost.slot, name=name)
-                lost.worker = worker  # if this is cancelled, it is removed by whoever watches next
+                lost.worker = worker  # if this is cancelled, the next `watch` removes it
                 if self._place is not None:
                     number, self._num_writers = self._num_writers, self._num_writers + 1
                     await worker.open(self._place, writer=writer_name(number))
@@ -338,32 +350,13 @@ class Dispatcher:
             self._held |= dict.fromkeys(groups, ())
         self._changed.ring()
 
-    async def _all(self, call: Callable[[Worker], Coroutine[Any, Any, T]]) -> list[T]:
-        """Answers of the workers that live; one that is lost meanwhile gives none."""
+    async def _all(self, call: Callable[[Worker], Awaitable[None]]) -> None:
+        """Call all live workers."""
+        await asyncio.gather(*(self._call(member, call) for member in list(self._live)))
 
-        async def answer(member: _Member) -> list[T]:
-            try:
-                return [await call(member.worker)]
-            except WorkerLostError as error:
-                self._lose(member, error)
-                return []
-
-        answers = await asyncio.gather(*map(answer, list(self._live)))
-        return [one for given in answers for one in given]
-
-    def _tell(self, member: _Member, call: Coroutine[Any, Any, object]) -> None:
-        """Make a call for whose end nobody waits."""
-
-        async def told() -> None:
-            try:
-                await call
-            except WorkerLostError as error:
-                self._lose(member, error)
-
-        task = asyncio.create_task(told())
-        self._told.add(task)
-        task.add_done_callback(self._told.discard)
-
-
-async def _have_follow(worker: Worker, *, replicas: Sequence[FleetReplica]) -> None:
-    await worker.follow(replicas)
+    async def _call(self, member: _Member, call: Callable[[Worker], Awaitable[None]]) -> None:
+        """Return once a worker has answered, or is lost."""
+        try:
+            await call(member.worker)
+        except WorkerLostError as error:
+            self._lose(member, error)

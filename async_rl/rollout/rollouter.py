@@ -76,6 +76,18 @@ def session_name(group: int, number: int) -> str:
     return f"g{group}-t{number}"
 
 
+@dataclass(slots=True, eq=False)
+class _Roll:
+    """A group that is rolled out."""
+
+    task: asyncio.Task[object]
+    """Runs its agent loops."""
+    handout: int
+    """Number of this hand-out of the group, which each of its records has."""
+    cancelled: str | None = None
+    """Why it is given up."""
+
+
 class Rollouter:
     """Runs the agent loops of a group side by side.
 
@@ -108,51 +120,50 @@ class Rollouter:
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
         self._n = trajectories_per_group
-        self._running: dict[int, asyncio.Task[object]] = {}
-        self._cancelled: dict[int, str] = {}
+        self._rolls: dict[int, _Roll] = {}  # by group
         self.tokens = TokenCount()
 
     def cancel(self, group: int, *, reason: str) -> None:
         """Give up a group that is being rolled out; its `roll` returns a DroppedGroup. No effect on any other."""
-        task = self._running.get(group)
-        if task is not None and group not in self._cancelled:
-            self._cancelled[group] = reason
-            task.cancel()
+        roll = self._rolls.get(group)
+        if roll is not None and roll.cancelled is None:
+            roll.cancelled = reason
+            roll.task.cancel()
 
     async def flush(self) -> None:
         """Return once all that was generated so far is written down."""
         await self._log.flush()
 
     async def roll(
-        self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
+        self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = (), handout: int = 0
     ) -> PromptGroup | DroppedGroup:
         """Run all trajectories of one prompt. Failed ones stay in the group, ended by an error.
 
         Args:
             held: trajectories of the group from before a restart, which go on; closed ones are left as they are.
+            handout: number of this hand-out of the group, which each of its records has.
 
         Raises:
             EngineError: the engines cannot serve; that is a failed stage, not a failed rollout. RolloutLogError: the
                 same, where rollouts cannot be written down.
         """
-        trajectories = self._trajectories(admission.group, held)
         task = asyncio.current_task()
         assert task is not None
-        self._running[admission.group] = task
+        roll = self._rolls[admission.group] = _Roll(task, handout)
+        trajectories = self._trajectories(admission.group, held)
         expired = False
         try:
             failure = await self._run_all(prompt, admission, trajectories)
             if failure is None:
                 await self._log.flush()
         except asyncio.CancelledError:
-            failure = self._cancelled.get(admission.group)
+            failure = roll.cancelled
             if failure is None:
                 raise
             expired = True
             task.uncancel()
         finally:
-            del self._running[admission.group]
-            self._cancelled.pop(admission.group, None)
+            del self._rolls[admission.group]
         if failure is not None:
             return DroppedGroup(
                 group=admission.group,
@@ -184,8 +195,10 @@ class Rollouter:
         def count(tokens: int) -> None:
             self.tokens.add(group, tokens)
 
+        handout = self._rolls[group].handout
+
         def record(at: int, what: RolloutStep) -> None:
-            self._log.append(RolloutRecord(group=group, trajectory=number, at=at, what=what))
+            self._log.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what))
 
         if isinstance(self._log, NoRolloutLog):
             return CountedTrajectory(trajectory, count=count)

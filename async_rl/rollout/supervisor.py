@@ -85,6 +85,7 @@ class Supervisor:
         self._start = start
         self._limits = [RestartLimit(config) for _ in fleet.live]
         """One per slot, so that the failure of one node uses up no restarts of replicas on others."""
+        self._cut_off: set[Member] = set()  # whose restart was counted
         self._note = note
         self._num_names = len(fleet.live)
         if config.max_restarts:
@@ -107,12 +108,14 @@ class Supervisor:
         try:
             await self._replace(member)
         except asyncio.CancelledError:
+            self._cut_off.add(member)
             self._fleet.put_back(member)  # for whoever watches next
             raise
 
     async def _replace(self, member: Member) -> None:
         lost, limit = member.name, self._limits[member.slot]
-        while limit.allows_one_more():
+        while member in self._cut_off or limit.allows_one_more():
+            self._cut_off.discard(member)
             name = f"{lost.rpartition('-')[0]}-{self._num_names}"
             self._num_names += 1
             try:

@@ -107,14 +107,14 @@ class Validator:
                 rollouts.create_task(self._roll(prompt, trajectory, f"validation{number}-{place}"))
                 for (place, prompt), trajectory in zip(prompts, trajectories, strict=True)
             ]
-        versions = np.concatenate([t.param_versions()[t.loss_mask()] for t in trajectories])
+        versions = [segment.weights.version for t in trajectories for segment in t.segments if len(segment)]
         return ValidationRound(
             rewards=[t.reward or 0.0 for t in trajectories],
             lengths=[len(t) for t in trajectories],
             cut_off=[t.stop_reason is StopReason.LENGTH for t in trajectories],
             errors=[task.result() for task in tasks],
-            min_version=int(versions.min(initial=versions.max(initial=-1))),
-            max_version=int(versions.max(initial=-1)),
+            min_version=min(versions, default=-1),
+            max_version=max(versions, default=-1),
         )
 
     async def _roll(self, prompt: Prompt, trajectory: Trajectory, session: str) -> str | None:

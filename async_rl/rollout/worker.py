@@ -21,22 +21,22 @@ from message_queue.heads import GroupHead, head_of
 from message_queue.sequence import GroupContent, content_of
 from message_queue.trajectory import Trajectory
 
-APPEND_TURNS = 20  # of the event loop, in which rollouts append what they were answered
+APPEND_TURNS = 20  # iterations of the event loop in which rollouts append the answers that they got
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledGroup:
-    """What the driver is told of a group that was rolled out."""
+    """Result of the rollouts of a group, without its content."""
 
     outcome: GroupHead | DroppedGroup
     """Head of a finished group, or why it was given up."""
     generated: int
-    """Tokens that engines gave for it, those held from before a restart included."""
+    """Sampled tokens, those held from before the hand-out included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostReplica:
-    """A replica that does not serve any more, as a worker noticed."""
+    """A replica that a worker found lost."""
 
     name: str
     """Of the replica."""
@@ -91,14 +91,14 @@ class RolloutWorker:
         self._rollouter = self._make_rollouter(StoredRolloutLog(self._writer))
 
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = ()
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, GroupContent | None]:
         """Roll out a group; see `Rollouter.roll`. The content of a finished one is the second value."""
         task = asyncio.current_task()
         assert task is not None
         self._rolls[admission.group] = task
         try:
-            outcome = await self._rollouter.roll(prompt, admission, held=held)
+            outcome = await self._rollouter.roll(prompt, admission, held=held, handout=handout)
         finally:
             del self._rolls[admission.group]
             generated = self._rollouter.tokens.pop(admission.group)
@@ -111,19 +111,19 @@ class RolloutWorker:
         self._rollouter.cancel(group, reason=reason)
 
     def stop(self, group: int) -> None:
-        """End the rollouts of a group for which nobody waits any more."""
+        """End the rollouts of a group whose caller is gone."""
         if (task := self._rolls.get(group)) is not None:
             task.cancel()
 
     async def flush(self) -> None:
-        """Return once all that engines have answered so far is stored."""
+        """Return once all answers of engines so far are stored."""
         await self._fleet.busy_seconds()  # these replies come after those of all requests that have ended
         for _ in range(APPEND_TURNS):
             await asyncio.sleep(0)
         await self._rollouter.flush()
 
     async def forget(self, groups: Collection[int]) -> None:
-        """Remove the content of groups that nobody needs any more, as far as this worker stored it."""
+        """Remove the content that this worker stored of groups that will not be read again."""
         if self._writer is not None:
             await self._writer.forget(groups)
 
@@ -144,14 +144,14 @@ class RolloutWorker:
         """Use exactly these replicas; a worker in the process of the driver has its fleet."""
 
     async def events(self) -> list[WorkerEvent]:
-        """What happened since the last call, as soon as there is something."""
+        """Events since the last call, as soon as there is one."""
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events
 
     def report(self, event: WorkerEvent) -> None:
-        """Have the driver hear of it."""
+        """Queue an event for the driver."""
         self._events.put_nowait(event)
 
     async def end(self) -> None:

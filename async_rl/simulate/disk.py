@@ -42,6 +42,7 @@ class Disk:
 
     def __init__(self, world: World, *, seed: int, clock: Callable[[], float]) -> None:
         self.damaged_groups: set[int] = set()  # whose content has a flipped bit
+        self.damaged_events = False  # whether the journal of events has one
         self._world = world
         self._draw = random.Random(f"disk {seed}")
         self._clock = clock
@@ -95,11 +96,12 @@ class Disk:
 
     def _flip_event(self, path: Path) -> None:
         with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            table = self._draw.choice(("head", "head_copy", "groups", "groups", "events", "events", "events"))
+            table = self._draw.choice(("state", "events", "events", "events"))
             rows = connection.execute(f"SELECT id, data FROM {table} ORDER BY id").fetchall()
             if rows:
                 key, data = rows[-1 - int(len(rows) * self._draw.random() ** 2)]  # the newest are damaged more often
                 connection.execute(f"UPDATE {table} SET data = ? WHERE id = ?", (self._flipped(data), key))
+                self.damaged_events = True
 
     def _flip_content(self, path: Path) -> None:
         with closing(sqlite3.connect(path, isolation_level=None)) as connection:

@@ -17,7 +17,7 @@ from message_queue.contract import QueueSnapshot
 from message_queue.recovery import JournalPlace, Restored
 
 OPERATOR_S = 20.0  # until a run is started again
-REMOVES = ("both copies of the head", "which drops its groups in flight")  # in errors of a journal that cannot be used
+REMOVES = ("remove the directory", "which drops its groups in flight")  # in errors of a journal that cannot be used
 
 
 class JournalWatch:
@@ -25,24 +25,16 @@ class JournalWatch:
 
     Args:
         directory: of the run.
-        fired: faults that happened; grows.
     """
 
-    def __init__(
-        self, scenario: Scenario, *, oracle: Oracle, disk: Disk, directory: Path, fired: Sequence[Fault]
-    ) -> None:
+    def __init__(self, scenario: Scenario, *, oracle: Oracle, disk: Disk, directory: Path) -> None:
         self._scenario = scenario
         self._oracle = oracle
         self._disk = disk
         self._directory = directory
-        self._fired = fired
         self._state = RunState()
         self._new_driver = False
         self._refused = self._attempts = 0
-
-    @property
-    def _damaged(self) -> bool:
-        return any(fault.kind == "bits flip" for fault in self._fired)
 
     @property
     def is_opening(self) -> bool:
@@ -70,6 +62,8 @@ class JournalWatch:
         Raises:
             Violation: the run does not continue as it must.
         """
+        if self._disk.damaged_events:
+            raise Violation("exactly once", "a damaged journal of events is opened")
         found = Reopened(
             state=self._state,
             restored=restored,
@@ -80,9 +74,7 @@ class JournalWatch:
         )
         new_driver, self._new_driver = self._new_driver, False
         self._attempts = 0
-        self._oracle.reopened(
-            found, damaged=self._damaged, damaged_groups=self._disk.damaged_groups, new_driver=new_driver
-        )
+        self._oracle.reopened(found, damaged_groups=self._disk.damaged_groups, new_driver=new_driver)
 
     def read_error(self, error: str) -> None:
         """What a person does who reads why the run ended.
@@ -93,9 +85,10 @@ class JournalWatch:
         if "journal" not in error:
             return
         if any(text in error for text in REMOVES):
-            if not self._damaged:
+            if not self._disk.damaged_events:
                 raise Violation("exactly once", f"the journal is refused: {error}")
             shutil.rmtree(self._directory / "journal")
+            self._disk.damaged_events = False
             self._oracle.journal_is_gone()
         self._refused += 1
         if self._refused % 2 == 0:

@@ -86,17 +86,16 @@ class Oracle:
         """Somebody moved the journal away: what came after the checkpoint never happened."""
         self.told.forget()
 
-    def reopened(self, found: Reopened, *, damaged: bool, damaged_groups: Collection[int], new_driver: bool) -> None:
+    def reopened(self, found: Reopened, *, damaged_groups: Collection[int], new_driver: bool) -> None:
         """The queue opened its journal.
 
         Args:
-            damaged: the disk gave back what was not written, some time. new_driver: no older one may be heard any more.
-            damaged_groups: those with a damaged record of content.
+            damaged_groups: those with a damaged record of content. new_driver: no older one may be heard any more.
         """
         state = found.state
         expected = self.told
         expected.trained |= {step: b for step, b in self._batches.items() if step <= state.train_step}  # it holds them
-        self._damaged = damaged
+        self._damaged = damaged = bool(damaged_groups)
         given_up = self._given_up.check(found, expected, admissions=self._admissions, updates=self._updates)
         judge = RestartJudge(found, dropped=self._dropped | given_up.keys(), updates=self._updates)
         try:
@@ -108,12 +107,11 @@ class Oracle:
         judge.check_consistent()
         again = expected.replay(state.train_step)
         self._replayed = {step: batch for step, batch in again.items() if step <= found.end}
-        losses = damaged and found.losses_are_told
         recycled = {group: self._admissions[group].prompt for group, prompt in given_up.items() if prompt is None}
         self._recycles.unseen(recycled)
         self._prompts.given_up((p for p in given_up.values() if p is not None), again=recycled.values())
-        self._recycles.reopened(found, losses=losses)
-        self._prompts.reopened(found, losses=losses, recycled=self._recycles.prompts)
+        self._recycles.reopened(found)
+        self._prompts.reopened(found, recycled=self._recycles.prompts)
         self._go_on_with(found, new_driver=new_driver)
         note_restart(self.told, found)
 
@@ -229,7 +227,7 @@ class Oracle:
         counts = snapshot.ledger
         require("ledger", counts.error == 0, "ledger/error is {}: {}", counts.error, counts)
         require("ledger", counts.token_error == 0, "ledger/token_error is {}: {}", counts.token_error, counts)
-        known = counts.admitted == snapshot.next_group or self._damaged
+        known = counts.admitted == snapshot.next_group
         require("ledger", known, "{}; ids up to {}", counts, snapshot.next_group)
         held = snapshot.ready + snapshot.open + snapshot.taken
         require("ledger", counts.open == held, "{}; held are {}", counts, held)
@@ -243,8 +241,6 @@ class Oracle:
                 continue
             require("ledger", group not in self._ended, "group {} ended twice: {}", group, record)
             self._ended[group] = outcome
-            if group not in self._admissions and self._damaged:  # an id that a lost event may have used
-                continue
             require("ledger", group in self._admissions, "group {} was never admitted: {}", group, record)
             if outcome == "dropped":
                 self._check_reason(record)
@@ -351,6 +347,6 @@ class Oracle:
         """`ledger.jsonl` of a run that came to its end names every group once."""
         named = sorted(r["group"] for r in records if "group" in r)
         every = sorted(self._admissions)
-        require("ledger", named == every or self._damaged, "named {}, not {}", named, every)
+        require("ledger", named == every, "named {}, not {}", named, every)
         total = records[-1]
         require("ledger", total["error"] == 0, "the closing total is {}", total)

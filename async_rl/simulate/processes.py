@@ -132,7 +132,8 @@ class Process:
         reply: asyncio.Future[Any] = loop.create_future()
         self._replies[reply] = None
         reply.add_done_callback(self._replies.pop)
-        if self._cut_off:
+        caller = current_process()
+        if self._cut_off or (caller is not None and caller.ended):  # a dead process sends nothing on its way out
             reply.set_exception(RayActorError())
             return reply
         delay = self._latency()

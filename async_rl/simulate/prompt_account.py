@@ -30,11 +30,10 @@ class PromptAccount:
         self.dropped.update(dropped)
         self.dropped.difference_update(again)
 
-    def reopened(self, found: Reopened, *, losses: bool, recycled: Collection[int]) -> None:
+    def reopened(self, found: Reopened, *, recycled: Collection[int]) -> None:
         """The run goes on from a checkpoint and a journal.
 
         Args:
-            losses: some may be missing, of which a person is told.
             recycled: prompts that were to be admitted again for the age of their groups.
         """
         state, cursor = found.state, found.restored.prompt_cursor
@@ -47,12 +46,9 @@ class PromptAccount:
         twice = sorted({p for p in live if every.count(p) > 1})
         require("exactly once", not twice, "prompts {} are trained, or in a group, and in another group", twice)
         missing = set(range(cursor)).difference(every) - self.dropped
-        lost = missing.difference(found.restored.waiting if losses else {*state.unfinished_prompts, *recycled})
-        if losses:
-            self.dropped |= lost
-        else:
-            require("exactly once", not lost, "prompts {} are neither trained, dropped, nor in a group", lost)
-        self._again, self._next = sorted(missing - lost), cursor
+        lost = missing.difference({*state.unfinished_prompts, *recycled})
+        require("exactly once", not lost, "prompts {} are neither trained, dropped, nor in a group", lost)
+        self._again, self._next = sorted(missing), cursor
 
     def admitted(self, admission: Admission) -> None:
         """A group starts."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from async_rl.queue_handle import QueueClient
+from async_rl.cluster.queue_handle import QueueClient
 from async_rl.simulate.acknowledged import Acknowledged
-from message_queue.contract import Admission, Batch, PutResult
+from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead
 from message_queue.recovery import JournalPlace, Restored
 
@@ -51,9 +51,9 @@ class WatchedQueue(QueueClient):
         self._told.admitted[admission.group] = admission
         return admission
 
-    async def put(self, head: GroupHead) -> PutResult:
+    async def put(self, head: GroupHead) -> str | None:
         result = await super().put(head)
-        (self._told.ready if result.accepted else self._told.dropped).add(head.group)
+        (self._told.ready if result is None else self._told.dropped).add(head.group)
         return result
 
     async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:

@@ -34,15 +34,12 @@ class Recycles:
         """Prompts that were to be admitted again, some time."""
         return {*self._before, *self._prompts.values()}
 
-    def reopened(self, found: Reopened, *, losses: bool) -> None:
-        """The run goes on from a checkpoint and a journal; `losses`: what it knows may be less than what was.
-
-        Groups that were given up as it was opened have ended before.
-        """
+    def reopened(self, found: Reopened) -> None:
+        """The run goes on from a checkpoint and a journal; groups that were given up as it was opened ended before."""
         self._waiting.clear()
         self._new.clear()
-        if found.restored.began or losses:
-            self._before = dict(found.state.queue.recycles if found.restored.began else found.snapshot.recycles)
+        if found.restored.began:
+            self._before = dict(found.state.queue.recycles)
             self._prompts = {}
         ended = set(range(found.restored.next_group)).difference(found.live)
         self._prompts = {group: prompt for group, prompt in self._prompts.items() if group in ended}

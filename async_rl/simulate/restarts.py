@@ -15,7 +15,7 @@ from message_queue.contract import Admission, QueueSnapshot
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
-TOLD_LOSSES = ("damaged", "cannot be read", "left out", "are dropped", "is dropped")
+TOLD_LOSSES = ("damaged", "left out", "are dropped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,7 @@ class RestartJudge:
         require("ledger", counts.error == 0, "ledger/error is {} after a restart: {}", counts.error, counts)
         for version, update in restored.version_updates.items():
             known = min(self._updates.get(version, update), self._reopened.end)
-            older = update < known and self._reopened.losses_are_told  # its record is lost: what it sampled is too old
-            fits = update == known or older
-            require("versions", fits, "version {} holds {} updates, not {}", version, update, known)
+            require("versions", update == known, "version {} holds {} updates, not {}", version, update, known)
 
     # ---- inside
 
@@ -197,8 +195,7 @@ class GivenUp:
         """
         policy = self._scenario.policy
         expired = {"expired"} if policy != "wait" else set[str]()
-        lost = {"lost"} if damaged else set[str]()
-        return expired | lost | ({"recycled"} if policy == "recycle" or (policy == "wait" and damaged) else set())
+        return expired | ({"recycled"} if policy == "recycle" or (policy == "wait" and damaged) else set())
 
     def _may_end(self, found: Reopened, admission: Admission, updates: Mapping[int, int]) -> bool:
         update = updates[admission.admitted_version]

@@ -19,6 +19,8 @@ from agent_loop.tools import PauseGate, ToolRunner
 from async_rl.actors import ReplicaHost, RolloutHost
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
+from async_rl.cluster.queue_host import REFUSALS, QueueHost
+from async_rl.cluster.rpc import BatchingServer
 from async_rl.config import QueueConfig, RunConfig, SyncConfig, ValidationConfig, load_config
 from async_rl.engines.replica import Replica
 from async_rl.handles import ReplicaAddress, ReplicaHandle
@@ -47,15 +49,13 @@ from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Event
 from message_queue.progress import RolloutRecord
 from message_queue.recovery import JournalPlace, Restored
-from message_queue.rpc import BatchingServer
-from message_queue.service import REFUSALS, QueueHost
 from message_queue.tokens import WeightVersion
 from message_queue.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from async_rl.simulate.world import World
 
-CALL_S, GENERATE_S, ROLLOUT_S, TOOL_S = 30.0, 90.0, 200.0, 5.0
+CALL_S, STOP_S, GENERATE_S, ROLLOUT_S, TOOL_S = 30.0, 20.0, 90.0, 200.0, 5.0
 OPEN_S, START_S, LINGER_S = 60.0, 2.0, 2.0
 
 
@@ -118,9 +118,18 @@ class _WatchedLives(Lives[SimulatedTrainer]):
 
 
 class _WatchedDispatcher(Dispatcher):
-    """Tells the world what is read of the groups of a lost worker."""
+    """Tells the world what is read of the groups of a lost worker, and when no tool may start."""
 
     world: World
+    tools_paused = False
+
+    async def pause(self) -> None:
+        await super().pause()
+        self.tools_paused = True
+
+    async def resume(self) -> None:
+        self.tools_paused = False
+        await super().resume()
 
     async def _read(self, groups: Mapping[int, Admission]) -> None:
         await super()._read(groups)
@@ -207,7 +216,7 @@ class Run:
         self._trainer = SimulatedTrainer(world)
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(scenario.replicas)]
         self.fleet = ReplicaFleet(replicas, on_lost=self.recorder.warn)
-        rollouts = _WatchedDispatcher(
+        rollouts = self.rollouts = _WatchedDispatcher(
             [self._worker(f"worker-{slot}") for slot in range(scenario.workers)],
             fleet=self.fleet,
             processes=self,
@@ -340,7 +349,7 @@ class Run:
         fleet.report = worker.report
         host.serve(worker, fleet)
         actor: Any = process
-        return WorkerHandle(actor, name=name, timeout_s=CALL_S)
+        return WorkerHandle(actor, name=name, timeout_s=CALL_S, stop_timeout_s=STOP_S)
 
     def _build_worker(self, name: str, fleet: WorkerFleet) -> RolloutWorker:
         world, config, gate = self._world, self._config, PauseGate()

@@ -9,6 +9,7 @@ INVARIANTS = {
     "rows": "a sequence of T tokens has T - 1 rows; each is of the forward pass that the merge rule names",
     "versions": "versions go up, nothing is served or stamped that was not published, no token is older than its group",
     "exactly once": "no group and no prompt is trained twice or skipped; no tool runs twice; no limit is exceeded",
+    "tools": "no worker starts a tool while new weights are loaded",
     "failure": "a run stops early, loses a replica or drops a group only where something was broken on purpose",
     "progress": "a run ends: no deadlock, no standstill",
 }

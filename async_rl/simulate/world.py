@@ -73,9 +73,7 @@ class World:
         self.run: Run | None = None
         self.told = self.oracle.told
         self.disk = Disk(self, seed=scenario.seed, clock=loop.time)
-        self._journal = JournalWatch(
-            scenario, oracle=self.oracle, disk=self.disk, directory=directory, fired=self.fired
-        )
+        self._journal = JournalWatch(scenario, oracle=self.oracle, disk=self.disk, directory=directory)
         self._loop = loop
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
         self._passed: Counter[str] = Counter()
@@ -122,6 +120,9 @@ class World:
 
     def tool_called(self) -> None:
         self.note(session_of_task.get(), "tool")
+        process = current_process()
+        if self.run is not None and self.run.rollouts.tools_paused and not (process is None or process.hung):
+            self.fail(Violation("tools", f"{session_of_task.get()} calls a tool in {process.process_name}"))
         self.oracle.tool_called(session_of_task.get())
 
     def forced(self, request: GenerateRequest) -> None:

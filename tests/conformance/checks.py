@@ -16,6 +16,7 @@ from message_queue.tokens import RoutedExperts
 from message_queue.trajectory import Trajectory
 from tests.conformance.engines import EngineUnderTest, Exchange
 from tests.conformance.reference import Reference, logprob_gap, routing_mismatches, settled_rows
+from tests.dense import behaviour_logprobs, param_versions
 from tests.unit.groups import sets_of
 
 
@@ -217,16 +218,16 @@ def assert_merged(trajectory: Trajectory, exchanges: Sequence[Exchange]) -> None
                 assert block is not None
                 row = block.experts[position - block.first_position].tolist(), version
                 rows[position] = row if trajectory.resume_routing == "replace" else rows.get(position, row)
-    total, table = len(whole(exchanges[-1])), trajectory.routed_experts()
+    total, table = len(whole(exchanges[-1])), trajectory.sequences()[-1].routed_experts
     assert table is not None
     assert trajectory.token_ids().tolist() == whole(exchanges[-1]).tolist()
     assert sorted(rows) == list(range(total - 1)), "every position but the last has a row"
     assert trajectory.num_rows == total - 1
     assert table[:-1].tolist() == [rows[p][0] for p in range(total - 1)]
     assert (table[-1] == -1).all(), "the last token was never forwarded"
-    assert trajectory.row_versions().tolist() == [*(rows[p][1] for p in range(total - 1)), -1]
-    assert trajectory.behaviour_logprobs().tolist() == [sampled.get(p, (0.0, 0))[0] for p in range(total)]
-    assert trajectory.param_versions().tolist() == [sampled.get(p, (0.0, -1))[1] for p in range(total)]
+    assert trajectory.sequences()[-1].row_versions.tolist() == [*(rows[p][1] for p in range(total - 1)), -1]
+    assert behaviour_logprobs(trajectory).tolist() == [sampled.get(p, (0.0, 0))[0] for p in range(total)]
+    assert param_versions(trajectory).tolist() == [sampled.get(p, (0.0, -1))[1] for p in range(total)]
 
 
 def rows_sent(exchanges: Sequence[Exchange]) -> list[int]:

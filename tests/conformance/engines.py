@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
+from agent_loop.loop import TurnLimits
 from agent_loop.segments import SegmentDecoder
 from async_rl.engines.replica import KeptKV
 from async_rl.rollout.fleet import FleetReplica
@@ -216,12 +217,20 @@ class Rollout:
         cache_salt: str = "",
         stop_token_ids: Sequence[int] = (),
         sampling: SamplingConfig | None = None,
+        segment_tokens: int = 4096,
     ) -> None:
         self.name = name
         self.trajectory = Trajectory(routing=routing, resume_routing=resume_routing)
         self.cache_salt = cache_salt
         self._stop_token_ids = tuple(stop_token_ids)
         self._sampling = sampling or SamplingConfig()
+        self._limits = TurnLimits(
+            max_turns=1,
+            max_tokens=1 << 20,
+            segment_tokens=segment_tokens,
+            generate_timeout_s=TIMEOUT_S,
+            max_refused_answers=0,  # a good engine is never refused
+        )
         self.decoder = self._decoder(engine)
 
     async def turn(self, token_ids: Any, *, max_new_tokens: int) -> StopReason:
@@ -245,8 +254,7 @@ class Rollout:
             stop_token_ids=self._stop_token_ids,
             session=self.name,
             cache_salt=self.cache_salt,
-            timeout_s=TIMEOUT_S,
-            max_refused_answers=0,  # a good engine is never refused
+            limits=self._limits,
         )
 
 

@@ -127,7 +127,7 @@ async def test_a_resume_at_every_position_of_a_short_sequence(tested: EngineUnde
         assert len(trajectory) == 21
         assert trajectory.num_rows == 20
         assert trajectory.token_ids()[6 : 6 + sampled].tolist() == written[:sampled].tolist()
-        held = np.flatnonzero(trajectory.row_versions() == 0)
+        held = np.flatnonzero(trajectory.sequences()[-1].row_versions == 0)
         assert len(held) == (20 if not update else 5 + sampled if sampled else 0), "no row changes its owner"
 
 

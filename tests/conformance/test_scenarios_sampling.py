@@ -11,6 +11,7 @@ from agent_loop.engine import SamplingConfig
 from tests.conformance.checks import assert_cut, assert_merged, assert_true, k3, sampled_of, versions_of
 from tests.conformance.conftest import Report
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
+from tests.dense import loss_mask
 from tests.unit.groups import sets_of
 
 pytestmark = [
@@ -83,7 +84,7 @@ def assert_held(tested: EngineUnderTest, rollout: Rollout) -> None:
     exchanges = [exchange for exchange in tested.of_session(rollout.name) if sampled_of(exchange)]
     assert_merged(rollout.trajectory, exchanges)
     answered = [kept for each in exchanges for segment in each.answer for kept in sets_of(segment.support)]
-    held = sets_of(rollout.trajectory.support())
+    held = sets_of(rollout.trajectory.sequences()[-1].support)
     assert all(answered)
-    assert [held[position] for position in np.flatnonzero(rollout.trajectory.loss_mask())] == answered
+    assert [held[position] for position in np.flatnonzero(loss_mask(rollout.trajectory))] == answered
     assert sum(map(bool, held)) == len(answered)

@@ -20,6 +20,7 @@ from tests.conformance.checks import assert_merged, assert_true, gaps_under_own_
 from tests.conformance.conftest import Report
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
 from tests.conformance.reference import routing_mismatches
+from tests.dense import loss_mask, param_versions
 from tests.fakes import FakeReward, FakeTool
 from tests.stored import stored
 
@@ -89,12 +90,13 @@ async def test_tool_tokens_have_the_rows_of_the_first_forward_that_covered_them(
     assert_merged(trajectory, exchanges)
     assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
     first_turn = len(exchanges[0].request.token_ids) + sampled_of(exchanges[0])
-    assert (trajectory.row_versions()[: first_turn - 1] == 0).all()
-    assert (trajectory.row_versions()[first_turn - 1 : -1] == 1).all(), "the reply was first seen by version 1"
+    row_versions = trajectory.sequences()[-1].row_versions
+    assert (row_versions[: first_turn - 1] == 0).all()
+    assert (row_versions[first_turn - 1 : -1] == 1).all(), "the reply was first seen by version 1"
     sampled = np.concatenate(
         [np.arange(len(e.request.token_ids), len(e.request.token_ids) + sampled_of(e)) for e in exchanges]
     )
-    assert np.flatnonzero(trajectory.loss_mask()).tolist() == sampled.tolist()
+    assert np.flatnonzero(loss_mask(trajectory)).tolist() == sampled.tolist()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ async def test_a_trajectory_of_ten_turns_and_five_resumes_sends_each_row_once(te
     await ten_turns(tested, rollout)
     trajectory, exchanges = rollout.trajectory, tested.of_session("ten-turns")
     assert (len(trajectory.turns), rollout.decoder.num_aborts, len(exchanges)) == (10, 5, 15)
-    assert len(set(trajectory.param_versions().tolist()) - {-1}) >= 2
+    assert len(set(param_versions(trajectory).tolist()) - {-1}) >= 2
     assert_true(tested, exchanges)
     assert_merged(trajectory, exchanges)
     rows = len(trajectory) - 1
@@ -146,7 +148,7 @@ async def test_a_trajectory_of_ten_turns_and_five_resumes_sends_each_row_once(te
 
     trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
     again = await stored(trajectory)
-    held, read = trajectory.routed_experts(), again.routed_experts()
+    held, read = trajectory.sequences()[-1].routed_experts, again.sequences()[-1].routed_experts
     assert held is not None
     assert read is not None
     assert read.tolist() == held.tolist()
@@ -185,7 +187,7 @@ async def test_every_way_to_treat_rows_of_a_prefix_that_is_forwarded_again(
         case "replace":
             assert_merged(trajectory, exchanges)
             last = tested.truth([(2, len(trajectory))], trajectory.token_ids(), forced=None)
-            rows = trajectory.routed_experts()
+            rows = trajectory.sequences()[-1].routed_experts
             assert rows is not None
             assert routing_mismatches(last, rows[:-1], start=0) == 0
             assert gaps[0][2] <= 1

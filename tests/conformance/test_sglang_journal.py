@@ -20,6 +20,7 @@ from message_queue.tokens import RoutingSpec, StopReason
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
 from tests.conformance.engines import EngineUnderTest, tokens
+from tests.dense import behaviour_logprobs
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -49,8 +50,10 @@ class Queue:
         stored = await read_content(self.place, restored)
         assert not stored.notes
         self.groups = stored.groups
-        name = writer_name(next_writer(self.place.directory))
-        self.writer = await ContentWriter.open(self.place.directory, name=name, run="run", fsync=False)
+        self.handout = next_writer(self.place.directory)
+        self.writer = await ContentWriter.open(
+            self.place.directory, name=writer_name(self.handout), run="run", fsync=False
+        )
         self.log = StoredRolloutLog(self.writer)
         return restored
 
@@ -62,7 +65,8 @@ class Queue:
         """One of group 0, written down as it grows."""
 
         def record(at: int, what: RolloutStep) -> None:
-            self.log.append(RolloutRecord(group=0, trajectory=number, at=at, what=what))
+            record = RolloutRecord(group=0, trajectory=number, handout=self.handout, at=at, what=what)
+            self.log.append(record)
 
         return RecordedTrajectory(trajectory, record=record, flush=self.log.flush)
 
@@ -104,8 +108,8 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
         assert restored.resume_routing == resume_routing
         assert held.num_sampled >= 1
         assert restored.token_ids().tolist() == held.token_ids().tolist()
-        assert restored.behaviour_logprobs().tolist() == held.behaviour_logprobs().tolist()
-        assert np.array_equal(restored.routed_experts(), held.routed_experts())
+        assert behaviour_logprobs(restored).tolist() == behaviour_logprobs(held).tolist()
+        assert np.array_equal(restored.sequences()[-1].routed_experts, held.sequences()[-1].routed_experts)
         rollout.move(tested, trajectory=after.recorded(restored, number))
     left = [LENGTH - rollout.trajectory.num_sampled for rollout in rollouts]
     ends = [rollout.go_on(max_new_tokens=count) for rollout, count in zip(rollouts, left, strict=True)]
@@ -126,6 +130,6 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
     [head] = (await after.queue.take()).groups
     assert head == head_of(group)
     for (sequence,), rollout in zip(content_of(group), rollouts, strict=True):
-        assert np.array_equal(sequence.routed_experts, rollout.trajectory.routed_experts())
-        assert sequence.row_versions.tolist() == rollout.trajectory.row_versions().tolist()
+        assert np.array_equal(sequence.routed_experts, rollout.trajectory.sequences()[-1].routed_experts)
+        assert sequence.row_versions.tolist() == rollout.trajectory.sequences()[-1].row_versions.tolist()
     await after.close()

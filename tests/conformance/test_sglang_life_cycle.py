@@ -226,7 +226,7 @@ async def test_an_update_that_is_not_tensor_for_tensor_of_the_checkpoint_changes
     gate = "model.layers.1.mlp.gate.weight"
     bad = {
         rf"lacks 1 tensors of the checkpoint \({gate}": {k: v for k, v in tensors.items() if k != gate},
-        r"has 1 tensors that the checkpoint has not \(fused": {**tensors, "fused": tensors[gate].clone()},
+        r"1 tensors.*\(fused": {**tensors, "fused": tensors[gate].clone()},
         rf"has {gate} of shape \[8, 64\]; the checkpoint has \[8, 128\]": {**tensors, gate: tensors[gate][:, :64]},
     }
     await replica.pause()
@@ -287,7 +287,7 @@ async def test_an_id_that_is_in_flight_or_a_prefix_of_one_is_refused(replica: Sg
         await submit(replica, 1, name="same")[0]
     for name in ("same-1.more", "same-", "s"):
         ask = dataclasses.replace(request("x", prompt(4)), request_id=name)
-        with pytest.raises(EngineError, match="one is a prefix of the other, and SGLang aborts by prefix"):
+        with pytest.raises(EngineError, match=r"request ids .* prefix of the other"):
             await generate(replica, ask)
     await replica.abort()
     await asyncio.gather(*running)

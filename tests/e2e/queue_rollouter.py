@@ -2,11 +2,11 @@
 
 import os
 
+from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.cluster.rpc import BatchingClient
 from message_queue.content import ContentWriter
-from message_queue.contract import QueueUnavailable
 from message_queue.heads import head_of
 from message_queue.queue import TrajectoryQueue
-from message_queue.rpc import BatchingClient
 from message_queue.trajectory import PromptGroup
 from tests.stored import records_of
 from tests.unit.groups import SPEC, segment, trajectory

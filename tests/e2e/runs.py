@@ -21,6 +21,7 @@ from message_queue.contract import QueueError
 from message_queue.disk_errors import JournalError
 from message_queue.recovery import open_queue
 from tests.conformance.reference import reference
+from tests.dense import behaviour_logprobs, param_versions
 
 SMALL = (
     "task.factory=tests.e2e.parity_task:parity_task",
@@ -152,10 +153,10 @@ def begins_with(found, held):
 
 def _content(trajectory):
     """Of each position: token, logprob, version, and row where there is one."""
-    rows = trajectory.routed_experts()[: trajectory.num_rows]
+    rows = trajectory.sequences()[-1].routed_experts[: trajectory.num_rows]
     return (
         trajectory.token_ids().tolist(),
-        trajectory.behaviour_logprobs().tolist(),
-        trajectory.param_versions().tolist(),
+        behaviour_logprobs(trajectory).tolist(),
+        param_versions(trajectory).tolist(),
         rows.tolist(),
     )

@@ -1,4 +1,4 @@
-"""What benchmarks do with the inside of a real trainer is what the trainer does itself."""
+"""Benchmarks do with the inside of a real trainer what the trainer does itself; scale runs on real processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import packing, replay_overhead
+from benchmarks import packing, replay_overhead, scale
 from benchmarks.equal_weights import compare, table
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.support import trainers_side_by_side
@@ -76,3 +76,14 @@ def test_sequences_as_they_come_are_padded_to_the_longest_that_fit_together():
     assert packing.share_in_arrival_order([9, 1], max_tokens=8) == 1.0
     lengths = packing.long_tailed_lengths(1000)
     assert packing.MEDIAN * 0.9 < sorted(lengths)[500] < packing.MEDIAN * 1.1 and max(lengths) > 8 * packing.MEDIAN
+
+
+def test_scale_goes_through_the_processes_of_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", "")
+    size = ["--in-flight", str(scale.BATCH), "--workers", "2", "--tokens", "32", "64"]
+    scale.main([*size, "--steps", "1", "--directory", str(tmp_path), "--profile"])
+    seen = capsys.readouterr()
+    rows = [line.split("|")[1:4] for line in seen.out.splitlines() if line.startswith(f"| {scale.BATCH} ")]
+    assert [[int(cell) for cell in row] for row in rows] == 2 * [[scale.BATCH, 2, 32], [scale.BATCH, 2, 64]]
+    assert "nan" not in seen.out
+    assert "---- worker-0" in seen.err and "segments.py" in seen.err, "a profile of agent loops"

@@ -1,7 +1,10 @@
-"""Runs that join a Ray cluster of four nodes, which was started from another directory."""
+"""Runs that join a Ray cluster of several nodes, which was started from another directory."""
 
+import contextlib
 import json
 import os
+import re
+import sqlite3
 import subprocess
 import sys
 import time
@@ -10,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.runs import finish, lines, start
+from async_rl.config import load_config
+from tests.e2e.runs import SMALL, begins_with, each, finish, lines, peek, start, tree_of, wait_for_step
+from tests.e2e.slow_task import TURNS
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = """
@@ -18,10 +23,17 @@ import sys
 from ray.cluster_utils import Cluster
 
 cluster = Cluster()
-for _ in range(4):
-    cluster.add_node(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False)
+
+
+def add(num_cpus, *, wait):
+    cluster.add_node(wait, num_cpus=int(num_cpus), object_store_memory=100 << 20, include_dashboard=False)
+
+
+for num_cpus in sys.argv[1:]:
+    add(num_cpus, wait=True)
 print(cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    add(line, wait=False)
 cluster.shutdown()
 """
 APART = ("cluster.strategy=STRICT_SPREAD", "cluster.start_timeout_s=60", "total_train_steps=2")
@@ -39,6 +51,7 @@ def environment(tmp_path_factory):
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # as in a cluster that a run starts
     }
 
 
@@ -50,11 +63,18 @@ def nodes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(environment, nodes):
-    """Address of the cluster."""
-    with (nodes / "log").open("w") as log:
+    """Address of a cluster of four nodes."""
+    with start_cluster(2, 2, 2, 2, environment=environment, directory=nodes) as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def start_cluster(*num_cpus, environment, directory):
+    """Cluster of nodes with so many CPUs each: (address, process). A number on a line for the process adds a node."""
+    with (directory / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER],
-            cwd=nodes,
+            [sys.executable, "-c", CLUSTER, *map(str, num_cpus)],
+            cwd=directory,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -63,8 +83,8 @@ def address(environment, nodes):
         )
     with process:
         address = process.stdout.readline().strip()
-        assert address, (nodes / "log").read_text()
-        yield address
+        assert address, (directory / "log").read_text()
+        yield address, process
         process.stdin.close()
 
 
@@ -124,3 +144,188 @@ def test_a_run_directory_that_other_nodes_do_not_see_is_refused(address, environ
     assert process.returncode == 1, output
     assert "output_dir" in output.splitlines()[-1], output
     assert not (tmp_path / tmp_path.name / "processes.json").exists()
+
+
+GATED = (
+    "task.factory=tests.e2e.slow_task:gated_task",
+    "checkpoint.every=100",
+    "staleness.max_staleness=2",
+    "rollout.groups_per_batch=2",
+    "rollout.limits.max_tokens=160",
+    "rollout.limits.max_new_tokens_per_turn=24",
+    "rollout.workers=2",
+    "engine.replicas=2",
+    "validation.prompts=0",
+    "sync.transport=disk",
+    "cluster.cpus_per_rank=4",
+    "cluster.cpus_per_replica=2",
+    "total_train_steps=6",
+)
+FREE_STEPS = 2  # train steps before groups wait for the gate
+
+
+def until(ready, process, *, what, timeout_s=300):
+    """Value of `ready()` as soon as it is true, while the run goes on."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := ready():
+            return found
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {timeout_s} s")
+
+
+def processes(run):
+    """Name -> process id of the parts of a run, also of those that died."""
+    return json.loads((run / "processes.json").read_text())
+
+
+def node_of(run, name):
+    """Raylet of a part of a run; None if its process died."""
+    try:
+        parents = psutil.Process(processes(run)[name]).parents()
+    except psutil.NoSuchProcess:
+        return None
+    return next((parent for parent in parents if parent.name() == "raylet"), None)
+
+
+def newest(run, kind):
+    """Name of the replica or worker that was started last."""
+    return max((name for name in processes(run) if name.startswith(kind)), key=lambda name: int(name.split("-")[1]))
+
+
+def kill_node(raylet):
+    """Kill all processes of a node at once."""
+    tree = [raylet, *raylet.children(recursive=True)]
+    each(tree, psutil.Process.kill)
+    deadline = time.monotonic() + 60
+    while not all(map(_gone, tree)):
+        assert time.monotonic() < deadline, tree
+        time.sleep(0.1)
+
+
+def _gone(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def stop(process):
+    """Kill a run that is still there."""
+    if process.poll() is None:
+        each(tree_of(process), psutil.Process.kill)
+        process.communicate()
+
+
+def stored_by(run, worker):
+    """Groups of which a worker of the first start has stored something."""
+    index = run / "journal" / "content" / f"rollout-{worker:04d}.sqlite"
+    with contextlib.closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as database:
+        return {group for (group,) in database.execute("SELECT DISTINCT group_id FROM records")}
+
+
+@pytest.mark.timeout(900)
+def test_a_run_outlives_the_nodes_of_a_replica_a_worker_and_the_trainer(environment, tmp_path):
+    run, warm, gate, nodes = (tmp_path / name for name in ("run", "warm", "gate", "nodes"))
+    gate.mkdir()
+    nodes.mkdir()
+    overrides = (*GATED, f"+task.options.gate={gate}", f"+task.options.first={2 * FREE_STEPS}")
+    config = load_config([*SMALL, *overrides, f"sync.directory={tmp_path}"])
+    on_its_node = {"RAY_max_direct_call_object_size": "1024"}  # content is larger, so that it stays there
+    environment = environment | on_its_node
+    with contextlib.ExitStack() as stack:
+        # room beside the driver for the queue or a worker, twice for a replica and one of these, and for the trainer
+        cpus = (1, 3, 3, 4)
+        address, cluster = stack.enter_context(start_cluster(*cpus, environment=environment, directory=nodes))
+        places = (f"cluster.address={address}", f"sync.directory={tmp_path / 'weights'}")
+        process = start(run, warm, *overrides, *places, cwd=tmp_path, env=environment)
+        stack.callback(stop, process)
+
+        def journal():
+            (checkpoint,) = (path.parent for path in warm.glob("*/config.json"))
+            return peek(run, tmp_path / "copy", config=config, checkpoint=checkpoint)
+
+        def says(text):
+            return until(lambda: re.search(text, _output(run)), process, what=text)
+
+        def add_node(num_cpus):
+            cluster.stdin.write(f"{num_cpus}\n")
+            cluster.stdin.flush()
+
+        # ---- a node with a replica and a worker, which has a finished group and others at the gate
+
+        wait_for_step(run, FREE_STEPS, process)
+        part = {name: node_of(run, name) for name in processes(run)}
+        replicas, busy = (part["replica-0"], part["replica-1"]), (part["queue"], part["trainer-0"])
+        worker = next(i for i in (0, 1) if part[f"worker-{i}"] in replicas and part[f"worker-{i}"] not in busy)
+        whole = config.rollout.trajectories_per_group * 24  # tokens of a turn of a group
+
+        def at_the_gate():
+            if (now := journal()) is None:
+                return None
+            restored, content = now
+            own = [admission for admission in restored.open if admission.group in stored_by(run, worker)]
+            full = [admission for admission in own if content[admission.group].num_tokens == whole * (TURNS - 1)]
+            return full[:2] if len(full) >= 2 else None
+
+        finished, moved = until(at_the_gate, process, what="two groups at the gate")
+        (gate / str(finished.prompt)).touch()
+        until(lambda: (now := journal()) and finished in now[0].ready, process, what="a finished group")
+        kill_node(part[f"worker-{worker}"])
+        _, held = until(journal, process, what="the journal")
+
+        (gate / str(moved.prompt)).touch()
+
+        def goes_on():
+            group = (journal() or (None, {}))[1].get(moved.group)
+            return group and group.num_tokens > held[moved.group].num_tokens and group
+
+        after, before = until(goes_on, process, what="a group that moved"), held[moved.group]
+        pairs = zip(after.trajectories, before.trajectories, strict=True)
+        assert all(begins_with(found, stored) for found, stored in pairs)
+        for prompt in range(2 * FREE_STEPS, 2 * FREE_STEPS + 4):  # of two batches, one of which has the finished group
+            (gate / str(prompt)).touch()
+        says(r"left the cluster; the run had there: replica slot \d, rollout worker slot \d")
+        says(r"no node has room for replica slot \d .*; its restart waits for one")
+        add_node(3)
+        says(r"replica replica-\d serves in place of replica-\d")
+        assert finished.prompt < 2 * FREE_STEPS + 4
+        says("on a node that died; trainer and queue start anew")
+
+        # ---- the node of the trainer
+
+        says("goes on after train step 0")  # with another trainer
+        wait_for_step(run, FREE_STEPS + 1, process)
+        until(lambda: node_of(run, newest(run, "worker")) not in (None, *part.values()), process, what="another worker")
+        assert node_of(run, newest(run, "worker")) == node_of(run, newest(run, "replica"))
+        kill_node(node_of(run, "trainer-0"))
+        (gate / "all").touch()
+        says("left the cluster; the run had there: trainer rank 0")
+        says("no node has room for trainer rank 0")
+        add_node(4)
+        output = finish(process)
+    assert process.returncode == 0, output
+    assert "done: 6 train steps" in output
+    assert output.count("trainer and queue start anew") == 2, output
+    lost = re.findall(r"rollout worker worker-\d is lost, [1-9]\d* groups continue at another", output)
+    assert len(lost) == 1, output
+    assert "did not start" not in output, output
+    steps = lines(run, "metrics.jsonl")
+    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    for s in steps:
+        assert s["ledger/error"] == 0
+        assert s["staleness/max"] <= 2
+        assert s["routing/missing_fraction"] == 0
+    *groups, total = lines(run, "ledger.jsonl")
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 12, 0)
+    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
+    trained = {g["group"]: g["tokens"] for g in groups if g["outcome"] == "trained"}
+    assert all(tokens >= held[g].num_tokens for g, tokens in trained.items() if g in held)
+    state = json.loads((run / "checkpoints/step-000006/run.json").read_text())["state"]
+    assert state["prompt_cursor"] == total["admitted"], "each prompt was admitted once"
+
+
+def _output(run):
+    """What the run has printed so far."""
+    return (run / "logs" / "driver.log").read_text()

@@ -1,6 +1,7 @@
-"""A full disk, a damaged journal and the journal of another run, through a real run."""
+"""A full disk, the journal of another run, and a damaged journal with its way out, through a real run."""
 
 import json
+import shutil
 import sqlite3
 
 import psutil
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.timeout(900)
 OVERRIDES = ("rollout.groups_per_batch=2", "validation.prompts=0", "checkpoint.every=3")
 
 
-def test_full_disk_and_damaged_journal_cost_no_group(tmp_path):
+def test_a_full_disk_costs_no_group_and_a_damaged_journal_those_in_flight(tmp_path):
     directory, warm_starts = tmp_path / "run", tmp_path / "warm_start"
     process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
     wait_for_step(directory, 2, process)
@@ -23,25 +24,41 @@ def test_full_disk_and_damaged_journal_cost_no_group(tmp_path):
     assert process.returncode == 1, output
     assert any("journal/content" in line and "room" in line for line in output.splitlines()[-4:]), output
     before = {line["group"]: line for line in lines(directory, "ledger.jsonl") if line.get("outcome") == "trained"}
-    last = len(lines(directory, "metrics.jsonl")) + 2
 
-    with sqlite3.connect(directory / "journal/events.sqlite") as journal:
-        journal.execute("UPDATE head SET checksum = checksum + 1 WHERE id = 1")
-    journal.close()
     process = start(directory, warm_starts, *OVERRIDES, "seed=1")
     output = finish(process)
     assert process.returncode == 2, output
     assert "seed 0" in output and "seed 1" in output, "both runs are named"
 
+    steps_before = len(lines(directory, "metrics.jsonl"))
+    process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={steps_before + 2}")
+    output = finish(process)
+    assert process.returncode == 0, output
+    check_records(directory, last=steps_before + 2, dropped=0)
+    after = {line["group"]: line.get("train_step") for line in lines(directory, "ledger.jsonl") if "group" in line}
+    assert {g: after[g] for g in before} == {g: line["train_step"] for g, line in before.items()}
+
+    with sqlite3.connect(directory / "journal/events.sqlite") as journal:
+        journal.execute("UPDATE state SET checksum = checksum + 1")
+    journal.close()
+    last = steps_before + 4
+    process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
+    output = finish(process)
+    assert process.returncode == 2, output
+    assert "events.sqlite is damaged" in " ".join(output.split()) and "remove the directory" in " ".join(output.split())
+    shutil.rmtree(directory / "journal")
+    in_flight = [line for line in lines(directory, "ledger.jsonl") if line["outcome"] == "open"]
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
     output = finish(process)
     assert process.returncode == 0, output
-    assert "row 1 of table head is damaged" in " ".join(output.split())
+    check_records(directory, last=last, dropped=len(in_flight))
+
+
+def check_records(directory, *, last, dropped):
+    """Each step and each group is there once."""
     steps = lines(directory, "metrics.jsonl")
     assert [s["train_step"] for s in steps] == list(range(1, last + 1))
     assert not any(s["ledger/error"] for s in steps)
     *groups, total = lines(directory, "ledger.jsonl")
-    assert (total["error"], total["trained"], total["dropped"]) == (0, 2 * last, 0)
+    assert (total["error"], total["trained"], total["dropped"]) == (0, 2 * last, dropped)
     assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
-    after = {line["group"]: line["train_step"] for line in groups}
-    assert {g: after[g] for g in before} == {g: line["train_step"] for g, line in before.items()}

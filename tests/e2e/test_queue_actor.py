@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from async_rl.actors import ClusterConfig, start_ray
-from async_rl.queue_handle import start_queue
+from async_rl.cluster.queue_handle import start_queue
+from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.rollout.contents import ContentPlace, read_content
-from message_queue.contract import QueueUnavailable
 from message_queue.disk_errors import JournalRunError
 from message_queue.heads import head_of
 from message_queue.recovery import JournalPlace
@@ -70,7 +70,7 @@ async def test_groups_outlive_their_rollout_worker_and_their_queue(tmp_path):
         assert head_of(stored.groups[head.group]) == head
         (found,) = stored.groups[head.group].trajectories
         assert np.array_equal(found.token_ids(), expected.token_ids())
-        assert np.array_equal(found.routed_experts(), expected.routed_experts())
+        assert np.array_equal(found.sequences()[-1].routed_experts, expected.sequences()[-1].routed_experts)
     again.kill()
 
 

@@ -122,7 +122,7 @@ def test_run_outlives_its_parts(tmp_path, warm_starts):
     process = start(tmp_path, warm_starts, *OVERRIDES, "rollout.workers=2", "total_train_steps=8")
     notes = (
         ("replica-0", r"replica replica-\d serves in place of replica-0"),
-        ("worker-1", r"rollout worker worker-1 is lost, [1-9]\d* groups go on at another"),
+        ("worker-1", r"rollout worker worker-1 is lost, [1-9]\d* groups continue at another"),
         ("trainer-0", "trainer rank 0: process died"),
         ("queue", "trainer and queue start anew from the last checkpoint and the journal"),
     )

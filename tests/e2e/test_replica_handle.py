@@ -1,22 +1,28 @@
-"""Handles and a replica's actor, over real Ray, with a fake engine behind: bulk, control, failures, two clients."""
+"""Handles and actors over real Ray: a replica with a fake engine behind, and a rollout worker that is blocked."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.loop import Message, Prompt
 from async_rl.actors import ClusterConfig, ReplicaHost, start_ray
 from async_rl.engines.replica import Replica
 from async_rl.handles import ReplicaAddress, ReplicaHandle
+from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout_workers import WorkerHandle
+from message_queue.contract import Admission
 from message_queue.tokens import StopReason
 from tests.fakes import FakeEngine, fake_weights
 
@@ -62,6 +68,27 @@ class Worker:
 
     async def generate(self, asked: GenerateRequest) -> int:
         return len((await self._replica.generate(asked))[0])
+
+
+class BlockedWorker:
+    """A rollout worker whose rollouts call a synchronous tool that does not return.
+
+    blocks: file that exists once they do.
+    """
+
+    def __init__(self, blocks: Path) -> None:
+        self._blocks = blocks
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def end(self) -> None:
+        return
+
+    @cast(Any, ray.method)(num_returns=2)
+    async def roll(self, *_of: Any, handout: int) -> None:
+        self._blocks.touch()
+        threading.Event().wait()
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +215,22 @@ async def test_a_replica_whose_log_cannot_be_opened_works_and_says_so(cluster: N
     with pytest.raises(ReplicaLostError) as raised:
         await replica.generate(request("two", tokens=100_000))
     assert str(log) in raised.value.__notes__[0] and "no log" in raised.value.__notes__[0]
+
+
+async def test_a_rollout_worker_whose_tool_never_returns_is_killed_at_a_stop(cluster: None, tmp_path: Path):
+    blocks = tmp_path / "blocks"
+    actor: Any = ray.remote(BlockedWorker).options(num_cpus=1).remote(blocks)
+    worker = WorkerHandle(actor, name="worker-0", timeout_s=300.0, stop_timeout_s=0.5)
+    process = psutil.Process(await worker.pid())
+    prompt = Prompt(index=0, messages=(Message(role="user", content="?"),))
+    admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
+    roll = asyncio.create_task(worker.roll(prompt, admission, handout=0))
+    async with asyncio.timeout(120):
+        while not blocks.exists():  # noqa: ASYNC110 - a blocked actor tells nothing
+            await asyncio.sleep(0.01)
+        with pytest.raises(WorkerLostError):
+            await worker.end()
+        await worker.close(timeout_s=60.0)
+        with pytest.raises(WorkerLostError):
+            await roll
+    process.wait(60)

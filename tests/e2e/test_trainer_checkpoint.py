@@ -83,10 +83,10 @@ def edit(path, **changes):
 
 
 DAMAGE = {
-    "a bit of the tensors": (lambda d: flip(d / "__0_0.distcp"), r"__0_0\.distcp is not what was written"),
-    "tensors cut off": (lambda d: cut(d / "__0_0.distcp"), r"__0_0\.distcp is not what was written"),
+    "a bit of the tensors": (lambda d: flip(d / "__0_0.distcp"), r"__0_0\.distcp has changed"),
+    "tensors cut off": (lambda d: cut(d / "__0_0.distcp"), r"__0_0\.distcp has changed"),
     "tensors gone": (lambda d: (d / "__0_0.distcp").unlink(), r"__0_0\.distcp cannot be read \(No such file"),
-    "a bit of the index": (lambda d: flip(d / ".metadata"), r"\.metadata is not what was written"),
+    "a bit of the index": (lambda d: flip(d / ".metadata"), r"\.metadata has changed"),
     "index gone": (lambda d: (d / "common.pt").unlink(), r"common\.pt cannot be read"),
     "manifest cut off": (lambda d: cut(d / "trainer.json"), r"trainer\.json is damaged"),
     "manifest gone": (lambda d: (d / "trainer.json").unlink(), r"has no readable trainer\.json"),

@@ -275,7 +275,7 @@ def process_group(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3", {"num_key_value_heads": 4}, r"q_proj.weight \[128, 128\], .* make .*linear_qkv.weight"),
+        ("qwen3", {"num_key_value_heads": 4}, r"q_proj.weight \[128, 128\].*linear_qkv.weight"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 48}, r"shared_expert.* shape \[96, 128\]"),
         ("deepseek_v3", {"kv_lora_rank": 44}, "linear_kv_down_proj.weight"),
     ],

@@ -35,7 +35,7 @@ class UnevenTurns:
             stop_token_ids=(),
             session=session,
             cache_salt=cache_salt,
-            timeout_s=self._limits.generate_timeout_s,
+            limits=self._limits,
         )
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
         if len(trajectory.turns) == 1:

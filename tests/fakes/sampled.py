@@ -9,6 +9,7 @@ import numpy as np
 
 from message_queue.tokens import Int32Array, RoutingSpec, WeightVersion
 from message_queue.trajectory import Trajectory
+from tests.dense import loss_mask, param_versions
 
 SPEC = RoutingSpec(layers=(1, 2, 4), num_experts=8, top_k=2)
 
@@ -42,7 +43,7 @@ def fake_kept(token: int, position: int) -> list[int]:
 
 def true_support(trajectory: Trajectory) -> list[list[int]]:
     """Kept sets that `trajectory` must hold at each position, from its tokens; empty where none was sampled."""
-    tokens, sampled = trajectory.token_ids().tolist(), trajectory.loss_mask().tolist()
+    tokens, sampled = trajectory.token_ids().tolist(), loss_mask(trajectory).tolist()
     return [fake_kept(token, at) if sampled[at] else [] for at, token in enumerate(tokens)]
 
 
@@ -53,7 +54,7 @@ def true_rows(trajectory: Trajectory) -> np.ndarray:
     """
     spec = trajectory.routing
     assert spec is not None
-    tokens, versions = trajectory.token_ids(), trajectory.param_versions()
+    tokens, versions = trajectory.token_ids(), param_versions(trajectory)
     rows = np.full((len(tokens), *spec.row_shape), -1, np.int16)
     for position in range(len(tokens) - 1):
         owners = versions[position + 1 :][versions[position + 1 :] >= 0]

@@ -107,9 +107,9 @@ class Life:
         put, take = harness.queue.put, harness.queue.take
 
         def watched(roll):
-            async def rolled(prompt, admission, *, held=()):
+            async def rolled(prompt, admission, *, held, handout):
                 self.rolled[admission.group] = (prompt.index, [len(t) for t in held], sum(t.num_sampled for t in held))
-                outcomes[admission.group] = await roll(prompt, admission, held=held)
+                outcomes[admission.group] = await roll(prompt, admission, held=held, handout=handout)
                 return outcomes[admission.group]
 
             return rolled

@@ -19,11 +19,12 @@ from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.tools import PauseGate
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
+from async_rl.cluster.queue_handle import QueueClient
+from async_rl.cluster.queue_host import QueueHost
 from async_rl.data.prompts import PromptSource
 from async_rl.observe.recorder import Recorder
 from async_rl.observe.trace import Trace
 from async_rl.pipeline import Pipeline, PipelineConfig
-from async_rl.queue_handle import QueueClient
 from async_rl.resume import failed_prompts
 from async_rl.rollout.conductor import Conductor, Free
 from async_rl.rollout.contents import ContentPlace, GroupContents, read_content
@@ -39,14 +40,13 @@ from async_rl.weights.probe import MismatchConfig, Probe
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
 from message_queue.queue import TrajectoryQueue
-from message_queue.recovery import JournalPlace, state_of_snapshot
-from message_queue.service import QueueHost
+from message_queue.recovery import JournalPlace, state_of_checkpoint
 from message_queue.staleness import StalenessConfig
 from tests.fakes import SPEC, FakeEngine, SeededScript, fake_weights
 
 STOP = 1
 VOCAB = 40
-LIMITS = TurnLimits(max_turns=1, max_tokens=60)
+LIMITS = TurnLimits(max_turns=1, max_tokens=60, generate_timeout_s=30)
 
 
 class DirectHandle:
@@ -163,8 +163,7 @@ class Loop:
             stop_token_ids=(STOP,),
             session=session,
             cache_salt=cache_salt,
-            timeout_s=30,
-            max_refused_answers=self._limits.max_refused_answers,
+            limits=self._limits,
         )
         head = np.array([2 + prompt.index % 30, 2 + zlib.crc32(session.encode()) % 30], np.int32)
         observe_prompt(trajectory, head, index=prompt.index, limits=LIMITS)
@@ -267,7 +266,8 @@ class Harness:
         self.contents = GroupContents()
         self._resume_routing = resume_routing
         if journal is None:
-            state = state_of_snapshot(start.queue, updates_per_batch=updates_per_batch)
+            place = JournalPlace(directory=directory, run="flow", checkpoint=start.queue)
+            state = state_of_checkpoint(place, updates_per_batch=updates_per_batch)
             self.queue = TrajectoryQueue(**options, state=state)
         else:
             self.host = QueueHost(**options)

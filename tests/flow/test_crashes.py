@@ -14,6 +14,7 @@ from message_queue.content import ContentWriter
 from message_queue.disk_errors import JournalFull, JournalSettingsError
 from message_queue.journal import EventStore
 from message_queue.progress import TrajectoryClosed
+from tests.dense import behaviour_logprobs, param_versions
 from tests.fakes import fake_logprob, true_rows
 from tests.flow.crashes import STEPS, Kill, Life
 from tests.flow.test_pipeline import check_ledger
@@ -61,13 +62,13 @@ def check_tokens(lives):
     groups = {group: found for life in lives for group, found in life.delivered.items()}
     trained = [g["group"] for g in lives[-1].harness.lines("ledger.jsonl") if g["outcome"] == "trained"]
     for trajectory in (t for group in trained for t in groups[group].trajectories):
-        tokens, versions = trajectory.token_ids(), trajectory.param_versions()
+        tokens, versions = trajectory.token_ids(), param_versions(trajectory)
         logprobs = [
             fake_logprob(int(token), at, int(version)) if version >= 0 else 0.0
             for at, (token, version) in enumerate(zip(tokens, versions, strict=True))
         ]
-        np.testing.assert_allclose(trajectory.behaviour_logprobs(), logprobs, rtol=1e-6)
-        assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+        np.testing.assert_allclose(behaviour_logprobs(trajectory), logprobs, rtol=1e-6)
+        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
     for life in lives:
         for request in (request for replica in life.harness.replicas for request in replica.requests):
             group, number = (int(part[1:]) for part in request.session.split("-"))

@@ -10,7 +10,9 @@ import pytest
 from agent_loop.loop import TurnLimits
 from async_rl.run import causes
 from async_rl.simulate.virtual_time import run_in_virtual_time
+from message_queue.heads import head_of
 from message_queue.trajectory import PromptGroup
+from tests.dense import behaviour_logprobs, loss_mask, param_versions
 from tests.fakes import fake_logprob, true_rows
 from tests.faults import FAULTS
 from tests.flow.harness import FakeTrainer, Harness
@@ -34,8 +36,8 @@ def record_groups(harness):
     groups = {}
 
     def recorded(roll):
-        async def rolled(prompt, admission, *, held=()):
-            group = await roll(prompt, admission, held=held)
+        async def rolled(prompt, admission, **options):
+            group = await roll(prompt, admission, **options)
             if isinstance(group, PromptGroup):
                 groups[group.group] = group
             return group
@@ -51,13 +53,13 @@ def check_trained(harness, groups):
     trained = [g["group"] for g in harness.lines("ledger.jsonl") if g["outcome"] == "trained"]
     assert trained
     for trajectory in (t for group in trained for t in groups[group].trajectories):
-        tokens, versions = trajectory.token_ids(), trajectory.param_versions()
+        tokens, versions = trajectory.token_ids(), param_versions(trajectory)
         logprobs = [
             fake_logprob(int(token), at, int(version)) if version >= 0 else 0.0
             for at, (token, version) in enumerate(zip(tokens, versions, strict=True))
         ]
-        np.testing.assert_allclose(trajectory.behaviour_logprobs(), logprobs, rtol=1e-6)
-        assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+        np.testing.assert_allclose(behaviour_logprobs(trajectory), logprobs, rtol=1e-6)
+        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
     return [t for group in trained for t in groups[group].trajectories]
 
 
@@ -124,11 +126,11 @@ async def go_back_to_older_weights(tmp_path):
     assert await harness.run()
     assert check_ledger(harness)["dropped"] == 0
     trained = check_trained(harness, groups)
-    versions = [t.param_versions()[t.loss_mask()] for t in trained]
+    versions = [param_versions(t)[loss_mask(t)] for t in trained]
     assert any((np.diff(v) < 0).any() for v in versions)
     assert all(s["staleness/max"] <= 2 for s in harness.lines("metrics.jsonl"))
     for group in groups.values():
-        assert min(group.tokens_per_version()) >= group.admitted_version
+        assert min(head_of(group).tokens_per_version()) >= group.admitted_version
 
 
 async def test_a_replica_that_hangs_is_found_by_the_next_publish_and_its_rollouts_go_on_elsewhere(tmp_path):
@@ -176,7 +178,7 @@ async def test_when_the_last_replica_dies_the_run_ends_and_names_them_all(tmp_pa
 
 
 async def test_an_engine_that_answers_nothing_else_costs_groups_with_their_reason_and_not_the_ledger(tmp_path):
-    limits = TurnLimits(max_turns=1, max_tokens=60, max_refused_answers=1)
+    limits = TurnLimits(max_turns=1, max_tokens=60, generate_timeout_s=30, max_refused_answers=1)
     bad = itertools.cycle([None] * 20 + [FAULTS["an expert twice"]] * 8)
     harness = Harness(
         tmp_path,

@@ -1,10 +1,13 @@
 """Lost replicas are started anew while the run goes on."""
 
+import asyncio
+
 import pytest
 
-from async_rl.rollout.supervisor import SupervisionConfig
+from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
 from async_rl.run import causes
-from tests.flow.harness import FakeTrainer, Harness
+from tests.flow.harness import FakeReplica, FakeTrainer, Harness
 from tests.flow.test_faulty_engines import check_trained, record_groups
 from tests.flow.test_pipeline import check_ledger
 
@@ -96,3 +99,31 @@ async def test_when_none_can_be_started_any_more_the_run_ends_and_names_them_all
 def test_config_names_what_is_wrong(field, value):
     with pytest.raises(ValueError, match=rf"supervision\.{field} is {value}"):
         SupervisionConfig(**{field: value})
+
+
+async def test_a_restart_of_a_replica_that_is_cut_off_is_counted_once():
+    lost, other = (FakeReplica([[1]], name=f"fake-{i}") for i in range(2))
+    fleet, notes, tries = ReplicaFleet([lost, other]), [], []
+
+    async def start(_lost, /, *, slot, name):
+        tries.append((slot, name))
+        if len(tries) == 1:
+            await asyncio.Event().wait()
+        return FakeReplica([[1]], name=name)
+
+    class Nowhere:
+        async def bring_up(self, replica, *, slot):
+            fleet.join(replica, slot=slot)
+
+    config = SupervisionConfig(max_restarts=1)
+    supervisor = Supervisor(fleet, Nowhere(), start=start, config=config, note=notes.append)
+    fleet.lose(fleet.live[0], reason="it died")
+    for count in (1, 2):
+        watch = asyncio.create_task(supervisor.watch(every_s=60, timeout_s=60))
+        async with asyncio.timeout(5):
+            while len(tries) < count or (count == 2 and not notes):  # noqa: ASYNC110 - other tasks do it
+                await asyncio.sleep(0)
+        watch.cancel()
+        await asyncio.wait({watch})
+    assert tries == [(0, "fake-2"), (0, "fake-3")]
+    assert notes == ["replica fake-3 serves in place of fake-0"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from agent_loop.segments import SegmentDecoder
 from agent_loop.tools import PauseGate, ToolRunner
 from async_rl.checkpoints import RunState
+from async_rl.cluster.rpc import BatchingClient
 from async_rl.observe.recorder import Recorder
 from async_rl.pipeline import Pipeline
 from async_rl.rollout.fleet import ReplicaFleet
@@ -15,13 +16,13 @@ from async_rl.weights.publisher import Publisher
 from message_queue.events import Loaded
 from message_queue.queue import TrajectoryQueue
 from message_queue.rows import HeldRows
-from message_queue.rpc import BatchingClient
 from message_queue.staleness import StalenessBudget
 from message_queue.state import QueueState
 from message_queue.support import SamplingSupport
 from message_queue.trajectory import Trajectory
 from tests.simulation.restart_mutations import RESTART_MUTATIONS
 from tests.simulation.staleness_mutations import STALENESS_MUTATIONS
+from tests.simulation.worker_mutations import WORKER_MUTATIONS
 
 
 @dataclass(frozen=True)
@@ -292,5 +293,6 @@ MUTATIONS = {
         (a_failed_validation_rollout_that_ends_the_run, ("failure",), "reward fails", "tool is broken", "gives up"),
         *RESTART_MUTATIONS,
         *STALENESS_MUTATIONS,
+        *WORKER_MUTATIONS,
     )
 }

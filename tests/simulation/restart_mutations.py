@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from async_rl import lives
@@ -69,8 +70,8 @@ def a_recovery_that_skips_a_ready_group(patch):
 def _patch_restarted(patch, *, edit=list, after=lambda state: None):
     whole = recovery._restarted
 
-    def restarted(header, groups, place, **of):
-        made = whole(header, edit(groups), place, **of)
+    def restarted(stored, place, **of):
+        made = whole(msgspec.structs.replace(stored, groups=tuple(edit(stored.groups))), place, **of)
         after(made[0])
         return made
 
@@ -109,7 +110,6 @@ def a_restart_that_trains_again_what_the_checkpoint_holds(patch):
         self.settled_step = max(self.settled_step, train_step)
 
     whole = recovery.recover
-    patch.setattr(recovery, "_end_by_checkpoint", lambda state, place: [])
 
     def recover(*args, **of):
         with pytest.MonkeyPatch.context() as within:

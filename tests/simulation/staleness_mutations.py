@@ -39,7 +39,7 @@ def a_recycled_prompt_that_new_ones_overtake(patch):
 
 
 def a_prompt_that_is_recycled_for_ever(patch):
-    patch.setattr(RecyclePolicy, "admits_again", lambda self, times: True)
+    patch.setattr(RecyclePolicy, "end_of_expired", lambda self, reason, *, times: (f"recycled: {reason}", True))
 
 
 def a_checkpoint_that_forgets_prompts_that_wait_to_be_admitted_again(patch):

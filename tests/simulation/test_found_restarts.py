@@ -7,19 +7,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.handles import TrainerLostError
 from async_rl.lives import _lost_part
 from async_rl.observe.rewind import rewind
 from async_rl.rollout.recorded import RolloutLogError, StoredRolloutLog
 from async_rl.rollout.rollouter import Rollouter
-from message_queue.contract import Admission, QueueSnapshot, QueueUnavailable
+from message_queue.contract import Admission, QueueSnapshot
 from message_queue.disk_errors import JournalFull
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
-from message_queue.journal import StoredEvents
+from message_queue.journal import JournalBase, StoredEvents
 from message_queue.policies import build_policy
 from message_queue.recovery import JournalPlace, recover
 from message_queue.staleness import StalenessConfig
-from message_queue.state import GroupState, StateHeader
+from message_queue.state import GroupState, StoredState
 from message_queue.tokens import StopReason
 from tests.fakes import SPEC
 
@@ -52,9 +53,9 @@ async def test_a_rollout_that_cannot_be_written_down_is_no_failed_rollout():
 
 
 def recovered(*groups, batch_groups, published, policy="wait", next_update=0):
-    header = StateHeader(next_group=len(groups), train_step=1, versions={0: 0, **published})
+    state = StoredState(next_group=len(groups), train_step=1, versions={0: 0, **published}, groups=groups)
     policy = build_policy(StalenessConfig(max_staleness=3, policy=policy), batch_groups=batch_groups)
-    stored = StoredEvents(empty=False, header=header, groups=groups)
+    stored = StoredEvents(JournalBase(run="run", settings={}, next_seq=0, state=state), events=())
     snapshot = QueueSnapshot(next_group=len(groups), next_update=next_update)
     place = JournalPlace(directory=Path("journal"), run="run", checkpoint=snapshot, train_step=min(next_update, 1))
     return recover(stored, place, policy=policy)[1]
@@ -74,7 +75,7 @@ def finished(*, version, **of):
     )
     head = GroupHead(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=(trajectory,))
     admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
-    return GroupState(admission=admission, head=head, tokens=2, newest_version=version, **of)
+    return GroupState(admission=admission, head=head, **of)
 
 
 def test_weights_that_are_not_made_again_have_a_version_of_their_own():
@@ -82,11 +83,6 @@ def test_weights_that_are_not_made_again_have_a_version_of_their_own():
     for size, diverged in ((1, False), (2, True)):  # batches of another size are not those that were trained
         restored = recovered(trained, batch_groups=size, published={1: 1})
         assert (restored.version, restored.diverged, restored.replay) == (1, diverged, 1 - diverged)
-
-
-def test_a_version_of_which_only_tokens_are_left_is_not_used_again():
-    restored = recovered(finished(version=4, life="ready"), batch_groups=1, published={})
-    assert restored.version == 4 and restored.version_updates[4] == 0 and restored.diverged
 
 
 @pytest.mark.parametrize("policy", ["drop", "recycle"])

@@ -56,7 +56,7 @@ class Drive:
         if group is not None:
             versions = (self.admissions[group].admitted_version, (await self.queue.snapshot()).version)
             result = await self.queue.put(head_for(self.admissions[group], versions=versions))
-            self.groups[group] = "ready" if result.accepted else "dropped"
+            self.groups[group] = "ready" if result is None else "dropped"
 
     async def drop(self):
         group = self.pick("open")

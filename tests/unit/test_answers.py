@@ -13,6 +13,7 @@ from agent_loop.engine import AnswerError, GenerateRequest, SamplingConfig
 from agent_loop.loop import RolloutError
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import Trajectory
+from tests.dense import loss_mask, param_versions
 from tests.fakes import FakeEngine, Interruption, true_rows, true_support
 from tests.faults import FAULTS
 from tests.unit.groups import sets_of
@@ -49,7 +50,7 @@ async def test_a_bad_answer_is_not_used_and_the_request_is_made_again_under_anot
     assert (first.rows_held, first.max_new_tokens) == (second.rows_held, second.max_new_tokens)
     assert (decoder.num_refused, decoder.num_aborts, reason) == (1, 0, StopReason.LENGTH)
     assert trajectory.token_ids().tolist() == await plain_tokens()
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -60,14 +61,14 @@ async def test_segments_before_the_bad_one_are_kept_where_an_engine_has_no_edge(
     kept = len(engine.requests[1].token_ids) - len(PROMPT)
     assert kept == (0 if name in CANNOT_BE_BUILT else 3)
     assert trajectory.token_ids().tolist() == await plain_tokens()
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_an_answer_of_several_segments_that_an_edge_refuses_is_not_used_at_all():
     engine = scripted(LONG, interruptions=HOLDS, faults=[FAULTS["a row too few"]])
     trajectory, _, _ = await decoded(engine, budget=BUDGET)
     assert [len(r.token_ids) for r in engine.requests] == [len(PROMPT)] * 2
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_too_many_bad_answers_in_a_row_end_the_rollout_with_the_last_reason():
@@ -126,7 +127,7 @@ def test_any_schedule_of_faults_aborts_and_updates_in_flight_gives_the_uninterru
     plain, plain_reason, (broken, reason, _), engine = asyncio.run(both())
     assert (broken.token_ids().tolist(), reason) == (plain.token_ids().tolist(), plain_reason)
     assert broken.num_rows == len(broken) - 1
-    assert broken.routed_experts().tolist() == true_rows(broken).tolist()
+    assert broken.sequences()[-1].routed_experts.tolist() == true_rows(broken).tolist()
     assert len({r.request_id for r in engine.requests}) == len(engine.requests)
     for request in engine.requests:
         assert len(request.token_ids) - len(PROMPT) + request.max_new_tokens == 20
@@ -190,7 +191,7 @@ async def test_resumed_at_every_position_each_mode_asks_for_its_rows(position, g
     trajectory, _, _ = await decoded(engine, budget=8, resume_routing=resume_routing)
     assert trajectory.token_ids().tolist() == await plain_tokens(budget=8)
     assert (trajectory.num_rows, trajectory.num_sampled) == (len(trajectory) - 1, 8)
-    versions = trajectory.param_versions()[trajectory.loss_mask()].tolist()
+    versions = param_versions(trajectory)[loss_mask(trajectory)].tolist()
     assert versions == [0] * position + [1] * (8 - position)
     resumed = engine.requests[1:]
     assert len(resumed) == (0 if goes_on else 1)
@@ -201,11 +202,11 @@ async def test_resumed_at_every_position_each_mode_asks_for_its_rows(position, g
         assert (forced is not None) == (resume_routing == "force" and position > 0)
         if forced is not None:
             assert (forced.first_position, forced.end_position) == (0, held)
-            assert forced.experts.tolist() == trajectory.routed_experts()[:held].tolist()
+            assert forced.experts.tolist() == trajectory.sequences()[-1].routed_experts[:held].tolist()
     if resume_routing in ("append", "force") or goes_on:
-        assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
     if resume_routing == "replace" and not goes_on:
-        assert set(trajectory.row_versions()[:-1].tolist()) == {1}
+        assert set(trajectory.sequences()[-1].row_versions[:-1].tolist()) == {1}
     if resume_routing == "split":
         assert len(trajectory.sequences()) == (2 if resumed and position else 1)
 
@@ -264,7 +265,7 @@ async def test_rows_of_a_wrong_extent_are_refused_before_a_stop_string_cuts_them
     trajectory, reason, decoder = await decoded(engine, budget=BUDGET, find_stop=find(stop))
     assert (decoder.num_refused, reason) == (1, StopReason.STOP)
     assert len(engine.requests[1].token_ids) - len(PROMPT) == 3, "the segment before is kept"
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 @pytest.mark.parametrize("count", range(1, 10))
@@ -276,7 +277,7 @@ async def test_a_cut_answer_is_what_an_engine_returns_that_stopped_there(count):
         trajectory.extend(segment)
     assert (trajectory.num_sampled, cut[-1].stop_reason) == (count, StopReason.STOP)
     assert [len(s) for s in cut] == [n for n in (min(count, 3), min(count - 3, 2), count - 5) if n > 0]
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 @settings(deadline=None, max_examples=40)
@@ -292,14 +293,14 @@ def test_aborts_and_stop_strings_leave_each_kept_set_at_its_token(count, interru
 
     trajectory, _, _ = asyncio.run(run())
     assert trajectory.num_sampled <= count
-    assert sets_of(trajectory.support()) == true_support(trajectory)
+    assert sets_of(trajectory.sequences()[-1].support) == true_support(trajectory)
 
 
 async def test_an_answer_without_the_kept_tokens_is_refused():
     engine = scripted(LONG, faults=[without_support])
     trajectory, _, decoder = await decoded(engine, budget=BUDGET, sampling=SamplingConfig(top_k=3))
     assert decoder.num_refused == 1
-    assert sets_of(trajectory.support()) == true_support(trajectory)
+    assert sets_of(trajectory.sequences()[-1].support) == true_support(trajectory)
 
 
 @settings(deadline=None, max_examples=40)
@@ -321,7 +322,7 @@ def test_a_turn_ends_with_the_token_in_which_its_stop_string_ends_whatever_inter
     expected = sampled[: find(*wanted)(np.asarray(sampled))]
     assert trajectory.token_ids()[len(PROMPT) :].tolist() == expected
     assert trajectory.num_rows == len(trajectory) - 1
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_a_stop_string_that_never_comes_costs_no_token_and_nothing_is_decoded_far_past_one_that_does():
@@ -335,4 +336,4 @@ async def test_a_stop_string_that_never_comes_costs_no_token_and_nothing_is_deco
     found = FakeEngine(script)
     trajectory, reason, _ = await decoded(found, budget=300, find_stop=find(7))
     assert (reason, trajectory.num_sampled, found.num_tokens) == (StopReason.STOP, 101, 128)
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()

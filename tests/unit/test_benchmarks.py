@@ -7,7 +7,9 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import Message, Prompt, TurnLimits
+from agent_loop.segments import SegmentDecoder
 from async_rl.batch.training_batch import supervised_batch
+from async_rl.cluster.queue_host import QueueHost
 from async_rl.engines.sglang_config import PLUGIN_PATH
+from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.weights.probe import MismatchConfig
+from async_rl.weights.transport import WeightUpdate
 from benchmarks import (
     load_checks,
     load_checks_sglang,
@@ -26,14 +34,19 @@ from benchmarks import (
     queue_ways,
     rollout_throughput,
     routing_mismatch,
+    scale,
+    scale_processes,
+    simulated_scale,
 )
-from benchmarks.rollout_throughput import Load, Rates, cpu_table, draw_budgets, rates_table, take_turns
+from benchmarks.rollout_throughput import GROUP, Load, Rates, cpu_table, draw_budgets, rates_table, take_turns
 from benchmarks.routing_mismatch import CHANGES, Stop, by_change, changed_rows, classify, ratio, summary
 from benchmarks.support import Interval, Mismatch, bootstrap, find_warm_start, markdown_table, save_calculator
 from benchmarks.train_steps import Taken, paired_ratio, time_in_turns, with_support
 from message_queue.contract import Admission
+from message_queue.policies import WaitPolicy
 from message_queue.recovery import JournalPlace
-from message_queue.service import QueueHost
+from message_queue.tokens import RoutingSpec, StopReason, WeightVersion
+from message_queue.trajectory import Trajectory
 from tests.flow.harness import DirectHandle
 
 ROOT = Path(__file__).parents[2]
@@ -154,8 +167,57 @@ async def test_a_load_keeps_to_its_concurrency():
         running -= 1
         return 2
 
-    assert await Load(budgets=(2,) * 9, concurrency=4).each(work) == 18
+    load = Load(budgets=(2,) * 9 * GROUP, concurrency=4 * GROUP)
+    assert await load.each(work) == 18
     assert most == 4
+    most = 0
+    assert await load.each_request(work) == 18 * GROUP
+    assert most == 4 * GROUP
+
+
+async def test_each_rollout_of_a_burst_has_the_budget_of_its_request():
+    class Recorded:
+        def __init__(self, budget):
+            self.budget, self.sessions = budget, []
+
+        async def run(self, _prompt, *, trajectory, session, cache_salt):
+            self.sessions.append(session)
+
+    budgets = tuple(range(2 * GROUP))
+    loops = {budget: Recorded(budget) for budget in budgets}
+    loop = rollout_throughput.BudgetLoop(loops, load=Load(budgets=budgets, concurrency=GROUP))
+    prompt = Prompt(index=1, messages=(Message(role="user", content="?"),))
+    for number in range(GROUP):
+        await loop.run(prompt, trajectory=None, session=f"g17-t{number}", cache_salt="")
+    assert [loops[GROUP + i].sessions for i in range(GROUP)] == [[f"g17-t{i}"] for i in range(GROUP)]
+
+
+async def test_bursts_of_the_rollout_path_have_groups_and_a_version_of_their_own():
+    class Rolls:
+        admissions, forgotten = [], []
+
+        async def roll(self, _prompt, admission):
+            self.admissions.append(admission)
+            head = DroppedGroup(group=admission.group, reason="no", segments=0, lengths=())
+            return (head, None) if len(self.admissions) > 4 else (queue_groups.head_of(admission), None)
+
+        async def forget(self, groups):
+            self.forgotten += groups
+
+    prompts = [Prompt(index=i, messages=(Message(role="user", content="?"),)) for i in range(2)]
+    way = rollout_throughput.rollout_way(
+        Rolls(), prompts=prompts, load=Load(budgets=(2,) * 2 * GROUP, concurrency=GROUP)
+    )
+    assert [await way("a"), await way("b")] == [2 * queue_groups.TOKENS] * 2
+    assert [(a.group, a.prompt, a.admitted_version) for a in Rolls.admissions] == [
+        (0, 0, 0),
+        (1, 1, 0),
+        (2, 0, 1),
+        (3, 1, 1),
+    ]
+    assert Rolls.forgotten == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="group 4 was dropped: no"):
+        await way("c")
 
 
 async def test_ways_take_turns_in_changing_order_after_a_round_that_does_not_count():
@@ -218,6 +280,11 @@ def test_the_newest_finished_warm_start_is_found(tmp_path: Path):
         (load_checks.parse, ["--publishes", "1"], "--publishes is 1; intervals need at least 2"),
         (rollout_throughput.parse, ["--tokens", "0"], "--tokens is 0; must be >= 1"),
         (rollout_throughput.parse, ["--spread", "1"], "--spread is 1.0; must be in"),
+        (rollout_throughput.parse, ["--requests", "12"], "--requests is 12; must be a multiple of 8"),
+        (scale.parse, ["--in-flight", "1000"], "--in-flight is 1000; must be a multiple of 1024"),
+        (scale.parse, ["--workers", "0"], "--workers is 0; must be >= 1"),
+        (simulated_scale.parse, ["--trajectories", "123"], "--trajectories is 123; must be a multiple of"),
+        (simulated_scale.parse, ["--worker-deaths", "32"], "--worker-deaths is 32; must be less than --workers"),
     ],
 )
 def test_bad_arguments_are_refused_with_the_value(parse, arguments, message, capsys):
@@ -341,3 +408,105 @@ def test_every_script_finds_its_imports_when_it_is_run_by_its_path(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", IMPORT_EACH, *map(str, scripts)]
     made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr[-2000:]
+
+
+async def test_a_lag_meter_counts_each_time_that_a_late_task_missed():
+    meter = scale_processes.LagMeter()
+    await asyncio.sleep(0)
+    begun = time.monotonic()
+    while time.monotonic() < begun + 20 * scale_processes.TICK_S:
+        pass  # as code that keeps the event loop
+    await asyncio.sleep(2 * scale_processes.TICK_S)
+    samples = meter.take()
+    meter._task.cancel()
+    blocked = samples[(begun <= samples[:, 0]) & (samples[:, 0] < begun + 20 * scale_processes.TICK_S)]
+    assert len(blocked) >= 19
+    ends = blocked[:, 0] + blocked[:, 1]
+    assert np.ptp(ends) < 1e-6, "all were late by the same run"
+    assert (blocked[:, 2] <= blocked[:, 1]).all() and blocked[0, 2] > 0
+    assert not len(meter.take())
+
+
+def test_the_percentile_of_a_lag_is_of_what_was_due_in_the_windows():
+    samples = np.array([[t, t / 1e3, 0.0] for t in range(1000)])
+    assert scale_processes.percentile(samples, [(0, 100), (200, 300)], column=1) == pytest.approx(298, abs=2)
+    assert np.isnan(scale_processes.percentile(samples, [(5000, 6000)], column=1))
+
+
+async def test_a_scripted_replica_ends_released_groups_and_gives_aborted_ones_a_part():
+    routing = RoutingSpec(layers=(0, 1), num_experts=8, top_k=2)
+    replica = scale_processes.ScriptedReplica("r", routing=routing, stop_token=2, vocab_size=117, max_tokens=80)
+    replica.begin(tokens=64)
+    trajectories = [Trajectory(routing=routing) for _ in range(2)]
+    limits = TurnLimits(max_turns=1, max_tokens=80)
+    decodes = []
+    for group, trajectory in enumerate(trajectories):
+        trajectory.observe(np.arange(14, dtype=np.int32) + 50)
+        decoder = SegmentDecoder(
+            replica,
+            sampling=SamplingConfig(),
+            stop_token_ids=(2,),
+            session=f"g{group}-t0",
+            cache_salt="",
+            limits=limits,
+        )
+        decodes.append(asyncio.create_task(decoder.decode(trajectory, max_new_tokens=limits.turn_budget(14))))
+    while (await replica.stats()).in_flight < 2:  # noqa: ASYNC110 - of the gate
+        await asyncio.sleep(0)
+    await replica.pause()
+    assert await replica.abort() == 2
+    await replica.load(WeightUpdate(path=Path("x"), weights=WeightVersion(1, "0")))
+    await replica.resume()
+    replica.release(1)
+    assert await asyncio.wait_for(decodes[0], 30) is StopReason.STOP
+    assert not decodes[1].done()
+    replica.release(2)
+    await asyncio.wait_for(decodes[1], 30)
+    for trajectory in trajectories:
+        assert len(trajectory) == scale_processes.PROMPT_TOKENS + 64
+        assert [segment.weights.version for segment in trajectory.segments] == [0, 1]
+        assert trajectory.num_rows == len(trajectory) - 1
+
+
+def test_the_tables_of_scale_compare_tokens_and_name_missed_bounds():
+    sizes = [scale.Size(in_flight=1024, workers=1, tokens=tokens) for tokens in (64, 2048)]
+    late = np.array([[1.0, 0.002, 0.001], [1.5, 0.08, 0.01]])
+    found = [
+        scale.Seen(
+            cpu_s=[0.1, cpu, 9.0],
+            windows=[(0.0, 2.0)],
+            rss_bytes=100_000_000,
+            lags={"driver": late[:1], "worker-0": lags, "idle": late[:1]},
+        )
+        for cpu, lags in ((0.2, late[:1]), (0.3, late))
+    ]
+    short, long = scale.driver_table(sizes, found).splitlines()[2:]
+    assert [cell.strip() for cell in long.split("|")[4:9]] == ["300", "1.50", "100", "1.00", "<= 1.2 missed"]
+    assert short.split("|")[8].strip() == ""
+    met, missed = scale.lag_table(sizes, found).splitlines()[2:]
+    assert "< 50 met" in met and "< 50 missed" in missed
+    assert "79 (10)" in missed
+
+
+@pytest.mark.parametrize("deaths", [(1, 1), (3, 0)])
+def test_the_simulated_scale_keeps_every_invariant_through_deaths(deaths):
+    scenario = simulated_scale.scenario_of(
+        replicas=4, workers=2, trajectories=800, steps=4, replica_deaths=deaths[0], worker_deaths=deaths[1], seed=0
+    )
+    result = simulated_scale.run(scenario)
+    assert result.broken is None
+    assert result.deaths.total() == sum(deaths)
+    assert (result.steps, result.ledger["error"]) == (4, 0)
+    assert 0 <= result.staleness <= scenario.max_staleness
+    assert "kept" in simulated_scale.table(scenario, result)
+    assert {"driver", "worker"} <= result.cpu_s.keys()
+
+
+def test_the_simulated_scale_fails_if_an_invariant_is_broken_or_a_death_did_not_happen(monkeypatch):
+    few = {"replicas": 4, "workers": 2, "trajectories": 200, "steps": 2, "worker_deaths": 0, "seed": 0}
+    whole = simulated_scale.scenario_of(**few, replica_deaths=1)
+    late = replace(whole, faults=tuple(replace(fault, at=1 << 30) for fault in whole.faults))
+    assert simulated_scale.run(late).broken == "0 of 1 deaths happened; the run was too short"
+    monkeypatch.setattr(WaitPolicy, "batch_ready", lambda *_args, **_kwargs: False)
+    broken = simulated_scale.run(whole).broken
+    assert broken is not None and broken.startswith("progress")

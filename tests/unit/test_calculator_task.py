@@ -19,6 +19,7 @@ from recipes.calculator.problems import Problem, ProblemConfig, draw_problem, ma
 from recipes.calculator.reward import ExactAnswer
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat, calculator_task
 from recipes.calculator.tokenizer import END_OF_TURN, VOCABULARY, build_tokenizer
+from tests.dense import loss_mask
 from tests.fakes import SPEC, FakeEngine, TurnScript
 
 TOKENIZER = build_tokenizer()
@@ -251,7 +252,7 @@ def test_a_demonstration_is_token_for_token_what_the_loop_would_record(problem, 
     turns = [turn for turn, _ in writer.turns(problem, random.Random(seed))]
     trajectory = asyncio.run(rolled(problem, turns))
     assert ids.tolist() == trajectory.token_ids().tolist()
-    assert mask.tolist() == trajectory.loss_mask().tolist()
+    assert mask.tolist() == loss_mask(trajectory).tolist()
     assert (ids.dtype, mask.dtype) == (np.int32, np.bool_)
     if not noisy:
         assert trajectory.reward == 1.0

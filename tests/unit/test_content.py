@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from message_queue import content
 from message_queue.content import ContentWriter
+from message_queue.content_format import FORMAT
 from message_queue.content_reader import read_groups, remove_settled
 from message_queue.disk_errors import (
     JournalBusy,
@@ -30,6 +32,7 @@ from message_queue.disk_errors import (
 from message_queue.progress import CallBegun, RolloutRecord, Sampled
 from message_queue.tokens import ContractError, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
+from tests.dense import behaviour_logprobs, param_versions
 from tests.stored import RUN, admission, read, records_of, stored
 from tests.unit.groups import SPEC, routed, segment, sets_of, support_of, trajectory
 
@@ -82,15 +85,12 @@ def same_trajectory(a: Trajectory, b: Trajectory):
             assert getattr(one, name) == getattr(other, name)
         assert one.token_ids.dtype == other.token_ids.dtype
         assert sets_of(one.support) == sets_of(other.support)
-    for name in ("token_ids", "loss_mask", "behaviour_logprobs", "param_versions", "row_versions", "routed_experts"):
-        one, other = getattr(a, name)(), getattr(b, name)()
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert one.dtype == other.dtype
-            assert one.tobytes() == other.tobytes()
+    for array in (Trajectory.token_ids, param_versions, behaviour_logprobs):
+        one, other = array(a), array(b)
+        assert one.dtype == other.dtype and np.array_equal(one, other)
     for name in ("reward", "stop_reason", "info", "num_rows", "num_unavailable_rows", "routing", "closed"):
         assert getattr(a, name) == getattr(b, name)
-    assert (a.resume_routing, a.sequence_starts) == (b.resume_routing, b.sequence_starts)
+    assert a.resume_routing == b.resume_routing
     for one, other in zip(a.sequences(), b.sequences(), strict=True):
         assert one.loss_mask.tolist() == other.loss_mask.tolist()
         assert one.row_versions.tolist() == other.row_versions.tolist()
@@ -115,8 +115,22 @@ def several(*, segments=4):
     return trajectory(*(segment(3, version=v) for v in range(segments)), prompt=2)
 
 
+def rebuilt(records):
+    """The trajectory to which records were appended."""
+    made = Trajectory(routing=None)
+    for record in records:
+        match record.what:
+            case Sampled():
+                made.extend(record.what.segment)
+            case np.ndarray():
+                made.observe(record.what)
+            case end:
+                made.close(stop_reason=end.stop_reason, reward=end.reward, info=dict(end.info))
+    return made
+
+
 def call(at, text="deploy"):
-    return RolloutRecord(group=0, trajectory=0, at=at, what=CallBegun(text))
+    return RolloutRecord(group=0, trajectory=0, handout=0, at=at, what=CallBegun(text))
 
 
 def files(directory):
@@ -197,8 +211,8 @@ async def test_content_can_be_read_while_its_writer_is_open(tmp_path):
 
 
 async def test_content_names_a_call_that_nothing_follows(tmp_path):
-    first, *rest = records_of(several())
-    await write(tmp_path, [first, call(2)], "a")
+    first, *rest = records_of(several(), handout=1)
+    await write(tmp_path, [replace(first, handout=0), call(2)], "a")
     found = read(tmp_path, 0)
     assert found.groups[0].trajectories[0].unsure_call == "deploy"
     await write(tmp_path, rest, "b")
@@ -218,8 +232,8 @@ def test_content_of_a_moved_group_is_that_of_all_its_writers(tmp_path_factory, d
 
     async def run():
         writers = {name: await open_writer(folder, name) for name in "abc"}
-        for owner, record in zip(owners, records, strict=True):
-            await writers[owner].append([record])
+        for handout, (owner, record) in enumerate(zip(owners, records, strict=True)):
+            await writers[owner].append([replace(record, handout=handout)])
         for writer in writers.values():
             await writer.close()
 
@@ -245,10 +259,38 @@ async def test_content_after_damage_is_that_of_the_writer_that_continued(tmp_pat
     for version in (7, 8):
         held.extend(segment(3, version=version))
     held.close(stop_reason=StopReason.STOP, reward=2.0)
-    await write(tmp_path, records_of(held)[2:], "b")
+    await write(tmp_path, records_of(held, handout=1)[2:], "b")
     for content_of_a in (bytes(broken), intact):
         data.write_bytes(content_of_a)
         same_trajectory(held, read(tmp_path, 0).groups[0].trajectories[0])
+
+
+@pytest.mark.parametrize("late_by", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_read", [1, 2, 3, 4, 5])
+async def test_content_of_an_old_handout_replaces_nothing_of_a_new_one(tmp_path, num_read, late_by):
+    of_zombie = records_of(several())
+    new = rebuilt(of_zombie[:num_read])
+    new.extend(segment(2, version=7))
+    new.extend(segment(2, version=8))
+    new.close(stop_reason=StopReason.STOP, reward=2.0)
+    of_zombie.insert(num_read, call(of_zombie[num_read].at))
+    zombie, successor = await open_writer(tmp_path, "z"), await open_writer(tmp_path, "a")
+    await zombie.append(of_zombie[:num_read])
+    of_successor = records_of(new, handout=1)[num_read:]
+    await successor.append(of_successor[:late_by])
+    for record in of_zombie[num_read:]:
+        await zombie.append([record])
+        found = read(tmp_path, 0).groups[0].trajectories[0]
+        if late_by:
+            expected = rebuilt([*of_zombie[:num_read], *of_successor[:late_by]])
+            same_trajectory(expected, found)
+            assert found.unsure_call is None
+    await successor.append(of_successor[late_by:])
+    await zombie.close()
+    await successor.close()
+    found = read(tmp_path, 0)
+    assert found.notes == []
+    same_trajectory(new, found.groups[0].trajectories[0])
 
 
 # ---- kills and damage
@@ -312,16 +354,7 @@ def test_content_of_a_cut_file_is_a_prefix(tmp_path):
 
 def is_prefix(part, whole):
     """Whether the records of one trajectory are the first of another's."""
-    made = Trajectory(routing=whole.routing, resume_routing=whole.resume_routing)
-    for record in records_of(whole)[: len(records_of(part))]:
-        match record.what:
-            case Sampled():
-                made.extend(record.what.segment)
-            case np.ndarray():
-                made.observe(record.what)
-            case end:
-                made.close(stop_reason=end.stop_reason, reward=end.reward, info=dict(end.info))
-    same_trajectory(made, part)
+    same_trajectory(rebuilt(records_of(whole)[: len(records_of(part))]), part)
     return True
 
 
@@ -387,15 +420,16 @@ async def test_content_of_a_missing_file_is_noted(tmp_path):
     assert "a-000001.data" in found.notes[0]
 
 
-async def test_content_of_a_foreign_or_newer_index_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("version", [1, FORMAT + 1])
+async def test_content_of_a_foreign_older_or_newer_index_is_refused_by_name(tmp_path, version):
     await write(tmp_path, records_of(several()))
     with sqlite3.connect(tmp_path / "a.sqlite") as index:
-        index.execute("PRAGMA user_version=2")
+        index.execute(f"PRAGMA user_version={version}")
     for refused in (lambda: read(tmp_path, 0), lambda: remove_settled(tmp_path, {0}, keep=())):
         with pytest.raises(JournalFormatError, match=r"a\.sqlite"):
             refused()
     with sqlite3.connect(tmp_path / "a.sqlite") as index:
-        index.execute("PRAGMA user_version=1")
+        index.execute(f"PRAGMA user_version={FORMAT}")
         index.execute("PRAGMA application_id=7")
     with pytest.raises(JournalFormatError, match=r"a\.sqlite"):
         read(tmp_path, 0)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from agent_loop.tools import PauseGate
+from async_rl.cluster.queue_handle import QueueClient
+from async_rl.cluster.queue_host import QueueHost
 from async_rl.config import load_config
 from async_rl.lives import Lives
-from async_rl.queue_handle import QueueClient
 from async_rl.resume import Resume
 from async_rl.rollout.contents import ContentPlace, GroupContents, fetched, read_content
 from async_rl.rollout.dispatcher import Dispatcher
@@ -21,7 +22,6 @@ from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.recovery import Restored
 from message_queue.sequence import content_of
-from message_queue.service import QueueHost
 from tests.fakes import FakeEngine, SeededScript
 from tests.flow.harness import DirectHandle
 from tests.stored import records_of

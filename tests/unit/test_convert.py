@@ -58,5 +58,5 @@ def test_a_tensor_or_a_file_that_is_absent_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
         _Reader(tmp_path)
     of = reader(tmp_path, {"w": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match=r"no tensor e\.experts\.0\.up_proj\.weight; config\.json asks for it"):
+    with pytest.raises(CheckpointError, match=r"no tensor e\.experts\.0\.up_proj\.weight"):
         of.read("e.experts.0.up_proj.weight", weight=Weight(0), split=None)

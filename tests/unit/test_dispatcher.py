@@ -1,4 +1,4 @@
-"""Groups on several rollout workers: who gets which, and what becomes of those of a worker that dies."""
+"""Groups on several rollout workers: which worker gets which, and what happens to those of a worker that dies."""
 
 import asyncio
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from async_rl.rollout.contents import ContentPlace
+from async_rl.rollout.contents import ContentPlace, read_stored
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.rollouter import DroppedGroup
@@ -18,7 +18,7 @@ from message_queue.contract import Admission
 from message_queue.heads import head_of
 from tests.fakes import FakeEngine, SeededScript
 from tests.stored import records_of
-from tests.unit.groups import group_for
+from tests.unit.groups import group_for, segment, trajectory
 
 PLACE = ContentPlace(directory=None, run="run", fsync=False, trajectories=1, routing=None, resume_routing="append")  # pyright: ignore[reportArgumentType]
 SCRIPT = SeededScript(0, vocab_size=40, stop_token=1, mean_length=8)
@@ -35,12 +35,12 @@ def prompt(index):
 class FakeWorker:
     """A worker whose rolls end when they are told to.
 
-    rolled: (group, tokens held). calls: all others.
+    rolled: (group, tokens held), by number of the hand-out in handouts. calls: all others.
     """
 
     def __init__(self, name):
         self.name = name
-        self.rolled, self.calls, self.writer = [], [], None
+        self.rolled, self.calls, self.handouts, self.writer = [], [], [], None
         self.reports = asyncio.Queue()
         self._ends = {}
         self._dead = asyncio.Event()
@@ -51,8 +51,9 @@ class FakeWorker:
     def finish(self, group):
         self._ends[group].set_result((RolledGroup(outcome=head_of(group_for(admission(group))), generated=3), "ref"))
 
-    async def roll(self, prompt, admission, held=()):
+    async def roll(self, prompt, admission, held=(), *, handout):
         self.rolled.append((admission.group, sum(t.num_sampled for t in held)))
+        self.handouts.append(handout)
         end = self._ends[admission.group] = asyncio.get_running_loop().create_future()
         return await self._unless_dead(end)
 
@@ -127,6 +128,8 @@ class Started:
         self.workers = {name: FakeWorker(name) for name in names}
         self.fleet = ReplicaFleet([FakeEngine(SCRIPT, name=f"replica-{i}") for i in range(2)])
         self.notes, self.removed, self.started = [], [], []
+        self.may_remove = asyncio.Event()
+        self.may_remove.set()
         config = SupervisionConfig(max_restarts=max_restarts)
         self.dispatcher = Dispatcher(
             list(self.workers.values()), fleet=self.fleet, processes=self, config=config, note=self.notes.append
@@ -134,6 +137,7 @@ class Started:
 
     async def remove_worker(self, lost):
         self.removed.append(lost.name)
+        await self.may_remove.wait()
 
     async def start_worker(self, *, slot, name):
         self.started.append((slot, name))
@@ -154,6 +158,13 @@ class Started:
 
     def rolled(self):
         return {name: worker.rolled for name, worker in self.workers.items()}
+
+
+async def until(condition):
+    """Return once a condition holds that depends on the disk."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - as said
+            await asyncio.sleep(0.001)
 
 
 async def turns(count=30):
@@ -185,21 +196,54 @@ async def test_groups_of_a_dead_worker_go_on_at_another_with_what_was_stored(tmp
         records = records_of(group_for(admission(0)).trajectories[0], group=0)[:-1]
         await run.workers["worker-0"].writer.append(records)
         run.workers["worker-0"].die()
-        async with asyncio.timeout(5):
-            while not run.workers["worker-1"].rolled[1:]:  # noqa: ASYNC110 - it depends on the disk
-                await asyncio.sleep(0.001)
+        await until(lambda: run.workers["worker-1"].rolled[1:])
         sampled = group_for(admission(0)).trajectories[0].num_sampled
         assert run.workers["worker-1"].rolled == [(1, 0), (0, sampled)]
         run.workers["worker-1"].finish(0)
         await rolls[0]
-        async with asyncio.timeout(5):
-            while "worker-2" not in run.workers or run.workers["worker-2"].writer is None:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.001)
+        await until(lambda: "worker-2" in run.workers and run.workers["worker-2"].writer)
         assert (run.removed, run.started) == (["worker-0"], [(0, "worker-2")])
         assert {path.stem for path in tmp_path.glob("*.sqlite")} == {f"rollout-000{i}" for i in range(3)}
-        assert "worker-0 is lost, 1 groups go on" in run.notes[0]
+        assert "worker-0 is lost, 1 groups continue" in run.notes[0]
         for roll in rolls:
             roll.cancel()
+
+
+async def test_a_worker_taken_for_dead_that_still_writes_replaces_nothing_of_its_successor(tmp_path):
+    place, sampled, other = replace(PLACE, directory=tmp_path), trajectory(segment(3)), trajectory(segment(2))
+    async with Started("worker-0") as run:
+        await run.dispatcher.open(place, live=())
+        roll = run.roll(0)
+        await turns()
+        zombie = run.workers["worker-0"]
+        records = records_of(sampled, handout=zombie.handouts[0])
+        await zombie.writer.append(records[:1])
+        zombie.die()
+        await until(lambda: "worker-1" in run.workers and run.workers["worker-1"].rolled)
+        successor = run.workers["worker-1"]
+        await successor.writer.append(records_of(other, handout=successor.handouts[0])[1:-1])
+        await zombie.writer.append(records[1:])
+        roll.cancel()
+    stored = await read_stored(place, [admission(0)])
+    (held,) = stored.groups[0].trajectories
+    assert (held.token_ids().tolist(), held.closed) == (other.token_ids().tolist(), False)
+    async with Started("worker-0") as restarted:
+        await restarted.dispatcher.open(place, live=(0,))
+        roll = restarted.roll(0)
+        await turns()
+        assert zombie.handouts < successor.handouts < restarted.workers["worker-0"].handouts
+        roll.cancel()
+
+
+async def test_a_lost_worker_is_reported_once_if_its_restart_is_cut_off():
+    run = Started("worker-0", "worker-1")
+    run.remove_worker = lambda _lost: asyncio.Event().wait()
+    async with run:
+        run.workers["worker-0"].die()
+        await turns()
+    async with run:
+        await turns()
+    assert [note for note in run.notes if "is lost" in note] == run.notes and len(run.notes) == 1
 
 
 async def test_the_only_worker_is_waited_for():
@@ -239,6 +283,17 @@ async def test_held_out_prompts_are_split_and_the_part_of_a_dead_worker_is_rolle
         result = await run.dispatcher.validate([prompt(i) for i in range(5)], 1)
         assert (result.prompts, result.success_rate, result.min_version, result.max_version) == (5, 2.0, 3, 4)
         assert ("validate", [1, 3]) in run.workers["worker-1"].calls
+
+
+async def test_held_out_prompts_of_a_dead_worker_wait_until_its_requests_are_gone():
+    async with Started("dies in a validation", "worker-1") as run:
+        run.may_remove.clear()
+        validation = asyncio.create_task(run.dispatcher.validate([prompt(i) for i in range(4)], 1))
+        await turns(200)
+        assert run.removed == ["dies in a validation"]
+        assert [call for call in run.workers["worker-1"].calls if call[0] == "validate"] == [("validate", [1, 3])]
+        run.may_remove.set()
+        assert (await validation).prompts == 4
 
 
 async def test_workers_hear_of_the_replicas_and_report_lost_ones():

@@ -193,7 +193,7 @@ def test_records_of_another_run_are_not_missed(tmp_path):
 def test_a_group_that_ended_after_the_checkpoint_is_no_lost_record(tmp_path):
     recorded(tmp_path)
     notes, ledger = gone_on(tmp_path, next_group=STEPS + 1)
-    assert ["1 groups more" in note for note in notes] == [True] and ledger[-1]["reason"] == ENDED_UNSEEN
+    assert ["ledger.jsonl" in note for note in notes] == [True] and ledger[-1]["reason"] == ENDED_UNSEEN
 
 
 async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tmp_path):

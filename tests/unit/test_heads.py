@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from message_queue.heads import GroupHead, head_of, merged_spans
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
+from tests.dense import loss_mask, param_versions
 from tests.fakes import Interruption
 from tests.unit.groups import SPEC, routed, segment
 from tests.unit.test_resume_routing import MODES, interruptions, rolled_out
@@ -22,7 +23,7 @@ def group_of(*trajectories):
 
 def spans_of(trajectory):
     """Versions of the sampled tokens, one after the other."""
-    return trajectory.param_versions()[trajectory.loss_mask()].tolist()
+    return param_versions(trajectory)[loss_mask(trajectory)].tolist()
 
 
 def expanded(spans):
@@ -68,8 +69,30 @@ def test_a_head_counts_rows_that_no_engine_gave():
     assert head.missing_rows == 2
     assert head.row_bytes == part.routed_experts.experts.nbytes + after.routed_experts.experts.nbytes
     (sequence,) = made.sequences()
-    assert np.array_equal(sequence.routed_experts, made.routed_experts())
-    assert np.array_equal(sequence.row_versions, made.row_versions())
+    assert np.array_equal(sequence.routed_experts, made.sequences()[-1].routed_experts)
+    assert np.array_equal(sequence.row_versions, made.sequences()[-1].row_versions)
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_aborts"),
+    [
+        ([(2, StopReason.LENGTH), (2, StopReason.LENGTH)], 0),
+        ([(2, StopReason.LENGTH), (3, StopReason.LENGTH)], 1),
+        ([(2, StopReason.ABORT), (3, StopReason.LENGTH)], 1),
+        ([(2, StopReason.ABORT), (2, StopReason.LENGTH), (3, StopReason.LENGTH)], 2),
+    ],
+)
+def test_a_head_counts_aborts_between_the_strides_of_a_turn(parts, num_aborts):
+    made = Trajectory(routing=None)
+    made.observe(np.arange(2, dtype=np.int32))
+    for version, reason in parts:
+        made.extend(segment(3, version=version, stop_reason=reason))
+    made.observe(np.arange(2, dtype=np.int32))
+    made.extend(segment(3, version=9))  # another turn, which nothing interrupted
+    made.close(stop_reason=StopReason.STOP, reward=1.0)
+    (head,) = head_of(group_of(made)).trajectories
+    assert head.num_aborts == num_aborts
+    assert expanded(head.spans) == spans_of(made)
 
 
 def test_a_head_survives_its_way_as_bytes():

@@ -1,7 +1,8 @@
-"""EventJournal: what a kill, another process, a full disk and damage leave of it."""
+"""EventJournal: it survives kills, another process and a full disk, and refuses damage with the way out."""
 
 import asyncio
 import random
+import shutil
 import sqlite3
 import sys
 import threading
@@ -9,9 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from message_queue.contract import QueueSnapshot
 from message_queue.disk_errors import (
     JournalBroken,
     JournalBusy,
@@ -21,7 +23,7 @@ from message_queue.disk_errors import (
     JournalRunError,
     JournalUnwritable,
 )
-from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner, open_store
+from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner
 from tests.unit.groups import head_for
 from tests.unit.queue_runs import CALLS, Drive, copied, opened, run
 
@@ -143,9 +145,9 @@ async def test_a_checkpoint_deletes_the_events_before_it(tmp_path):
     await queue.take()
     await queue.trained([0, 1], train_step=1)
     saved = await queue.snapshot()
-    assert rows(tmp_path, "events") and not rows(tmp_path, "groups")
+    assert rows(tmp_path, "events")
     await queue.checkpointed(1)
-    assert (rows(tmp_path, "events"), rows(tmp_path, "groups")) == ([], [2])
+    assert rows(tmp_path, "events") == []
     await journal.close()
     _, journal, restored = await opened(tmp_path, step=1, checkpoint=saved)
     assert restored.live == {2}
@@ -211,7 +213,7 @@ async def test_a_newer_or_foreign_format_is_refused(tmp_path, change):
 
 async def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / FILE).write_bytes(b"something else" * 400)
-    with pytest.raises(JournalFormatError):
+    with pytest.raises(JournalBroken, match="remove the directory"):
         await opened(tmp_path)
     assert (tmp_path / FILE).read_bytes() == b"something else" * 400
 
@@ -271,8 +273,8 @@ async def test_a_writer_that_fails_ends_every_call_that_waits(tmp_path, monkeypa
 # ---- damage
 
 
-async def driven(directory, *, seed, calls, policy="recycle"):
-    queue, journal, _ = await opened(directory, s=3, policy=policy)
+async def driven(directory, *, seed, calls):
+    queue, journal, _ = await opened(directory, s=3, policy="recycle")
     drive = Drive(queue, rng=random.Random(seed))
     for _ in range(calls):
         await drive.call(*CALLS)
@@ -280,153 +282,118 @@ async def driven(directory, *, seed, calls, policy="recycle"):
     return drive
 
 
-async def reopened(directory, drive):
-    options = {"s": 3, "policy": "recycle", "step": drive.saved, "checkpoint": drive.checkpoint}
-    queue, journal, restored = await opened(directory, **options)
-    counts = (await queue.snapshot()).ledger
-    assert (counts.error, counts.token_error) == (0, 0)
-    assert restored.next_group >= len(drive.groups), "ids are never reused"
-    prompts = [admission.prompt for admission in (await queue.snapshot()).unfinished]
-    assert len(set(prompts)) == len(prompts)
+async def start_again(directory, drive, **options):
+    queue, journal, restored = await opened(
+        directory, s=3, policy="recycle", step=drive.saved, checkpoint=drive.checkpoint, **options
+    )
+    snapshot = await queue.snapshot()
+    assert (snapshot.ledger.error, snapshot.ledger.token_error) == (0, 0)
     await journal.close()
-    return queue, restored
+    return snapshot, restored
 
 
-def states(queue):
-    """Group -> its life and head."""
-    lives = (queue._state.open, queue._state.ready)
-    return {g: (entry.life, entry.head and entry.tokens) for groups in lives for g, entry in groups.items()}
-
-
-def groups_of(event):
-    match type(event).__name__:
-        case "Ready":
-            return {event.head.group}
-        case "Taken" | "Trained":
-            return set(event.groups)
-        case "Admitted" | "Dropped":
-            return {event.group}
-        case _:
-            return set()
+async def refused(directory, drive):
+    """The start names the file and the way out, changes nothing, and succeeds after the way out."""
+    before = (directory / FILE).read_bytes()
+    with pytest.raises(JournalBroken, match=f"{FILE} is damaged .*remove the directory {directory}"):
+        await start_again(directory, drive)
+    assert (directory / FILE).read_bytes() == before
+    shutil.rmtree(directory)
+    checkpoint = drive.checkpoint or QueueSnapshot()
+    snapshot, restored = await start_again(directory, drive, waiting=checkpoint.prompts, prompt_cursor=7)
+    assert (restored.began, restored.live, snapshot.unfinished) == (True, frozenset(), ())
+    assert (restored.waiting, restored.prompt_cursor) == (checkpoint.prompts, 7)
+    assert snapshot.ledger.dropped == checkpoint.ledger.dropped + len(checkpoint.unfinished)
 
 
 @settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(seed=st.integers(0, 2**32), calls=st.integers(5, 90), data=st.data())
-def test_damage_of_any_row_costs_only_the_groups_it_touches(seed, calls, data):
+def test_a_damaged_row_of_the_journal_is_refused(seed, calls, data):
     async def check(directory):
-        drive = await driven(directory / "a", seed=seed, calls=calls)
-        places = [(t, row) for t in ("events", "groups", "head", "head_copy") for row in rows(directory / "a", t)]
-        table, row = data.draw(st.sampled_from(places))
-        left = copied(directory / "a", directory / "b")
-        store = await open_store(left, run="run", config=JournalConfig(), busy_s=0)
-        events = dict(zip(rows(left, "events"), store.read().events, strict=True))
-        store.close()
-        edited(left, f"UPDATE {table} SET data = x'00' || data WHERE id = {row}")
-        intact, before = await reopened(directory / "a", drive)
-        damaged, restored = await reopened(left, drive)
-        assert any(f"row {row} of table {table}" in note for note in restored.notes)
-        touched = {"events": groups_of(events.get(row)), "groups": {row}}.get(table, set())
-        if table == "events" and type(events[row]).__name__ in ("Taken", "Trained", "Published"):
-            touched |= before.live | restored.live  # which batches are trained again may change: see the counts only
-        untouched = (before.live | restored.live) - touched - before.given_up - restored.given_up
-        assert {g: states(damaged).get(g) for g in untouched} == {g: states(intact).get(g) for g in untouched}
-        assert (left / "events.damaged-1.sqlite").exists()
-        _, again = await reopened(left, drive)
-        assert not [note for note in again.notes if FILE in note], "the damage was reported once"
-        assert again.live == restored.live
+        drive = await driven(directory, seed=seed, calls=calls)
+        table, row = data.draw(st.sampled_from([(t, row) for t in ("events", "state") for row in rows(directory, t)]))
+        change = data.draw(
+            st.sampled_from(["data = x'00' || data", "checksum = checksum + 1", "checksum = NULL", "data = NULL"])
+        )
+        edited(directory, f"UPDATE {table} SET {change} WHERE id = {row}")
+        await refused(directory, drive)
 
-    with TemporaryDirectory() as directory:
-        run(check(Path(directory)))
+    with TemporaryDirectory() as made:
+        run(check(Path(made) / "journal"))
 
 
-@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_missing_events_of_the_journal_are_refused(seed, data):
+    async def check(directory):
+        drive = await driven(directory, seed=seed, calls=20)
+        stored = rows(directory, "events")
+        assume(stored)
+        first, last = sorted(data.draw(st.lists(st.sampled_from(stored), min_size=2, max_size=2)))
+        edited(directory, f"DELETE FROM events WHERE id BETWEEN {first} AND {last}")
+        await refused(directory, drive)
+
+    with TemporaryDirectory() as made:
+        run(check(Path(made) / "journal"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM state",
+        "DROP TABLE events",
+        "DROP TABLE state",
+        "INSERT INTO events VALUES (99, x'', 0)",
+        "DELETE FROM sqlite_sequence",
+        "UPDATE sqlite_sequence SET seq = seq + 1",
+    ],
+)
+async def test_a_journal_without_a_part_of_it_is_refused(tmp_path, change):
+    drive = await driven(tmp_path / "journal", seed=0, calls=30)
+    edited(tmp_path / "journal", change)
+    await refused(tmp_path / "journal", drive)
+
+
+@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(seed=st.integers(0, 2**32), place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_damaged_page_is_reported_or_refused(seed, place, flip):
+def test_a_damaged_page_of_the_journal_is_refused(seed, place, flip):
     async def check(made):
-        drive = await driven(made / "a", seed=seed, calls=200)
-        directory = copied(made / "a", made / "b")
-        _, intact = await reopened(made / "a", drive)
+        directory = made / "journal"
+        drive = await driven(directory, seed=seed, calls=200)
+        intact = copied(directory, made / "intact")
         data = bytearray((directory / FILE).read_bytes())
-        at = 4096 + int(place * (len(data) - 4096))
-        page = at // 4096 * 4096
+        page = int(place * len(data)) // 4096 * 4096
         data[page : page + 4096] = bytes(byte ^ flip for byte in data[page : page + 4096])
         (directory / FILE).write_bytes(data)
         try:
-            _, restored = await reopened(directory, drive)
-        except JournalBroken as error:
-            assert "remove the directory" in str(error)
-            assert (directory / FILE).read_bytes() == data, "a refusal changes nothing"
+            left = await start_again(directory, drive)
+        except JournalBroken:
+            await refused(directory, drive)
         else:
-            assert restored.notes or restored == intact, "a page that is free holds nothing"
+            assert left == await start_again(intact, drive), "a page that is free holds nothing"
 
-    with TemporaryDirectory() as directory:
-        run(check(Path(directory)))
+    with TemporaryDirectory() as made:
+        run(check(Path(made)))
 
 
-async def test_newest_events_that_are_missing_are_reported(tmp_path):
-    _, journal, _ = await admitted(tmp_path, 4)
+async def test_a_damaged_page_without_rows_is_refused(tmp_path):
+    queue, journal, _ = await admitted(tmp_path, 300)
+    for group in queue.live:
+        await queue.drop(group, reason="failed: why")
+    await queue.checkpointed(0)
     await journal.close()
-    edited(tmp_path, "DELETE FROM events WHERE id >= 2")
-    queue, journal, restored = await opened(tmp_path, s=999)
-    assert restored.live == {0, 1} and any("2 events cannot be read" in note for note in restored.notes)
-    assert (await queue.admit(9)).group == 4, "ids of groups that may have existed are not used again"
-    await journal.close()
-
-
-async def test_a_group_whose_admission_is_damaged_comes_from_its_head(tmp_path):
-    queue, journal, admissions = await admitted(tmp_path, 3)
-    await queue.put(head_for(admissions[1]))
-    await journal.close()
-    edited(tmp_path, "UPDATE events SET checksum = 0 WHERE id IN (0, 1)")
-    _, journal, restored = await opened(tmp_path, s=999)
-    assert ([a.group for a in restored.open], [a.group for a in restored.ready]) == ([2], [1])
-    assert any("group 0 is dropped" in note for note in restored.notes)
-    await journal.close()
-
-
-async def test_one_copy_of_the_head_is_enough(tmp_path):
-    _, journal, _ = await admitted(tmp_path, 2)
-    await journal.close()
-    edited(tmp_path, "UPDATE head SET checksum = 0")
-    _, journal, restored = await opened(tmp_path, s=999)
-    assert restored.live == {0, 1}
-    await journal.close()
-    edited(tmp_path, "UPDATE head SET checksum = 0", "UPDATE head_copy SET checksum = 0")
-    with pytest.raises(JournalBroken, match="both copies"):
+    data = bytearray((tmp_path / FILE).read_bytes())
+    page = int.from_bytes(data[32:36], "big")  # the first that is free
+    assert page, "the rows that the checkpoint deleted leave free pages"
+    data[4096 * (page - 1) + 4 : 4096 * (page - 1) + 8] = b"\xff\xff\xff\xff"  # number of free pages that it names
+    (tmp_path / FILE).write_bytes(data)
+    with pytest.raises(JournalBroken, match=f"{FILE} is damaged .*remove the directory"):
         await opened(tmp_path, s=999)
 
 
-async def test_a_damaged_header_is_replaced_by_the_checkpoint(tmp_path):
-    queue, journal, admissions = await admitted(tmp_path, 4)
-    for admission in admissions[:2]:
-        await queue.put(head_for(admission))
-    await queue.take()
-    await queue.trained([0, 1], train_step=1)
-    saved = await queue.snapshot()
-    await queue.checkpointed(1)
-    await queue.admit(4)
+async def test_a_damaged_state_is_refused_before_any_process_starts(tmp_path):
+    _, journal, _ = await admitted(tmp_path, 2)
     await journal.close()
-    change = "SET checksum = 0 WHERE id = 1"
-    edited(tmp_path, f"UPDATE head {change}", f"UPDATE head_copy {change}")
-    queue, journal, restored = await opened(tmp_path, s=999, step=1, checkpoint=saved)
-    assert (restored.live, restored.next_group) == ({2, 3, 4}, 5)
-    counts = (await queue.snapshot()).ledger
-    assert (counts.admitted, counts.trained, counts.error, counts.token_error) == (5, 2, 0, 0)
-    await journal.close()
-
-
-async def test_a_start_that_is_killed_keeps_the_damaged_journal(tmp_path, monkeypatch):
-    _, journal, _ = await admitted(tmp_path, 3)
-    await journal.close()
-    edited(tmp_path, "UPDATE events SET checksum = 0 WHERE id = 1")
-
-    def killed(self, target):
-        raise OSError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(JournalBroken):
-            await opened(tmp_path, s=999)
-    _, journal, restored = await opened(tmp_path, s=999)
-    assert restored.live == {0, 2} and restored.notes
-    await journal.close()
+    edited(tmp_path, "UPDATE state SET checksum = 0")
+    with pytest.raises(JournalBroken, match="remove the directory"):
+        check_owner(tmp_path, run="run")

@@ -15,6 +15,7 @@ from agent_loop.tools import PauseGate, ToolRunner, describe_tool
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
+from tests.dense import loss_mask
 from tests.fakes import SPEC, FakeEngine, FakeReward, FakeTool, Interruption, TurnScript, fake_weights, true_rows
 
 TOKENIZER = build_tokenizer()
@@ -72,12 +73,12 @@ async def test_a_call_is_executed_and_its_reply_shown_then_the_answer_ends_the_t
         "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
         f"<|im_start|>assistant\n{ANSWER}<|im_end|>"
     )
-    sampled = trajectory.token_ids()[trajectory.loss_mask()].tolist()
+    sampled = trajectory.token_ids()[loss_mask(trajectory)].tolist()
     assert sampled == ids(turn(CALL)) + ids(turn(ANSWER))
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.STOP, 0.5)
     assert trajectory.info == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "truncated_replies": 0} | UNDISTURBED
     assert reward.seen[0].turns == (CALL, ANSWER)
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_malformed_calls_and_failing_tools_come_back_to_the_model_and_are_counted():
@@ -134,7 +135,7 @@ def test_no_trajectory_is_longer_than_its_limit_and_none_ends_with_a_reply(max_t
     engine = make_engine(turn(CALL), turn(ANSWER))
     trajectory = asyncio.run(roll(engine, limits=TurnLimits(max_turns=6, max_tokens=max_tokens)))
     assert len(trajectory) <= max_tokens
-    assert trajectory.loss_mask()[-1]
+    assert loss_mask(trajectory)[-1]
     assert trajectory.num_rows == len(trajectory) - 1
 
 
@@ -191,13 +192,13 @@ def test_whatever_is_interrupted_tools_run_once_and_the_trajectory_is_the_uninte
     plain, broken, once, again = asyncio.run(both())
 
     assert broken.token_ids().tolist() == plain.token_ids().tolist()
-    assert broken.loss_mask().tolist() == plain.loss_mask().tolist()
+    assert loss_mask(broken).tolist() == loss_mask(plain).tolist()
     assert broken.stop_reason is plain.stop_reason
     assert len(again.calls) == len(once.calls)
     assert broken.info | {"aborts": 0} == plain.info
     assert sum(len(s.routed_experts.experts) for s in broken.segments) == broken.num_rows == len(broken) - 1
-    assert broken.routed_experts().tolist() == true_rows(broken).tolist()
-    owners = broken.row_versions()
+    assert broken.sequences()[-1].routed_experts.tolist() == true_rows(broken).tolist()
+    owners = broken.sequences()[-1].row_versions
     assert (np.diff(owners[:-1]) >= 0).all()
     assert owners[-1] == -1
 
@@ -215,7 +216,7 @@ async def test_an_update_in_the_middle_of_a_tool_call_neither_repeats_nor_loses_
     trajectory = await rollout
     assert (len(tool.calls), trajectory.stop_reason) == (1, StopReason.STOP)
     assert [s.weights.version for s in trajectory.segments] == [0, 1]
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_aborts_by_the_life_cycle_resume_with_the_rows_that_were_held():
@@ -230,8 +231,8 @@ async def test_aborts_by_the_life_cycle_resume_with_the_rows_that_were_held():
     trajectory = await rollout
     assert trajectory.info["aborts"] >= 1
     assert len({s.weights.version for s in trajectory.segments}) > 1
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
-    assert trajectory.token_ids()[trajectory.loss_mask()].tolist() == ids(turn(CALL)) + ids(turn(ANSWER))
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
+    assert trajectory.token_ids()[loss_mask(trajectory)].tolist() == ids(turn(CALL)) + ids(turn(ANSWER))
 
 
 async def test_a_pause_covers_the_tool_phase():
@@ -319,4 +320,4 @@ async def test_a_single_turn_ends_with_its_answer_and_reads_no_calls():
     await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
     assert reward.seen[0].turns == (CALL,)
     assert trajectory.info == {"turns": 1, "aborts": 1, "refused_answers": 0}
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import SamplingConfig
+from agent_loop.loop import TurnLimits
 from agent_loop.segments import SegmentDecoder
 from async_rl.rollout.routing import ReplicaRouter
 from message_queue.trajectory import Trajectory
+from tests.dense import param_versions
 from tests.fakes import SPEC, FakeEngine, SeededScript, fake_weights, true_rows
+
+LIMITS = TurnLimits(max_turns=1, max_tokens=8, generate_timeout_s=60)
 
 
 def fakes(count):
@@ -20,7 +24,7 @@ def fakes(count):
 async def decode(engine, i, trajectory):
     trajectory.observe(np.array([1 + i % 40, 1 + i // 40], np.int32))
     decoder = SegmentDecoder(
-        engine, sampling=SamplingConfig(), stop_token_ids=(0,), session=f"s{i}", cache_salt="", timeout_s=60
+        engine, sampling=SamplingConfig(), stop_token_ids=(0,), session=f"s{i}", cache_salt="", limits=LIMITS
     )
     await decoder.decode(trajectory, max_new_tokens=6)
 
@@ -42,11 +46,11 @@ async def test_two_thousand_generations_are_held_up_updated_and_resume(on_update
         await asyncio.gather(*(e.resume() for e in engines))
 
     assert min(stopped) > 100
-    assert {int(v) for t in trajectories for v in t.param_versions()} >= {0, 1}
+    assert {int(v) for t in trajectories for v in param_versions(t)} >= {0, 1}
     assert sum(len(e.requests) for e in engines) == 2000 + (sum(stopped) if on_update == "resume" else 0)
     for trajectory in trajectories[::100]:
         assert trajectory.num_rows == len(trajectory) - 1
-        assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_a_thousand_generations_leave_a_dead_replica():
@@ -63,4 +67,4 @@ async def test_a_thousand_generations_leave_a_dead_replica():
             await asyncio.sleep(0.01)
     assert held > 500
     for trajectory in trajectories[::100]:
-        assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()

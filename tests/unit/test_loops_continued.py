@@ -12,6 +12,7 @@ from message_queue.progress import CallBegun, Sampled, TrajectoryClosed
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
+from tests.dense import behaviour_logprobs
 from tests.fakes import SPEC, FakeReward, FakeTool, Interruption, true_rows
 from tests.unit.test_content import same_trajectory
 from tests.unit.test_loops import ANSWER, CALL, LIMITS, PROMPT, TOKENIZER, ids, make_engine, make_loop, turn
@@ -85,8 +86,8 @@ async def test_a_rollout_goes_on_after_any_record_without_sampling_a_token_again
         beyond = 0 if sampled == whole.num_sampled else len(ids(turns[-1])) - whole.turns[-1].num_sampled
         assert engine.num_tokens == whole.num_sampled - sampled + (beyond if make is single_turn else 0), cut
         assert found.token_ids().tolist() == whole.token_ids().tolist()
-        assert found.behaviour_logprobs().tolist() == whole.behaviour_logprobs().tolist()
-        assert found.routed_experts().tolist() == true_rows(found).tolist()
+        assert behaviour_logprobs(found).tolist() == behaviour_logprobs(whole).tolist()
+        assert found.sequences()[-1].routed_experts.tolist() == true_rows(found).tolist()
         assert (found.stop_reason, found.reward) == (whole.stop_reason, whole.reward)
         assert found.info["turns"] == whole.info["turns"]
         assert found.info.get("tool_calls") == whole.info.get("tool_calls")

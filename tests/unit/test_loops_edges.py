@@ -21,6 +21,7 @@ from message_queue.queue import Admission
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START
+from tests.dense import behaviour_logprobs, loss_mask, param_versions
 from tests.fakes import (
     SPEC,
     FakeReward,
@@ -40,14 +41,14 @@ ROOMY = TurnLimits(max_turns=6, max_tokens=500, tool_timeout_s=1.0, generate_tim
 
 def check_aligned(trajectory, *, engine=None):
     """Every array against the slow model of it."""
-    tokens, mask = trajectory.token_ids(), trajectory.loss_mask()
-    versions, logprobs = trajectory.param_versions(), trajectory.behaviour_logprobs()
+    tokens, mask = trajectory.token_ids(), loss_mask(trajectory)
+    versions, logprobs = param_versions(trajectory), behaviour_logprobs(trajectory)
     assert len(tokens) == len(mask) == len(versions) == len(logprobs) == len(trajectory)
     assert ((versions >= 0) == mask).all()
     for at, token in enumerate(tokens):
         expected = fake_logprob(int(token), at, int(versions[at])) if mask[at] else 0.0
         assert logprobs[at] == pytest.approx(expected)
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
     received = sum(len(s.routed_experts.experts) for s in trajectory.segments)
     assert received == trajectory.num_rows  # each row came once
     sampled = np.flatnonzero(mask)
@@ -74,7 +75,7 @@ async def test_a_tool_error_is_shown_and_not_trained():
 
     trajectory = await roll(make_engine(turn(CALL), turn(ANSWER)), tool=FakeTool(behave=wrong), limits=ROOMY)
     assert "error: x must be even" in text_of(trajectory)
-    sampled = TOKENIZER.decode(trajectory.token_ids()[trajectory.loss_mask()].tolist())
+    sampled = TOKENIZER.decode(trajectory.token_ids()[loss_mask(trajectory)].tolist())
     assert sampled == turn(CALL) + turn(ANSWER)
 
 
@@ -172,7 +173,7 @@ async def test_a_stop_string_inside_a_token_ends_the_turn_and_its_call_is_execut
     await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="")
     check_aligned(trajectory)
     assert len(tool.calls) == 1
-    written = TOKENIZER.decode(trajectory.token_ids()[trajectory.loss_mask()].tolist())
+    written = TOKENIZER.decode(trajectory.token_ids()[loss_mask(trajectory)].tolist())
     assert written == f"{CALL} and{turn(ANSWER)}"
     assert f"and{END_OF_TURN}\n<|im_start|>user\n<tool_response>\n42" in text_of(trajectory)
     assert trajectory.stop_reason is StopReason.STOP
@@ -206,12 +207,12 @@ async def test_interrupted_at_every_position_of_every_turn_the_trajectory_is_the
         engine = make_engine(turn(CALL), turn(ANSWER), interruptions=schedule)
         trajectory = await roll(engine, tool=tool, resume_routing=resume_routing)
         assert trajectory.token_ids().tolist() != [] and len(tool.calls) == 1
-        assert TOKENIZER.decode(trajectory.token_ids()[trajectory.loss_mask()].tolist()) == turn(CALL) + turn(ANSWER)
+        assert TOKENIZER.decode(trajectory.token_ids()[loss_mask(trajectory)].tolist()) == turn(CALL) + turn(ANSWER)
         old = at + number * WORDS[0]  # the stop token ends a turn before its interruption can come
         reached = at < WORDS[number]
         expected = [0] * old + [1] * (sum(WORDS) - old) if reached else [0] * sum(WORDS)
-        assert trajectory.param_versions()[trajectory.loss_mask()].tolist() == expected
-        assert trajectory.loss_mask().sum() == plain.loss_mask().sum()
+        assert param_versions(trajectory)[loss_mask(trajectory)].tolist() == expected
+        assert loss_mask(trajectory).sum() == loss_mask(plain).sum()
 
 
 @pytest.mark.parametrize("on_update", MODES)
@@ -240,8 +241,8 @@ async def test_updates_while_it_decodes_leave_the_words_and_split_the_versions(o
         await asyncio.sleep(0.006)
         reports.append(await publisher.publish(update(version)))
     trajectory = await rollout
-    assert TOKENIZER.decode(trajectory.token_ids()[trajectory.loss_mask()].tolist()) == turn(CALL) + turn(ANSWER)
-    versions = trajectory.param_versions()[trajectory.loss_mask()]
+    assert TOKENIZER.decode(trajectory.token_ids()[loss_mask(trajectory)].tolist()) == turn(CALL) + turn(ANSWER)
+    versions = param_versions(trajectory)[loss_mask(trajectory)]
     assert (np.diff(versions) >= 0).all()
     if on_update == "resume":
         assert trajectory.info["aborts"] == sum(r.aborted for r in reports) > 0
@@ -267,7 +268,7 @@ async def test_frozen_decodes_can_still_be_aborted_and_resumed():
     await engine.resume()
     trajectory = await rollout
     assert trajectory.info["aborts"] == 1
-    assert trajectory.param_versions().max() == 1
+    assert param_versions(trajectory).max() == 1
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -288,7 +289,7 @@ async def test_a_replica_that_dies_anywhere_loses_nothing_of_a_conversation(afte
     first.die()
     trajectory = await rollout
     assert len(tool.calls) == 1
-    assert TOKENIZER.decode(trajectory.token_ids()[trajectory.loss_mask()].tolist()) == turn(CALL) + turn(ANSWER)
+    assert TOKENIZER.decode(trajectory.token_ids()[loss_mask(trajectory)].tolist()) == turn(CALL) + turn(ANSWER)
 
 
 # ---- n per prompt
@@ -319,7 +320,7 @@ async def test_n_rollouts_of_a_prompt_share_engines_and_nothing_else(resume_rout
     for trajectory in group.trajectories:
         if resume_routing in ("append", "force"):
             check_aligned(trajectory)
-        assert (trajectory.routed_experts()[:-1] >= 0).all()
+        assert (trajectory.sequences()[-1].routed_experts[:-1] >= 0).all()
 
 
 async def test_validation_merges_rows_as_training_does():

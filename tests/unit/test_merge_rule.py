@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
+from tests.dense import behaviour_logprobs, loss_mask, param_versions
 from tests.stored import stored
 
 SPEC = RoutingSpec(layers=(0, 2), num_experts=5, top_k=2)
@@ -208,8 +209,8 @@ class Schedule(RuleBasedStateMachine):
     def tokens_and_logprobs_are_those_of_the_model(self):
         ids, logprobs, versions = zip(*self.model.tokens, strict=True)
         assert self.trajectory.token_ids().tolist() == list(ids)
-        assert self.trajectory.behaviour_logprobs().tolist() == list(logprobs)
-        assert self.trajectory.param_versions().tolist() == list(versions)
+        assert behaviour_logprobs(self.trajectory).tolist() == list(logprobs)
+        assert param_versions(self.trajectory).tolist() == list(versions)
         assert len(self.trajectory) == len(ids)
         assert self.trajectory.num_rows == len(self.model.rows)
         assert self.trajectory.num_unavailable_rows == self.model.rows.count(None)
@@ -229,7 +230,7 @@ class Schedule(RuleBasedStateMachine):
             for found, row in zip(sequence.routed_experts.tolist(), rows, strict=True):
                 assert as_sets(found) == ((frozenset([-1]),) * 2 if row is None else as_sets(row[0]))
             self.aligned(sequence)
-        assert np.array_equal(covered, self.trajectory.loss_mask())
+        assert np.array_equal(covered, loss_mask(self.trajectory))
 
     def aligned(self, sequence):
         ids, logprobs, versions = (np.array(column) for column in zip(*self.model.tokens[: len(sequence)], strict=True))

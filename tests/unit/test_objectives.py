@@ -302,7 +302,7 @@ def test_a_loss_over_trajectories_must_be_told_them():
         config = LossConfig(name=name)
         arguments = {"advantages": torch.ones(2), "entropy": torch.zeros(2), "config": config}
         if config.needs_whole_trajectories:
-            with pytest.raises(ValueError, match="give it `trajectories`"):
+            with pytest.raises(ValueError, match="`trajectories`"):
                 policy_loss(logprobs, **arguments)
         else:
             policy_loss(logprobs, **arguments)

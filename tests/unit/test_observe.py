@@ -208,11 +208,16 @@ def test_a_metric_of_a_layer_is_one_where_the_whole_model_has_it(tmp_path):
 
 def test_overlapping_spans_of_a_track_get_lanes_of_their_own(tmp_path):
     trace = Trace(tmp_path / "trace.json")
-    with trace.span("rollout", "a"), trace.span("rollout", "b"), trace.span("train", "c"):
-        pass
+    first = trace.span("rollout", "a")
+    first.__enter__()
+    with trace.span("rollout", "b"), trace.span("train", "c"):
+        first.__exit__(None, None, None)
+        with trace.span("rollout", "d"), trace.span("rollout", "e"):
+            pass
     trace.write()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {e["name"]: e["tid"] for e in events} == {"a": "rollout 0", "b": "rollout 1", "c": "train 0"}
+    lanes = {"a": "rollout 0", "b": "rollout 1", "c": "train 0", "d": "rollout 0", "e": "rollout 2"}
+    assert {e["name"]: e["tid"] for e in events} == lanes, "the first lane that is free"
     assert all(e["dur"] >= 0 and e["ph"] == "X" for e in events)
 
 

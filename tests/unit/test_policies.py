@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,10 +15,11 @@ from message_queue.events import Taken
 from message_queue.heads import head_of
 from message_queue.ledger import LedgerCounts
 from message_queue.queue import TrajectoryQueue
-from message_queue.recovery import state_of_snapshot
+from message_queue.recovery import state_of_checkpoint
 from message_queue.staleness import StalenessConfig, StalenessError
 from message_queue.tokens import StopReason
 from tests.unit.groups import group_for, head_for, segment, trajectory
+from tests.unit.queue_runs import place
 
 
 def make_queue(*, s=1, b=2, policy="recycle", p=1, restored=None, max_recycles=3):
@@ -25,7 +27,7 @@ def make_queue(*, s=1, b=2, policy="recycle", p=1, restored=None, max_recycles=3
         batch_groups=b,
         staleness=StalenessConfig(max_staleness=s, policy=policy, max_recycles=max_recycles),
         updates_per_batch=p,
-        state=restored and state_of_snapshot(restored, updates_per_batch=p),
+        state=restored and state_of_checkpoint(place(Path(), checkpoint=restored), updates_per_batch=p),
     )
 
 
@@ -91,7 +93,7 @@ async def test_a_group_that_is_put_too_late_is_recycled_at_the_door():
     late = await queue.admit(0)
     skip_batch(queue)
     result = await queue.put(head_for(late))
-    assert not result.accepted and (await queue.snapshot()).waiting == (0,) and closes(await queue.snapshot())
+    assert result is not None and (await queue.snapshot()).waiting == (0,) and closes(await queue.snapshot())
 
 
 async def test_a_prompt_that_is_always_too_slow_is_dropped_after_max_recycles():
@@ -156,7 +158,7 @@ async def test_a_group_of_which_nothing_is_left_is_dropped_wherever_it_is():
     await next_update(queue, step=1)
     first = await queue.admit(1)
     skip_batch(queue)
-    assert "expired: staleness 1 exceeds 0 for its newest token" in (await queue.put(head_for(first))).expired
+    assert "expired: staleness 1 exceeds 0 for its newest token" in await queue.put(head_for(first))
 
     queue = make_queue(s=1, b=1, policy="mask")
     ready, late = await queue.admit(0), await queue.admit(1)
@@ -296,7 +298,7 @@ class Life:
         assert closes(snapshot)
         counts = snapshot.ledger
         assert (counts.trained_tokens, counts.masked_tokens) == (self.trained, self.masked)
-        assert snapshot.outstanding <= self.queue._policy.budget.max_outstanding
+        assert snapshot.ready + snapshot.open <= self.queue._policy.budget.max_outstanding
         assert counts.reasons.get("recycled", 0) == sum(self.starts.values()) - len(self.starts) + len(snapshot.waiting)
         assert max(self.starts.values(), default=0) <= 1 + (self.max_recycles if self.policy == "recycle" else 0)
         live = {admission.prompt for admission in snapshot.unfinished}

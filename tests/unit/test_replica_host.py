@@ -6,7 +6,7 @@ import numpy as np
 
 from agent_loop.engine import GenerateRequest
 from async_rl.actors import ReplicaHost
-from message_queue.rpc import Call
+from async_rl.cluster.rpc import Call
 from tests.fakes import FakeEngine, SeededScript
 
 

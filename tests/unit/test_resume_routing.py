@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.engine import SamplingConfig
+from agent_loop.loop import TurnLimits
 from agent_loop.segments import SegmentDecoder
 from message_queue.trajectory import Trajectory
 from tests.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_row
@@ -21,8 +22,9 @@ async def rolled_out(mode, interruptions, *, budget=8, turns=2):
     """A trajectory of some turns, and the first position that each request asked for."""
     script = SeededScript(3, vocab_size=50, stop_token=STOP, mean_length=1000)
     engine = FakeEngine(script, interruptions=interruptions)
+    limits = TurnLimits(max_turns=turns, max_tokens=turns * (3 + budget), generate_timeout_s=10)
     decoder = SegmentDecoder(
-        engine, sampling=SamplingConfig(), stop_token_ids=(STOP,), session="s", cache_salt="", timeout_s=10
+        engine, sampling=SamplingConfig(), stop_token_ids=(STOP,), session="s", cache_salt="", limits=limits
     )
     made = Trajectory(routing=SPEC, resume_routing=mode)
     for _ in range(turns):

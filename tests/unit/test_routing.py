@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
+from agent_loop.loop import TurnLimits
 from agent_loop.segments import SegmentDecoder
 from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.routing import ReplicaRouter
@@ -46,11 +47,18 @@ def fakes(count, **options):
     return [FakeEngine(SCRIPT, name=f"fake-{i}", **options) for i in range(count)]
 
 
-async def decode(engine, *, session="s", budget=40, resume_routing="append", timeout_s=5.0):
+async def decode(engine, *, session="s", budget=40, resume_routing="append", timeout_s=5.0, segment_tokens=4096):
     trajectory = Trajectory(routing=SPEC, resume_routing=resume_routing)
     trajectory.observe(np.arange(5, 12, dtype=np.int32))
     decoder = SegmentDecoder(
-        engine, sampling=SamplingConfig(), stop_token_ids=(STOP,), session=session, cache_salt="", timeout_s=timeout_s
+        engine,
+        sampling=SamplingConfig(),
+        stop_token_ids=(STOP,),
+        session=session,
+        cache_salt="",
+        limits=TurnLimits(
+            max_turns=1, max_tokens=7 + budget, generate_timeout_s=timeout_s, segment_tokens=segment_tokens
+        ),
     )
     return trajectory, await decoder.decode(trajectory, max_new_tokens=budget)
 
@@ -128,22 +136,24 @@ async def test_a_lost_replica_is_reported_with_the_end_of_its_log():
 
 
 @settings(deadline=None, max_examples=40)
-@given(cut=st.integers(0, 20), death=st.integers(0, 12), version=st.integers(0, 2))
-def test_what_was_returned_before_a_death_is_kept_and_the_rest_comes_from_another_replica(cut, death, version):
+@given(cut=st.integers(0, 20), death=st.integers(0, 12), version=st.integers(0, 2), stride=st.integers(1, 20))
+def test_what_was_returned_before_a_death_is_kept_and_the_rest_comes_from_another_replica(cut, death, version, stride):
     async def run():
         first = FakeEngine(SCRIPT, name="fake-0", interruptions=[Interruption(after=cut)])
         second = FakeEngine(SCRIPT, name="fake-1", version=version)
         router = ReplicaRouter([first, second])
-        rollout = asyncio.create_task(decode(router, budget=30))
+        rollout = asyncio.create_task(decode(router, budget=30, segment_tokens=stride))
         for _ in range(cut + death):
             await asyncio.sleep(0)
         first.die()
-        return await rollout, await decode(FakeEngine(SCRIPT), budget=30)
+        return await rollout, await decode(FakeEngine(SCRIPT), budget=30), first
 
-    (trajectory, reason), (plain, plain_reason) = asyncio.run(run())
+    (trajectory, reason), (plain, plain_reason), first = asyncio.run(run())
+    assert sum(len(s) for s in trajectory.segments if s.replica == "fake-0") == first.num_tokens, "all it returned"
+    assert all(request.max_new_tokens <= stride for request in first.requests), "and no more was under way"
     assert (trajectory.token_ids().tolist(), reason) == (plain.token_ids().tolist(), plain_reason)
     assert trajectory.num_rows == len(trajectory) - 1
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
     assert {s.weights.version for s in trajectory.segments if s.replica == "fake-1"} <= {version}
 
 
@@ -214,7 +224,7 @@ async def test_many_requests_on_a_lost_replica_all_move():
     done = await asyncio.gather(*rollouts)
     for trajectory, reason in done:
         assert reason in (StopReason.STOP, StopReason.LENGTH)
-        assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_a_rollout_that_moves_to_older_weights_keeps_each_token_with_its_version():
@@ -228,7 +238,7 @@ async def test_a_rollout_that_moves_to_older_weights_keeps_each_token_with_its_v
     first.die()
     trajectory, _ = await rollout
     assert [s.weights for s in trajectory.segments] == [fake_weights(5), fake_weights(4)]
-    assert trajectory.routed_experts().tolist() == true_rows(trajectory).tolist()
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
 async def test_the_watch_takes_out_what_does_not_answer_and_leaves_what_does():

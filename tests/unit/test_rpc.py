@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue import rpc
-from message_queue.rpc import BatchingClient, BatchingServer, RemoteError
+from async_rl.cluster import rpc
+from async_rl.cluster.rpc import BatchingClient, BatchingServer, RemoteError
 
 
 class Refusal(RuntimeError):
@@ -347,3 +347,45 @@ def test_rpc_every_call_gets_its_own_reply_once(seed):
         assert not any(client._waiting or client._outbox for client in clients)
 
     asyncio.run(run())
+
+
+async def test_rpc_callers_of_many_replies_continue_a_part_at_a_time_so_that_other_tasks_run(monkeypatch):
+    monkeypatch.setattr(rpc, "COLLECT_S", 1e6)
+    monkeypatch.setattr(rpc, "MAX_REPLIES", 40)
+    monkeypatch.setattr(rpc, "REPLIES_AT_ONCE", 8)
+    service, received = Service(), []
+
+    class Counted(Handle):
+        @property
+        def collect(self):
+            return Counting(self, "collect")
+
+    class Counting(Remote):
+        async def run(self, args):
+            replies = await super().run(args)
+            received.append(len(replies))
+            return replies
+
+    server = BatchingServer(service, refusals=(Refusal,))
+    clients = [client_of(Counted(server), name) for name in ("one", "two")]
+    woken, in_iteration = 0, []
+
+    async def call(client, value):
+        nonlocal woken
+        assert await client.call(Service.wait, value) == value
+        woken += 1
+
+    async def count():
+        while woken < 200:
+            before = woken
+            await asyncio.sleep(0)
+            in_iteration.append(woken - before)
+
+    calls = [asyncio.create_task(call(clients[value % 2], value)) for value in range(200)]
+    await until(lambda: len(service.started) == 200)
+    for gate in service.gates.values():
+        gate.set()
+    await outcomes(*calls, count())
+    assert woken == 200
+    assert max(in_iteration) <= 8, "both clients together"
+    assert max(received) == 40

@@ -10,8 +10,8 @@ import pytest
 
 from async_rl.config import CONFIGS, RECIPES, load_config, recipe_overrides
 from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, log_ends, main, resume_command
-from message_queue.journal import EventStore, JournalConfig
-from message_queue.state import StateHeader
+from message_queue.journal import FORMAT, EventStore, JournalConfig
+from message_queue.state import StoredState
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,14 @@ def test_a_directory_that_cannot_be_written_is_refused_with_the_way_out(capsys, 
     ("damage", "message"),
     [
         ({"run": "other seed 0"}, "is of run 'other seed 0', this run is 'calculator seed 0'"),
-        ({"format": 99}, "has journal format 99, this program reads format 2"),
+        ({"format": 99}, f"has journal format 99, this program reads format {FORMAT}"),
     ],
 )
 def test_journal_of_another_run_or_format_is_refused_before_any_process(capsys, tmp_path, monkeypatch, damage, message):
-    monkeypatch.setattr("message_queue.journal.FORMAT", damage.get("format", 2))
-    store = EventStore(tmp_path / "journal", run=damage.get("run", "calculator seed 0"), config=JournalConfig())
-    store.start(StateHeader(), [], settings={})
+    monkeypatch.setattr("message_queue.journal.FORMAT", damage.get("format", FORMAT))
+    run = damage.get("run", "calculator seed 0")
+    store = EventStore(tmp_path / "journal", run=run, settings={}, config=JournalConfig())
+    store.write([StoredState()])
     store.close()
     monkeypatch.undo()
     assert main([f"output_dir={tmp_path}"]) == EXIT_REFUSED

@@ -1,30 +1,32 @@
 import asyncio
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.engine import EngineError, GenerateRequest, SamplingConfig
+from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.loop import PromptError, RolloutError, TurnLimits
 from agent_loop.segments import SegmentDecoder, observe_prompt
 from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
+from tests.dense import loss_mask
 from tests.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_weights, true_rows
 
 STOP = 0
 PROMPT = np.arange(5, 12, dtype=np.int32)
 
 
-def make_decoder(engine, *, session="s", timeout_s=5.0, sampling=None, **options):
+def make_decoder(engine, *, session="s", sampling=None, find_stop=None, generate_timeout_s=5.0, **limits):
     return SegmentDecoder(
         engine,
         sampling=sampling or SamplingConfig(),
         stop_token_ids=(STOP,),
         session=session,
         cache_salt="salt",
-        timeout_s=timeout_s,
-        **options,
+        limits=TurnLimits(max_turns=1, max_tokens=1000, generate_timeout_s=generate_timeout_s, **limits),
+        find_stop=find_stop,
     )
 
 
@@ -82,9 +84,15 @@ schedules = st.lists(
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 200), budget=st.integers(1, 30), schedule=schedules)
+@given(
+    seed=st.integers(0, 200),
+    budget=st.integers(1, 30),
+    schedule=schedules,
+    stride=st.integers(1, 40),
+    resume_routing=st.sampled_from(["append", "force"]),
+)
 def test_any_schedule_of_aborts_and_updates_gives_the_uninterrupted_tokens_and_rows_of_the_right_forward(
-    seed, budget, schedule
+    seed, budget, schedule, stride, resume_routing
 ):
     version, interruptions = 0, []
     for after, publishes in schedule:
@@ -94,21 +102,47 @@ def test_any_schedule_of_aborts_and_updates_gives_the_uninterrupted_tokens_and_r
     async def both():
         plain, plain_reason, _ = await decoded(scripted(seed), budget=budget)
         engine = scripted(seed, interruptions=interruptions)
-        broken, reason, decoder = await decoded(engine, budget=budget)
+        broken, reason, decoder = await decoded(
+            engine, budget=budget, segment_tokens=stride, resume_routing=resume_routing
+        )
         return plain, plain_reason, broken, reason, decoder, engine
 
     plain, plain_reason, broken, reason, decoder, engine = asyncio.run(both())
 
     assert reason is plain_reason
     assert broken.token_ids().tolist() == plain.token_ids().tolist()
-    assert broken.loss_mask().tolist() == plain.loss_mask().tolist()
+    assert loss_mask(broken).tolist() == loss_mask(plain).tolist()
     assert broken.num_sampled <= budget
     assert broken.num_rows == len(broken) - 1
-    assert broken.routed_experts().tolist() == true_rows(broken).tolist()
+    assert broken.sequences()[-1].routed_experts.tolist() == true_rows(broken).tolist()
     assert sum(len(s.routed_experts.experts) for s in broken.segments) == len(broken) - 1  # each row came once
-    assert decoder.num_aborts == len(engine.requests) - 1 or broken.num_sampled == budget
+    starts = [*(len(request.token_ids) for request in engine.requests), len(broken)]
     for request in engine.requests:  # prompt + tokens so far, under the original budget
-        assert len(request.token_ids) - len(PROMPT) + request.max_new_tokens == budget
+        assert request.max_new_tokens == min(stride, len(PROMPT) + budget - len(request.token_ids))
+    partial = [
+        end - start < request.max_new_tokens
+        for request, (start, end) in zip(engine.requests, pairwise(starts), strict=True)
+    ]
+    assert decoder.num_aborts == sum(partial[:-1]), "the end of a stride is no abort"
+
+
+async def test_a_turn_in_strides_is_several_requests_and_no_abort():
+    engine = FakeEngine(SeededScript(1, vocab_size=50, stop_token=STOP, mean_length=10_000))
+    trajectory, reason, decoder = await decoded(engine, budget=10, segment_tokens=4)
+    assert (reason, decoder.num_aborts) == (StopReason.LENGTH, 0)
+    assert [len(segment) for segment in trajectory.segments] == [4, 4, 2]
+    assert [len(request.token_ids) for request in engine.requests] == [7, 11, 15]
+
+
+async def test_a_failure_after_a_stride_costs_the_tokens_of_that_stride_alone():
+    engine = FakeEngine(
+        SeededScript(1, vocab_size=50, stop_token=STOP, mean_length=10_000),
+        fail=lambda r: ReplicaLostError("fake-0 died") if len(r.token_ids) > len(PROMPT) + 4 else None,
+    )
+    trajectory = opened()
+    with pytest.raises(ReplicaLostError):
+        await make_decoder(engine, segment_tokens=4).decode(trajectory, max_new_tokens=20)
+    assert (trajectory.num_sampled, trajectory.num_rows) == (8, len(trajectory) - 1)
 
 
 async def test_an_abort_before_the_first_token_appends_no_segment():
@@ -116,7 +150,7 @@ async def test_an_abort_before_the_first_token_appends_no_segment():
     trajectory, _, decoder = await decoded(engine, budget=4)
     assert decoder.num_aborts == 2
     assert [s.weights.version for s in trajectory.segments] == [3]
-    assert set(trajectory.row_versions()[:-1].tolist()) == {3}
+    assert set(trajectory.sequences()[-1].row_versions[:-1].tolist()) == {3}
 
 
 async def test_an_abort_after_the_last_token_of_the_budget_is_a_length_stop():
@@ -172,7 +206,7 @@ async def test_an_engine_that_hangs_is_an_engine_error_that_names_the_request_an
     engine = scripted(1)
     await engine.pause()
     with pytest.raises(EngineError, match=r"request s#0\. got no answer in 0\.01 s \(limits\.generate_timeout_s\)"):
-        await decoded(engine, budget=5, timeout_s=0.01)
+        await decoded(engine, budget=5, generate_timeout_s=0.01)
 
 
 async def test_a_time_out_raised_by_the_engine_itself_passes_unchanged():
@@ -224,6 +258,7 @@ def test_a_trajectory_that_was_begun_with_another_prompt_is_refused():
         ("max_turns", 0),
         ("max_tokens", 0),
         ("max_new_tokens_per_turn", 0),
+        ("segment_tokens", 0),
         ("tool_timeout_s", 0),
         ("generate_timeout_s", float("inf")),
         ("reward_timeout_s", -1),

@@ -78,7 +78,7 @@ def test_extra_args_that_may_change_weights_or_distribution_are_refused(name: st
 
 def test_capture_of_a_dense_model_is_refused(tmp_path: Path):
     config = SglangConfig(device="cpu")
-    with pytest.raises(ValueError, match=r"\(qwen3\) is dense and routes nothing; use trainer.router_replay=none"):
+    with pytest.raises(ValueError, match=r"\(qwen3\) is a dense model.*trainer\.router_replay=none"):
         check_engine(config, checkpoint=checkpoint(tmp_path, DENSE), capture_routing=True)
     check_engine(config, checkpoint=tmp_path, capture_routing=False)
 
@@ -110,7 +110,7 @@ def test_dense_layers_that_sglang_would_ignore_are_refused(tmp_path: Path, devic
     [
         ("qwen2_moe", "Triton kernel"),
         ("deepseek_v3", "latent attention"),
-        ("olmoe", "known to run there are qwen3_moe"),
+        ("olmoe", "qwen3_moe"),
     ],
 )
 def test_a_family_that_does_not_run_on_the_cpu_is_refused_there(tmp_path: Path, family: str, why: str):
@@ -123,7 +123,7 @@ def test_a_family_that_does_not_run_on_the_cpu_is_refused_there(tmp_path: Path, 
 def test_forcing_is_refused_where_it_is_not_proven(tmp_path: Path):
     config = SglangConfig(device="cuda")
     path = checkpoint(tmp_path, {**QWEN, "model_type": "olmoe"})
-    with pytest.raises(ValueError, match=r"forcing on SGLang is proven for qwen3_moe, mixtral, glm4_moe only"):
+    with pytest.raises(ValueError, match=r"rollout\.resume_routing is 'force'.*qwen3_moe, mixtral, glm4_moe.*olmoe"):
         check_engine(config, checkpoint=path, capture_routing=True, force_routing=True)
     path = checkpoint(tmp_path, QWEN)
     with pytest.raises(ValueError, match=r"resume_routing is 'force' without routing capture"):
@@ -178,7 +178,7 @@ def test_every_variable_that_a_replica_sets_is_its_own(tmp_path: Path, monkeypat
 async def test_without_its_virtualenv_the_replica_says_how_to_make_it(tmp_path: Path):
     (checkpoint(tmp_path, QWEN) / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     config = SglangConfig(device="cpu", python=tmp_path / "none")
-    with pytest.raises(EngineError, match=r"replica-3: .*no interpreter at .*none; make it with `make setup-sglang`"):
+    with pytest.raises(EngineError, match=r"replica-3: .*none; .*`make setup-sglang`.*engine\.python"):
         await SglangReplica.start(config, name="replica-3", checkpoint=tmp_path)
 
 
@@ -188,7 +188,7 @@ async def test_an_interpreter_with_another_sglang_or_none_is_refused(tmp_path: P
         fake.write_text(script)
         fake.chmod(0o755)
         assert interpreter(SglangConfig(python=fake)) == fake
-        with pytest.raises(EngineError, match=rf"has {found}, and the replica is written for sglang 0\.5\.23"):
+        with pytest.raises(EngineError, match=rf"has {found}.*sglang 0\.5\.23"):
             await check_version(fake)
 
 
@@ -199,9 +199,9 @@ def ranks_with(*digests, checksums=({"w": "12"}, {"w": "34"})):
 def test_the_first_load_needs_the_plugin_its_hooks_and_one_digest():
     hooks = [f"sglang.srt.{hook}" for hook in HOOKS]
     assert first_load({"hooks": hooks, "ranks": ranks_with("ab")}) == Load("ab", [{"w": "12"}])
-    with pytest.raises(ContractError, match="reports no plugin"):
+    with pytest.raises(ContractError, match="SGLANG_PLUGINS"):
         first_load({})
-    with pytest.raises(ContractError, match=r"do not apply in this SGLang: Scheduler.send_abort_output"):
+    with pytest.raises(ContractError, match=r"hooks.*Scheduler\.send_abort_output"):
         first_load({"hooks": [h for h in hooks if "abort" not in h], "ranks": ranks_with("ab")})
     with pytest.raises(ContractError, match="with the digests ab, cd"):
         first_load({"hooks": hooks, "ranks": ranks_with("ab", "cd")})

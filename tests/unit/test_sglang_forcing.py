@@ -85,7 +85,7 @@ def test_only_planned_tokens_and_layers_are_forced(forcing: Any):
 
 def test_a_forward_pass_that_goes_around_the_hook_is_an_error(forcing: Any):
     plan = torch.zeros((3, 2, 2), dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="forced in 0 of 2 layers; is a graph in use"), forcing.applied(plan):
+    with pytest.raises(RuntimeError, match="forced in 0 of 2 layers"), forcing.applied(plan):
         pass
     with pytest.raises(RuntimeError, match=r"chose .*, the plan has"), forcing.applied(plan[:2]):
         forcing.select_forced(select, None, torch.randn(3, 8), SimpleNamespace(renormalize=True), layer_id=0)

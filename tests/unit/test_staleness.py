@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +12,10 @@ from message_queue.staleness import (
     StalenessBudget,
     StalenessConfig,
     oldest_update,
-    token_staleness,
 )
+from message_queue.state import GroupState
 from message_queue.tokens import ContractError
-from message_queue.trajectory import PromptGroup
-from tests.unit.groups import group_for, segment, trajectory
+from tests.unit.groups import head_for
 
 counts = st.dictionaries(st.integers(0, 8), st.integers(0, 6), max_size=6)
 
@@ -141,29 +139,22 @@ def test_drop_takes_what_comes_and_gives_up_what_is_too_old():
 
 
 def test_by_turn_is_oldest_first_under_wait_and_first_come_under_drop():
-    ready = [Admission(group=g, prompt=0, admitted_version=a, admitted_update=a) for g, a in ((5, 2), (3, 1), (4, 1))]
+    ready = [
+        GroupState(admission=Admission(group=g, prompt=0, admitted_version=a, admitted_update=a))
+        for g, a in ((5, 2), (3, 1), (4, 1))
+    ]
     assert [g.group for g in WaitPolicy(budget()).by_turn(ready)] == [3, 4, 5]
     assert [g.group for g in DropPolicy(budget()).by_turn(ready)] == [5, 3, 4]
 
 
-def test_staleness_is_counted_per_token_in_optimizer_updates():
-    group = PromptGroup(
-        group=0,
-        prompt=0,
-        admitted_version=3,
-        admitted_update=12,
-        trajectories=[trajectory(segment(2, version=3), segment(1, version=5)), trajectory(segment(1, version=4))],
-    )
+def test_oldest_update_is_of_the_oldest_version_that_sampled_a_token():
     updates = {3: 12, 4: 16, 5: 20}
-    assert token_staleness(group, updates, update=21).tolist() == [9, 9, 1, 5]
-    assert oldest_update(group.tokens_per_version(), updates) == 12
+    assert oldest_update({5: 1, 3: 2, 4: 1}, updates) == 12
+    assert oldest_update({}, updates) is None
     with pytest.raises(ContractError, match="1 tokens have param_version 5, which was never published"):
-        token_staleness(group, {3: 12, 4: 16}, update=21)
+        oldest_update({5: 1, 3: 2}, {3: 12, 4: 16})
 
 
 def test_a_segment_without_tokens_has_no_staleness():
     admission = Admission(group=0, prompt=0, admitted_version=1, admitted_update=1)
-    group = group_for(admission, versions=(9,), tokens=0)
-    assert token_staleness(group, {1: 1}, update=4).tolist() == []
-    assert token_staleness(group, {1: 1}, update=4).dtype == np.int32
-    assert oldest_update(group.tokens_per_version(), {1: 1}) is None
+    assert head_for(admission, versions=(9,), tokens=0).tokens_per_version() == {}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from async_rl import actors, handles
 from async_rl.train.checkpoint import FORMAT
@@ -133,6 +133,26 @@ async def test_a_rank_that_raises_shows_the_end_of_its_log(puts, tmp_path):
         f"the end of {tmp_path / 'trainer-1.log'}:",
         "    FloatingPointError: the gradient is not finite",
     ]
+
+
+LOST_OBJECT = ObjectLostError("00", None, "")
+
+
+@pytest.mark.parametrize(
+    "lost", [LOST_OBJECT, RayTaskError("call", "its traceback", LOST_OBJECT).as_instanceof_cause()]
+)
+async def test_an_object_on_a_dead_node_loses_the_trainer_without_the_text_of_ray(lost, tmp_path):
+    class FarRank(FakeRank):
+        def answer(self):
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_exception(lost)
+            return answer
+
+    planner = Planner(config=replace(TRAINER, ranks=1), loss=LossConfig())
+    handle = handles.TrainerHandle([FarRank(0)], planner=planner, timeout_s=5, logs=tmp_path)
+    with pytest.raises(handles.TrainerLostError, match=r"trainer rank 0.* on a node that died$") as raised:
+        await handle.save(tmp_path)
+    assert not hasattr(raised.value, "__notes__")
 
 
 async def test_ranks_remove_versions_before_they_are_closed(puts, monkeypatch, tmp_path):

@@ -304,7 +304,7 @@ def test_without_routing_a_token_is_pure_as_long_as_everything_before_was_sample
             "1 trajectories, but 2 advantages",
         ),
         (lambda: made_of(plain_trajectory(), updates={0: 0}), r"param_version 3 sampled tokens, but .*\[0\]"),
-        (lambda: made_of(plain_trajectory(), update=2), "holds 4 updates, more than current_update=2"),
+        (lambda: made_of(plain_trajectory(), update=2), "4 optimizer updates, more than current_update=2"),
         (lambda: supervised_batch([]), "no examples"),
         (lambda: supervised_batch([(np.arange(3, dtype=np.int32), np.ones(2, np.bool_))]), "example 0 has 3 tokens"),
     ],

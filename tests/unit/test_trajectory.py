@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from message_queue.heads import head_of
+from message_queue.rows import NOT_ROUTED, NOT_SAMPLED
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason
-from message_queue.trajectory import NOT_ROUTED, NOT_SAMPLED, PromptGroup, Trajectory
+from message_queue.trajectory import PromptGroup, Trajectory
+from tests.dense import behaviour_logprobs, loss_mask, param_versions
 from tests.unit.groups import SPEC, routed, segment, sets_of, support_of, trajectory
 
 FIRST_OWNER = RoutingSpec(layers=(0,), num_experts=60_000, top_k=1)  # an expert id that is unique per segment
@@ -63,16 +66,16 @@ def test_rows_belong_to_the_first_forward_that_covered_them(data):
             made.extend(owned_segment(owner, tokens, rows))
             owner += 1
     length = len(made)
-    experts = made.routed_experts()
+    experts = made.sequences()[-1].routed_experts
     assert experts is not None
     assert experts[:, 0, 0].tolist() == [owners.get(p, NOT_ROUTED) for p in range(length)]
-    assert made.param_versions().tolist() == [sampled.get(p, NOT_SAMPLED) for p in range(length)]
-    assert made.loss_mask().tolist() == [p in sampled for p in range(length)]
+    assert param_versions(made).tolist() == [sampled.get(p, NOT_SAMPLED) for p in range(length)]
+    assert loss_mask(made).tolist() == [p in sampled for p in range(length)]
     assert (made.num_rows, made.num_sampled) == (len(owners), len(sampled))
     assert made.num_unavailable_rows == sum(o == NOT_ROUTED for o in owners.values())
-    for array in (made.token_ids(), made.behaviour_logprobs(), made.row_versions()):
+    for array in (made.token_ids(), behaviour_logprobs(made), made.sequences()[-1].row_versions):
         assert len(array) == length
-    assert np.all(made.behaviour_logprobs()[~made.loss_mask()] == 0)
+    assert np.all(behaviour_logprobs(made)[~loss_mask(made)] == 0)
 
 
 def test_a_resume_after_an_update_keeps_the_old_rows():
@@ -80,13 +83,13 @@ def test_a_resume_after_an_update_keeps_the_old_rows():
     made.extend(segment(2, version=0, rows=(0, 3), stop_reason=StopReason.ABORT))
     made.extend(segment(0, version=0, stop_reason=StopReason.ABORT))
     made.extend(segment(3, version=1, rows=(0, 6)))  # prefilled again, under new weights
-    experts = made.routed_experts()
+    experts = made.sequences()[-1].routed_experts
     assert experts is not None
     assert np.array_equal(experts[:3], routed(0, 3, version=0).experts)
     assert np.array_equal(experts[3:6], routed(3, 6, version=1).experts)
     assert np.all(experts[6] == NOT_ROUTED)
-    assert made.param_versions().tolist() == [-1, -1, 0, 0, 1, 1, 1]
-    assert made.row_versions().tolist() == [0, 0, 0, 1, 1, 1, -1]
+    assert param_versions(made).tolist() == [-1, -1, 0, 0, 1, 1, 1]
+    assert made.sequences()[-1].row_versions.tolist() == [0, 0, 0, 1, 1, 1, -1]
 
 
 def test_tool_tokens_take_the_rows_of_the_next_turn():
@@ -94,10 +97,10 @@ def test_tool_tokens_take_the_rows_of_the_next_turn():
     made.extend(segment(2, rows=(0, 3), stop_reason=StopReason.TOOL_CALL))
     made.observe(np.array([7, 8, 9], np.int32))
     made.extend(segment(1, version=1, rows=(3, 7)))
-    experts = made.routed_experts()
+    experts = made.sequences()[-1].routed_experts
     assert experts is not None
     assert np.array_equal(experts[3:7], routed(3, 7, version=1).experts)
-    assert made.loss_mask().tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True]
+    assert loss_mask(made).tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True]
     assert made.token_ids().tolist() == [0, 1, 0, 1, 7, 8, 9, 0]
 
 
@@ -108,13 +111,11 @@ def test_each_kept_set_is_at_the_position_of_its_sampled_token():
     made.observe(prompt(1))
     made.extend(segment(1))
     made.extend(replace(segment(1), support=support_of([[5, 6, 7]])))
-    assert sets_of(made.support()) == [[], [], [5, 9], [7], [], [], [5, 6, 7]]
-    assert sets_of(made.sequences()[0].support) == sets_of(made.support())
+    assert sets_of(made.sequences()[-1].support) == [[], [], [5, 9], [7], [], [], [5, 6, 7]]
 
 
 def test_a_trajectory_of_the_whole_vocabulary_has_no_support():
     made = trajectory(segment(2), segment(1))
-    assert made.support() is None
     assert made.sequences()[0].support is None
 
 
@@ -149,7 +150,7 @@ def test_a_segment_with_wrong_rows_is_refused_and_changes_nothing(rows, message,
     with pytest.raises(ContractError, match=message):
         made.extend(owned_segment(1, 2, rows))
     assert (len(made), made.num_rows, len(made.segments), len(made.sequences())) == (4, 3, 1, 1)
-    assert np.array_equal(made.routed_experts()[:3], routed(0, 3).experts)
+    assert np.array_equal(made.sequences()[-1].routed_experts[:3], routed(0, 3).experts)
     made.extend(segment(2, version=1, rows=(3, 5)))
     assert made.num_rows == 5
 
@@ -163,18 +164,18 @@ def test_rows_of_tokens_that_were_never_forwarded_are_refused():
 def test_what_an_engine_cannot_give_is_counted():
     made = opened(3)
     made.extend(owned_segment(0, 2, routed(2, 4, unavailable=2)))
-    experts = made.routed_experts()
+    experts = made.sequences()[-1].routed_experts
     assert experts is not None
     assert np.all(experts[:2] == NOT_ROUTED)
     assert (made.num_rows, made.num_unavailable_rows) == (4, 2)
-    assert made.row_versions().tolist() == [-1, -1, 0, 0, -1]
+    assert made.sequences()[-1].row_versions.tolist() == [-1, -1, 0, 0, -1]
 
 
 def test_rows_of_a_segment_without_tokens_are_of_its_version():
     made = opened(3)
     made.extend(owned_segment(1, 0, routed(0, 2)))
     made.extend(segment(2, version=2, rows=(2, 4)))
-    assert made.row_versions().tolist() == [1, 1, 2, 2, -1]
+    assert made.sequences()[-1].row_versions.tolist() == [1, 1, 2, 2, -1]
 
 
 # ---- the other modes of resume_routing
@@ -194,30 +195,28 @@ def resumed(mode, *, first=0, overlap=1):
 
 
 def test_forced_rows_are_kept_like_appended_ones():
-    appended, forced = resumed("append"), resumed("force")
-    assert np.array_equal(appended.routed_experts(), forced.routed_experts())
-    assert appended.row_versions().tolist() == forced.row_versions().tolist() == [0, 0, 0, *[1] * 6, -1]
-    assert len(forced.sequences()) == 1
+    (appended,), (forced,) = (resumed(mode).sequences() for mode in ("append", "force"))
+    assert np.array_equal(appended.routed_experts, forced.routed_experts)
+    assert appended.row_versions.tolist() == forced.row_versions.tolist() == [0, 0, 0, *[1] * 6, -1]
 
 
 def test_replaced_rows_are_those_of_the_last_forward():
     made = resumed("replace")
-    assert np.array_equal(made.routed_experts()[:9], routed(0, 9, version=1).experts)
-    assert made.row_versions().tolist() == [*[1] * 9, -1]
-    assert made.sequence_starts == (0,)
-    assert made.loss_mask().tolist() == resumed("append").loss_mask().tolist()
+    assert np.array_equal(made.sequences()[-1].routed_experts[:9], routed(0, 9, version=1).experts)
+    assert made.sequences()[-1].row_versions.tolist() == [*[1] * 9, -1]
+    assert len(made.sequences()) == 1
+    assert loss_mask(made).tolist() == loss_mask(resumed("append")).tolist()
 
 
 def test_replacing_begins_at_the_first_row_given():
     made = resumed("replace", first=2)
-    assert np.array_equal(made.routed_experts()[:2], routed(0, 2, version=0).experts)
-    assert made.row_versions().tolist() == [0, 0, *[1] * 7, -1]
+    assert np.array_equal(made.sequences()[-1].routed_experts[:2], routed(0, 2, version=0).experts)
+    assert made.sequences()[-1].row_versions.tolist() == [0, 0, *[1] * 7, -1]
 
 
 def test_split_begins_a_sequence_where_the_overlap_differs():
     made = resumed("split")
     before, after = made.sequences()
-    assert made.sequence_starts == (0, 1)
     assert (len(before), len(after)) == (4, len(made))
     assert before.loss_mask.tolist() == [False, False, True, True]
     assert after.loss_mask.tolist() == [*[False] * 4, *[True] * 3, False, False, True]
@@ -227,7 +226,7 @@ def test_split_begins_a_sequence_where_the_overlap_differs():
     assert after.row_versions.tolist() == [*[1] * 9, -1]
     assert after.behaviour_logprobs[:4].tolist() == [0] * 4
     assert after.param_versions.tolist() == [*[-1] * 4, *[1] * 3, -1, -1, 1]
-    assert np.array_equal(made.routed_experts(), after.routed_experts)
+    assert np.array_equal(made.sequences()[-1].routed_experts, after.routed_experts)
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])
@@ -239,7 +238,7 @@ def test_split_goes_on_where_the_overlap_is_equal(first):
     made.extend(owned_segment(5, 3, reordered))
     (only,) = made.sequences()
     assert only.row_versions.tolist() == [0, 0, 0, 5, 5, 5, -1]
-    assert only.loss_mask.tolist() == made.loss_mask().tolist()
+    assert only.loss_mask.tolist() == loss_mask(made).tolist()
 
 
 def test_split_keeps_what_is_before_the_rows_given():
@@ -263,7 +262,7 @@ def test_nothing_was_sampled_over_the_rows_of_a_segment_without_tokens(mode):
     made = opened(3, mode=mode)
     made.extend(segment(1, version=0, rows=(0, 3)))
     made.extend(owned_segment(1, 0, routed(0, 3, version=1)))
-    assert made.row_versions().tolist() == [0, 0, 0, -1]
+    assert made.sequences()[-1].row_versions.tolist() == [0, 0, 0, -1]
     assert len(made.sequences()) == 1
 
 
@@ -274,7 +273,7 @@ def test_without_routing_every_mode_gives_one_sequence(mode):
     made.extend(segment(2, version=1))
     (only,) = made.sequences()
     assert only.routed_experts is None
-    assert only.param_versions.tolist() == made.param_versions().tolist()
+    assert only.param_versions.tolist() == param_versions(made).tolist()
     assert only.row_versions.tolist() == [-1] * 6
 
 
@@ -285,7 +284,7 @@ def test_rows_to_force_end_before_the_first_that_is_unavailable():
     made.extend(segment(1, version=1, rows=(3, 4)))
     leading = made.leading_rows()
     assert (leading.first_position, leading.experts.dtype) == (0, np.uint8)
-    assert np.array_equal(leading.experts, made.routed_experts()[:4])
+    assert np.array_equal(leading.experts, made.sequences()[-1].routed_experts[:4])
     made.extend(owned_segment(2, 3, routed(5, 7, version=2, unavailable=1)))
     assert made.leading_rows().end_position == 4
     assert opened(2, routing=None).leading_rows() is None
@@ -300,8 +299,8 @@ def test_what_no_mode_allows_is_refused():
 
 def test_without_routing_there_are_no_rows():
     made = trajectory(segment(3))
-    assert made.routed_experts() is None
-    assert made.row_versions().tolist() == [-1] * 5
+    assert made.sequences()[-1].routed_experts is None
+    assert made.sequences()[-1].row_versions.tolist() == [-1] * 5
 
 
 def test_the_order_of_calls_is_enforced():
@@ -329,7 +328,8 @@ def test_a_group_sums_over_its_trajectories():
         admitted_update=1,
         trajectories=[trajectory(segment(2, version=1), segment(0, version=2)), trajectory(segment(3, version=2))],
     )
-    assert (group.num_segments, group.num_tokens, group.closed) == (3, 5, True)
-    assert group.tokens_per_version() == {1: 2, 2: 3}
+    assert (group.num_tokens, group.closed) == (5, True)
+    head = head_of(group)
+    assert (head.num_segments, head.num_tokens, head.tokens_per_version()) == (3, 5, {1: 2, 2: 3})
     group.trajectories.append(opened(routing=None))
     assert not group.closed

@@ -1,11 +1,21 @@
 """What the driver does with the processes that it starts."""
 
+import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorUnavailableError, ObjectLostError
 
-from async_rl import workers
+from agent_loop.engine import EngineError
+from async_rl import actors, workers
+from async_rl.actors import ClusterConfig, Placement
+from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.config import load_config
+from async_rl.handles import TrainerLostError
+from async_rl.lives import Lives
+from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout_workers import WorkerHandle
 from async_rl.workers import Workers
 
 
@@ -36,21 +46,140 @@ def trainers(monkeypatch):
     return started
 
 
+class FakePlacement:
+    """Places by name, of which those in `full` have no node with room."""
+
+    def __init__(self, *full):
+        self.full, self.waited = full, []
+
+    def rank(self, index):
+        return f"rank {index}"
+
+    def replica(self, index):
+        return f"replica {index}"
+
+    def worker(self, index):
+        return f"worker {index}"
+
+    def queue(self):
+        return "queue"
+
+    async def wait_for_node(self, place, *, timeout_s):
+        self.waited.append(place)
+        if place in self.full:
+            raise TimeoutError
+
+
+def workers_of(tmp_path, stack, *, placement):
+    """Workers of the default run."""
+    return Workers(
+        load_config([f"output_dir={tmp_path}"]),
+        task=None,
+        placement=placement,
+        stack=stack,
+        weights_directory=tmp_path / "versions",
+        processes=tmp_path / "processes.json",
+        logs=tmp_path,
+    )
+
+
 async def test_a_trainer_removes_its_versions_at_the_end_of_a_run_and_not_before(trainers, tmp_path):
-    config, versions = load_config([f"output_dir={tmp_path}"]), tmp_path / "versions"
+    versions = tmp_path / "versions"
     async with contextlib.AsyncExitStack() as stack:
-        running = Workers(
-            config,
-            task=None,
-            placement=None,
-            stack=stack,
-            weights_directory=versions,
-            processes=tmp_path / "processes.json",
-            logs=tmp_path,
-        )
-        first = await running._start_trainer(tmp_path, config.optimizer)
+        running = workers_of(tmp_path, stack, placement=(placement := FakePlacement()))
+        first = await running._start_trainer(tmp_path, load_config([]).optimizer)
         second = await running.replace_trainer(first)
         assert first.closed == [None], "a replica that is restarted meanwhile needs them"
         assert second.closed == []
+        assert placement.waited == ["rank 0", "queue"]
     assert trainers == [first, second]
     assert first.closed == [None, versions] and second.closed == [versions]
+
+
+@pytest.mark.parametrize(
+    ("full", "lost"),
+    [
+        ("rank 0", TrainerLostError),
+        ("queue", QueueUnavailable),
+        ("replica 1", EngineError),
+        ("worker 1", WorkerLostError),
+    ],
+)
+async def test_a_part_without_a_node_that_has_room_is_not_started(full, lost, trainers, tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        running = workers_of(tmp_path, stack, placement=FakePlacement(full))
+        replace = {
+            "rank 0": lambda: running.replace_trainer(FakeTrainer()),
+            "queue": lambda: running.replace_trainer(FakeTrainer()),
+            "replica 1": lambda: running.replace_replica(FakeTrainer(), slot=1, name="replica-2"),
+            "worker 1": lambda: running.start_worker(slot=1, name="worker-2"),
+        }
+        with pytest.raises(lost, match="no node of the cluster had room"):
+            await replace[full]()
+    assert trainers == []
+
+
+@pytest.mark.parametrize("died", [ObjectLostError("00", None, ""), ActorUnavailableError("no answer", None)])
+async def test_a_worker_whose_answer_was_on_a_dead_node_is_lost(died):
+    answer = asyncio.get_running_loop().create_future()
+    answer.set_exception(died)
+    method = SimpleNamespace(remote=lambda *_args: answer)
+    with pytest.raises(WorkerLostError, match="worker-0"):
+        await WorkerHandle(SimpleNamespace(flush=method), name="worker-0", timeout_s=5, stop_timeout_s=5).flush()
+
+
+async def test_finished_groups_on_a_dead_node_are_read_again_with_a_new_trainer(monkeypatch, tmp_path):
+    trained_by, notes = [], []
+
+    async def run_once(trainer):
+        trained_by.append(trainer)
+        if len(trained_by) == 1:
+            stage = RuntimeError("stage train failed")
+            stage.__cause__ = ObjectLostError("00", None, "")
+            raise ExceptionGroup("stages", [stage])
+        return True
+
+    async def nothing():
+        pass
+
+    async def replace_trainer(lost):
+        return f"after {lost}"
+
+    lasting = SimpleNamespace(
+        recorder=SimpleNamespace(warn=notes.append),
+        publisher=SimpleNamespace(go_on=nothing),
+        workers=SimpleNamespace(replace_trainer=replace_trainer),
+    )
+    config = load_config([f"output_dir={tmp_path}"])
+    lives = Lives(config, lasting, order=None, held_out=(), resume=None)
+    monkeypatch.setattr(lives, "_run_once", run_once)
+    assert await lives.run("first")
+    assert trained_by == ["first", "after first"]
+    (note,) = notes
+    assert note.startswith("a finished group was on a node that died; trainer and queue start anew")
+
+
+async def test_a_placement_reports_nodes_that_leave_and_places_without_one(monkeypatch):
+    looks = iter(
+        [
+            {0: "a", 1: "b", 2: "b", 3: "a"},
+            {0: "a", 1: "", 2: "c", 3: "a"},
+            {0: "a", 1: "", 2: "c", 3: "a"},
+            {0: "a", 1: "d", 2: "c", 3: "a"},
+        ]
+    )
+    placement = object.__new__(Placement)
+    placement._ranks, placement._replicas, placement._queue = 1, 1, 3
+    placement._config, placement._bundles = ClusterConfig(), [{"CPU": 2.0}] * 4
+    monkeypatch.setattr(placement, "_nodes", lambda: next(looks, None))
+    monkeypatch.setattr(actors, "NODES_S", 0)
+    monkeypatch.setattr(actors, "_address", lambda node: node)
+    notes = []
+    with contextlib.suppress(TypeError):  # no more looks
+        await placement.watch(notes.append)
+    assert notes == [
+        "node b left the cluster; the run had there: replica slot 0, rollout worker slot 0",
+        "no node has room for replica slot 0 {'CPU': 2.0}; its restart waits for one",
+        "rollout worker slot 0 has a place on node c",
+        "replica slot 0 has a place on node d",
+    ]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from message_queue.contract import QueueError
 from message_queue.disk_errors import JournalError
 from message_queue.journal import EventJournal
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored, open_queue
-from message_queue.rpc import BatchingServer, Call, Reply
 from message_queue.staleness import StalenessConfig, StalenessError
 from message_queue.tokens import ContractError
 
 REFUSALS = (QueueError, ContractError, StalenessError, JournalError)
 """Errors that a caller of the queue sees as they were raised."""
+
+
+class QueueUnavailable(RuntimeError):
+    """The process of the queue is dead or silent; names what was waited for and how long."""
 
 
 class QueueHost:

@@ -21,14 +21,20 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 COLLECT_S = 10.0  # longest wait of the server for a reply to send
 FORGET_S = 300.0  # silence after which the server drops a client
 GATHER_TURNS = 8  # iterations of the event loop in which replies gather once there is one
+MAX_REPLIES = 256  # of one message: the thread that unpickles it keeps the event loop of the client from running
+REPLIES_AT_ONCE = 32  # replies of a longer message that wake their callers in one iteration of the event loop
 
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+"""Of each event loop: held while one client wakes a part of its callers, so that all clients together keep the pace."""
 
 
 class Call(NamedTuple):
@@ -80,8 +86,6 @@ class _Waiting:
     """Name of the method."""
     future: asyncio.Future[Any]
     """Result of the call."""
-    sent: bool = False
-    """Whether the server has it, or had it."""
 
 
 class BatchingClient(Generic[S]):
@@ -106,7 +110,8 @@ class BatchingClient(Generic[S]):
         self._numbers = itertools.count(time.time_ns())  # a later process may have the same name
         self._outbox: list[Call] = []
         self._cancelled: list[int] = []
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _Waiting] = {}  # by number
+        self._sent: set[int] = set()  # those of them that the server has
         self._messages: set[asyncio.Task[None]] = set()
         self._send_scheduled = False
 
@@ -126,17 +131,17 @@ class BatchingClient(Generic[S]):
         """
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._outbox.append(Call(number, method.__name__, args, kwargs))
-        waiting = self._waiting[number] = _Waiting(method.__name__, future)
+        self._waiting[number] = _Waiting(method.__name__, future)
         self._schedule_send()
         try:
             return await future
         except asyncio.CancelledError:
-            if waiting.sent:
+            if number in self._sent:
                 self._cancelled.append(number)
                 self._schedule_send()
             raise
         finally:
-            del self._waiting[number]
+            self._settled(number)
 
     def _schedule_send(self) -> None:
         if not self._send_scheduled:
@@ -157,8 +162,7 @@ class BatchingClient(Generic[S]):
             for call in calls:
                 self._fail(call.number, error)
             return
-        for call in calls:
-            self._waiting[call.number].sent = True
+        self._sent.update(call.number for call in calls)
         self._receive(replies)
 
     def _receive(self, replies: Awaitable[Sequence[Reply]]) -> None:
@@ -169,7 +173,7 @@ class BatchingClient(Generic[S]):
     def _received(self, task: asyncio.Task[None]) -> None:
         """Keep a message under way while calls wait."""
         self._messages.discard(task)
-        if task.cancelled() or self._messages or not self._sent():
+        if task.cancelled() or self._messages or not self._sent:
             return
         try:
             self._receive(self._handle.collect.remote(self._name))
@@ -188,18 +192,31 @@ class BatchingClient(Generic[S]):
                 f"gave no sign of life within {bound:g} s" if silent else f"died ({_first_line(error)})", error
             )
             return
-        for number, result, error in received:
+        if len(received) <= REPLIES_AT_ONCE:
+            self._wake(received)
+            return
+        turn = _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        for first in range(0, len(received), REPLIES_AT_ONCE):
+            async with turn:
+                self._wake(received[first : first + REPLIES_AT_ONCE])
+                await asyncio.sleep(0)  # these callers run, and all else that is ready
+
+    def _wake(self, replies: Sequence[Reply]) -> None:
+        """Have callers continue with their replies."""
+        for number, result, error in replies:
             if error is not None:
                 self._fail(number, error)
-            elif (waiting := self._waiting.get(number)) is not None and not waiting.future.done():
-                waiting.future.set_result(result)
+            elif (future := self._settled(number)) is not None:
+                future.set_result(result)
 
-    def _sent(self) -> list[int]:
-        """Calls that were sent and wait."""
-        return [number for number, waiting in self._waiting.items() if waiting.sent and not waiting.future.done()]
+    def _settled(self, number: int) -> asyncio.Future[Any] | None:
+        """Note that a call waits for no reply any more; its future if it waited until now."""
+        self._sent.discard(number)
+        waiting = self._waiting.pop(number, None)
+        return None if waiting is None or waiting.future.done() else waiting.future
 
     def _fail_sent(self, what: str, cause: Exception) -> None:
-        numbers = self._sent()
+        numbers = sorted(self._sent)
         methods = ", ".join(sorted({self._waiting[number].method for number in numbers}))
         for number in numbers:
             error = self._lost(f"{self._server} {what} while {methods} of {self._name} waited for a reply")
@@ -207,9 +224,8 @@ class BatchingClient(Generic[S]):
             self._fail(number, error)
 
     def _fail(self, number: int, error: Exception) -> None:
-        waiting = self._waiting.get(number)
-        if waiting is not None and not waiting.future.done():
-            waiting.future.set_exception(error)
+        if (future := self._settled(number)) is not None:
+            future.set_exception(error)
 
 
 def _first_line(error: Exception) -> str:
@@ -278,8 +294,9 @@ class BatchingServer(Generic[S]):
             if known and len(state.replies) == known:
                 break
             known = len(state.replies)
-        replies, state.replies = state.replies, []
-        state.has_reply.clear()
+        replies, state.replies = state.replies[:MAX_REPLIES], state.replies[MAX_REPLIES:]
+        if not state.replies:
+            state.has_reply.clear()
         return replies
 
     def forget_client(self, client: str) -> list[asyncio.Task[None]]:

@@ -13,14 +13,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from async_rl.actors import QueueActor
+from async_rl.cluster.queue_host import REFUSALS, QueueUnavailable
+from async_rl.cluster.rpc import BatchingClient
 from async_rl.logs import open_log
-from message_queue.contract import Admission, Batch, PutResult, QueueSnapshot, QueueUnavailable
+from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerRecord, LedgerTotal
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored
-from message_queue.rpc import BatchingClient
-from message_queue.service import REFUSALS
 from message_queue.staleness import StalenessConfig
 
 
@@ -62,7 +62,7 @@ class QueueClient:
     async def admit(self, prompt: int) -> Admission:
         return await self._calls.call(TrajectoryQueue.admit, prompt)
 
-    async def put(self, head: GroupHead) -> PutResult:
+    async def put(self, head: GroupHead) -> str | None:
         return await self._calls.call(TrajectoryQueue.put, head)
 
     async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
