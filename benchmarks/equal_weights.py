@@ -88,7 +88,7 @@ def random_model(name: str) -> Any:
     small = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256, "moe_intermediate_size": 64}
     if name == "qwen3_moe":
         return transformers.Qwen3MoeConfig(
-            **common, **small, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=16,
+            **common, **small, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=16,  # pyright: ignore[reportCallIssue]
             num_experts_per_tok=4, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[0],
         )  # fmt: skip
     return transformers.DeepseekV3Config(

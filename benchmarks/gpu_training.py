@@ -52,7 +52,7 @@ def save_slice(folder: Path, *, layers: int) -> Path:
     """A checkpoint in bfloat16 of `layers` layers as Qwen3-30B-A3B has them."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        num_key_value_heads=KV_HEADS, head_dim=HEAD, num_experts=EXPERTS, num_experts_per_tok=TOP_K,  # pyright: ignore[reportCallIssue]
         moe_intermediate_size=EXPERT, intermediate_size=6144, norm_topk_prob=True, tie_word_embeddings=False,
         max_position_embeddings=40960, decoder_sparse_step=1, mlp_only_layers=[],
     )  # fmt: skip

@@ -45,7 +45,7 @@ from async_rl.weights.probe import MismatchConfig
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate, write_update
 from benchmarks import load_checks_sglang
-from benchmarks.support import Interval, figure, markdown_table, save_calculator, say, show, start_rank
+from benchmarks.support import Interval, RolloutsHere, figure, markdown_table, save_calculator, say, show, start_rank
 from benchmarks.train_steps import Taken, as_rollouts, paired_ratio, time_in_turns
 from message_queue.tokens import RoutingSpec
 from recipes.calculator.task import CalculatorTask
@@ -100,7 +100,7 @@ async def start(config: RunConfig, *, checkpoint: Path, folder: Path) -> tuple[A
 
 async def time_publishes(replica: Any, updates: Sequence[WeightUpdate], switch: Switch, *, rounds: int) -> Pair:
     """Seconds of publishes without and with checksums; the first rounds warm up."""
-    publisher = Publisher([replica], on_update="resume", tools=PauseGate(), timeout_s=120.0)
+    publisher = Publisher([replica], on_update="resume", rollouts=RolloutsHere(PauseGate()), timeout_s=120.0)
     taken, version = {False: Taken(), True: Taken()}, 0
     processes = psutil.Process().children(recursive=True)
     for number in range(-3, rounds):

@@ -1,6 +1,6 @@
 """Groups from the process of a rollout worker to that of a trainer: the queue against peers and against limits.
 
-    queue             head through the queue's actor, content through the object store
+    queue             as in a run: the driver puts heads into the queue's actor, content is in the object store
     queue, journaled  the same; every segment is written to content files first, and the queue stores its events
     deque of pickles  a plain Ray actor with a deque; the arrays are pickled to bytes and back
     deque of arrays   the same actor; the arrays are given to Ray as they are
@@ -50,8 +50,8 @@ from benchmarks.queue_ways import (
     MemcpyEnd,
     ObjectStoreEnd,
     PlainQueue,
-    QueueEnd,
-    References,
+    QueueWay,
+    RolloutEnd,
     Shape,
     TransferQueueEnd,
     kimi_k2,
@@ -70,11 +70,25 @@ MAX_GROUPS = 64  # of one round
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """receive: the trainer's end; None where the rollouter's process does it all."""
+    """From process to process."""
 
     name: str
     send: End
+    """The rollouter's end."""
     receive: End | None
+    """The trainer's end; None if the rollouter's process does it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Both processes."""
+
+    rollouter: Any
+    """Actor of a Host."""
+    trainer: Any
+    """Actor of a Host."""
+    shape: Shape
+    """Of the groups."""
 
 
 @dataclass(slots=True)
@@ -119,8 +133,8 @@ def start(*, transfer_queue: Path | None) -> None:
     )
 
 
-async def open_queue(stack: AsyncExitStack, *, directory: Path | None) -> list[QueueEnd]:
-    """Both ends of a queue, with a journal and content files if there is a directory."""
+async def open_queue(stack: AsyncExitStack, name: str, *, directory: Path | None, hosts: Hosts) -> QueueWay:
+    """A queue with a journal and content files if there is a directory."""
     options = {"batch_groups": BATCH, "staleness": NO_BOUND, "max_ready": AT_ONCE}
     folder = None
     if directory is None:
@@ -130,61 +144,67 @@ async def open_queue(stack: AsyncExitStack, *, directory: Path | None) -> list[Q
         folder = folder.resolve()
         queue = QueueActor.remote(**options)
         await queue.open.remote(JournalPlace(directory=folder, run="benchmark"))
-    references: Any = ray.remote(References).options(max_concurrency=64).remote()
-    for actor in (queue, references):
-        stack.callback(ray.kill, actor)
+    stack.callback(ray.kill, queue)
     content = None if folder is None else folder / "content"
-    return [QueueEnd(queue, references, name=name, directory=content) for name in ("rollout", "trainer")]
+    await hosts.rollouter.open.remote(name, RolloutEnd(directory=content), hosts.shape)
+    return QueueWay(name, queue, rollouter=hosts.rollouter, trainer=hosts.trainer)
 
 
-async def make_ways(stack: AsyncExitStack, *, directory: Path, with_peer: bool) -> list[Way]:
-    """All ways."""
+async def make_ways(stack: AsyncExitStack, *, directory: Path, with_peer: bool, hosts: Hosts) -> list[Way | QueueWay]:
+    """All ways, ready to be used."""
 
     def deque_actor() -> Any:
         actor: Any = ray.remote(DequeActor).options(max_concurrency=64).remote()
         stack.callback(ray.kill, actor)
         return actor
 
-    ways = [
-        Way(name, *await open_queue(stack, directory=folder))
-        for name, folder in ((QUEUE, None), (JOURNALED, directory))
-    ]
+    ways: list[Way] = []
     for name, pickled in (("deque of pickles", True), ("deque of arrays", False)):
         actor = deque_actor()
         ways.append(Way(name, DequeEnd(actor, pickled=pickled), DequeEnd(actor, pickled=pickled)))
     if with_peer:
         actor = deque_actor()
         ways.append(Way("TransferQueue", TransferQueueEnd(actor), TransferQueueEnd(actor)))
-    return [*ways, Way("ray put + get", ObjectStoreEnd(), None), Way("memcpy", MemcpyEnd(), None)]
+    ways += [Way("ray put + get", ObjectStoreEnd(), None), Way("memcpy", MemcpyEnd(), None)]
+    for way in ways:
+        await hosts.rollouter.open.remote(way.name, way.send, hosts.shape)
+        if way.receive is not None:
+            await hosts.trainer.open.remote(way.name, way.receive, hosts.shape)
+    queues = [
+        await open_queue(stack, name, directory=folder, hosts=hosts)
+        for name, folder in ((QUEUE, None), (JOURNALED, directory))
+    ]
+    return [*queues, *ways]
 
 
-async def burst(way: Way, *, rollouter: Any, trainer: Any, groups: int) -> float:
+async def burst(way: Way | QueueWay, *, hosts: Hosts, groups: int) -> float:
     """Seconds for so many groups; of a limit those in its process."""
-    if way.receive is None:
-        return await rollouter.send.remote(way.name, groups)
     begun = time.perf_counter()
-    await asyncio.gather(rollouter.send.remote(way.name, groups), trainer.receive.remote(way.name, groups))
+    if isinstance(way, QueueWay):
+        await way.run(groups)
+    elif way.receive is None:
+        return await hosts.rollouter.send.remote(way.name, groups)
+    else:
+        await asyncio.gather(
+            hosts.rollouter.send.remote(way.name, groups), hosts.trainer.receive.remote(way.name, groups)
+        )
     return time.perf_counter() - begun
 
 
 async def measure(shape: Shape, *, rounds: int, groups: int, directory: Path, with_peer: bool) -> dict[str, Seen]:
     """Way -> what was measured; the order turns with the round, and a first round warms up."""
     async with AsyncExitStack() as stack:
-        hosts: list[Any] = [ray.remote(Host).options(max_concurrency=64).remote() for _ in range(2)]
-        for host in hosts:
-            stack.callback(ray.kill, host)
-        rollouter, trainer = hosts
-        ways = await make_ways(stack, directory=directory, with_peer=with_peer)
-        for way in ways:
-            await rollouter.open.remote(way.name, way.send, shape)
-            if way.receive is not None:
-                await trainer.open.remote(way.name, way.receive, shape)
+        rollouter, trainer = (ray.remote(Host).options(max_concurrency=64).remote() for _ in range(2))
+        for actor in (rollouter, trainer):
+            stack.callback(ray.kill, actor)
+        hosts = Hosts(rollouter, trainer, shape)
+        ways = await make_ways(stack, directory=directory, with_peer=with_peer, hosts=hosts)
         found = {way.name: Seen() for way in ways}
         for number in range(-1, rounds):
             shift = number % len(ways)
             for way in ways[shift:] + ways[:shift]:
                 counters = Counters()
-                seconds = await burst(way, rollouter=rollouter, trainer=trainer, groups=groups)
+                seconds = await burst(way, hosts=hosts, groups=groups)
                 if number >= 0:
                     stored, sent = (count / groups / shape.num_bytes for count in counters.since())
                     seen = found[way.name]

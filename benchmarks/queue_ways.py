@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import ray
@@ -20,10 +20,10 @@ from async_rl.cluster.rpc import BatchingClient, BatchingServer, Call, Reply
 from async_rl.rollout.recorded import StoredRolloutLog
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission, Batch
-from message_queue.heads import head_of
+from message_queue.heads import GroupHead, head_of
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.queue import TrajectoryQueue
-from message_queue.sequence import content_of
+from message_queue.sequence import GroupContent, content_of
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
@@ -34,6 +34,7 @@ BATCH = 4  # groups that the trainer takes together
 SAVE_EVERY = 4  # batches between two checkpoints
 KEPT = 64  # groups whose content stays on disk; older ones are trained
 DISTINCT = 3  # groups that are made; they are sent over and over
+_method = cast(Any, ray.method)  # whose stubs do not know all of its arguments
 PARTITION, FIELDS = "benchmark", ("token_ids", "logprobs", "routed_experts")
 
 
@@ -138,53 +139,83 @@ class PlainQueue:
         return await self._server.collect(client)
 
 
-class References:
-    """Process that knows where the content of each group is, as the driver does."""
+class QueueWay:
+    """A run: the driver has groups rolled out, puts their heads into the queue, and gives the trainer references.
 
-    def __init__(self) -> None:
-        self._of: dict[int, Any] = {}
-
-    async def put(self, group: int, content: list[Any]) -> None:
-        """content: one reference, in a list so that Ray passes it on unchanged."""
-        self._of[group] = content
-
-    async def pop(self, groups: Sequence[int]) -> list[Any]:
-        return [reference for group in groups for reference in self._of.pop(group)]
-
-
-class QueueEnd:
-    """Heads through the queue, content through the object store. The trainer takes a batch while it acknowledges one.
+    The driver takes a batch while the trainer fetches the one before.
 
     Args:
         queue: actor of a QueueHost or a PlainQueue.
-        references: actor of References.
-        directory: of content files, to which segments are appended before their group is put; None writes nothing.
+        rollouter: actor of the Host whose end `name` is a RolloutEnd.
+        trainer: actor of a Host.
     """
 
-    def __init__(self, queue: Any, references: Any, *, name: str, directory: Path | None) -> None:
-        self._queue, self._references, self._name, self._directory = queue, references, name, directory
+    def __init__(self, name: str, queue: Any, *, rollouter: Any, trainer: Any) -> None:
+        self.name, self._rollouter, self._trainer = name, rollouter, trainer
+        self._calls: BatchingClient[TrajectoryQueue] = BatchingClient(
+            queue, name="driver", server="the queue", timeout_s=60.0, lost=QueueUnavailable
+        )
+        self._contents: dict[int, Any] = {}
         self._prompt = self._step = 0
+
+    async def run(self, groups: int) -> None:
+        """Groups from the rollouter to the trainer, AT_ONCE on their way at most."""
+        places = asyncio.Semaphore(AT_ONCE)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(groups):
+                tasks.create_task(self._send(number, places))
+            batch = await self._calls.call(TrajectoryQueue.take)
+            for left in range(groups - BATCH, -1, -BATCH):
+                following = tasks.create_task(self._calls.call(TrajectoryQueue.take)) if left else None
+                await self._train(batch)
+                if following is not None:
+                    batch = await following
+
+    async def _send(self, number: int, places: asyncio.Semaphore) -> None:
+        async with places:
+            self._prompt += 1
+            admission = await self._calls.call(TrajectoryQueue.admit, self._prompt)
+            head, content = self._rollouter.roll.remote(self.name, number, admission)
+            self._contents[admission.group] = content
+            await self._calls.call(TrajectoryQueue.put, await head)
+
+    async def _train(self, batch: Batch) -> None:
+        groups = [head.group for head in batch.groups]
+        await self._trainer.fetch.remote([self._contents.pop(group) for group in groups])
+        self._step += 1
+        await self._calls.call(TrajectoryQueue.trained, groups, train_step=self._step)
+        if self._step % SAVE_EVERY == 0:
+            await self._calls.call(TrajectoryQueue.checkpointed, self._step)
+
+
+class RolloutEnd:
+    """Head and content of groups in the process of a rollout worker.
+
+    Args:
+        directory: of content files, to which segments are appended first; None writes nothing.
+    """
+
+    def __init__(self, *, directory: Path | None) -> None:
+        self._directory = directory
         self._writer: ContentWriter | None = None
         self._log: StoredRolloutLog | None = None
         self._written: deque[int] = deque()
-        self._next: asyncio.Task[Batch] | None = None
 
     async def open(self, shape: Shape) -> None:
-        self._calls: BatchingClient[TrajectoryQueue] = BatchingClient(
-            self._queue, name=self._name, server="the queue", timeout_s=60.0, lost=QueueUnavailable
-        )
-        if self._directory is not None and self._name == "rollout":
-            self._writer = await ContentWriter.open(self._directory, name=self._name, run="benchmark", fsync=False)
+        if self._directory is not None:
+            self._writer = await ContentWriter.open(self._directory, name="rollout", run="benchmark", fsync=False)
             self._log = StoredRolloutLog(self._writer)
 
-    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
-        self._prompt += 1
-        admission = await self._calls.call(TrajectoryQueue.admit, self._prompt)
-        if self._log is not None:
+    async def roll(self, contents: Sequence[Trajectory], admission: Admission) -> tuple[GroupHead, GroupContent]:
+        """What a worker answers once a group is finished."""
+        if self._log is not None and self._writer is not None:
             for number, trajectory in enumerate(contents):
                 for record in records_of(admission, number, trajectory):
                     self._log.append(record)
             await self._log.flush()
+            self._written.append(admission.group)
+            if len(self._written) >= KEPT + BATCH:
+                await self._writer.forget([self._written.popleft() for _ in range(BATCH)])
         group = PromptGroup(
             group=admission.group,
             prompt=admission.prompt,
@@ -192,22 +223,7 @@ class QueueEnd:
             admitted_update=admission.admitted_update,
             trajectories=list(contents),
         )
-        await self._references.put.remote(group.group, [ray.put(content_of(group))])
-        await self._calls.call(TrajectoryQueue.put, head_of(group))
-        self._written.append(group.group)
-        if self._writer is not None and len(self._written) >= KEPT + BATCH:
-            await self._writer.forget([self._written.popleft() for _ in range(BATCH)])
-
-    async def receive(self) -> int:
-        batch = await (self._next or self._calls.call(TrajectoryQueue.take))
-        self._next = asyncio.create_task(self._calls.call(TrajectoryQueue.take))
-        groups = [head.group for head in batch.groups]
-        contents = await asyncio.gather(*await self._references.pop.remote(groups))
-        self._step += 1
-        await self._calls.call(TrajectoryQueue.trained, groups, train_step=self._step)
-        if self._step % SAVE_EVERY == 0:
-            await self._calls.call(TrajectoryQueue.checkpointed, self._step)
-        return len(contents)
+        return head_of(group), content_of(group)
 
 
 def records_of(admission: Admission, number: int, trajectory: Trajectory) -> list[RolloutRecord]:
@@ -340,9 +356,9 @@ class Host:
 
     def __init__(self) -> None:
         self._shape: Shape | None = None
-        self._ends: dict[str, End] = {}
+        self._ends: dict[str, Any] = {}
 
-    async def open(self, name: str, end: End, shape: Shape) -> None:
+    async def open(self, name: str, end: End | RolloutEnd, shape: Shape) -> None:
         """Make an end ready, for groups of `shape`."""
         if shape != self._shape:
             contents = [shape.contents(seed) for seed in range(DISTINCT)]
@@ -364,6 +380,16 @@ class Host:
         if isinstance(end, ObjectStoreEnd):
             end.rest()
         return seconds
+
+    @_method(num_returns=2)
+    async def roll(self, name: str, number: int, admission: Admission) -> tuple[GroupHead, GroupContent]:
+        """Head and content of one group."""
+        contents, _ = self._groups[number % DISTINCT]
+        return await self._ends[name].roll(contents, admission)
+
+    async def fetch(self, contents: Sequence[Any]) -> None:
+        """contents: references."""
+        await asyncio.gather(*contents)
 
     async def receive(self, name: str, groups: int) -> None:
         """Receive so many."""

@@ -203,7 +203,8 @@ async def start_parts(
     await asyncio.gather(*(host.meter.remote() for host in (*hosts_of_workers, idle)))
     trainer = FakeTrainer([rank], planner=Planner(config=config.trainer, loss=config.loss), timeout_s=LONGEST_S)
     workers = [
-        WorkerHandle(host, name=name, timeout_s=LONGEST_S) for host, name in zip(hosts_of_workers, names, strict=True)
+        WorkerHandle(host, name=name, timeout_s=LONGEST_S, stop_timeout_s=LONGEST_S)
+        for host, name in zip(hosts_of_workers, names, strict=True)
     ]
     return Parts(
         checkpoint=checkpoint,

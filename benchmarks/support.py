@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.loop import Prompt
+from agent_loop.tools import PauseGate
 from async_rl.batch.training_batch import TrainingBatch
 from async_rl.config import RunConfig
 from async_rl.data.task import Task
@@ -193,6 +194,19 @@ def make_warm_start(config: RunConfig, *, task: Task, folder: Path) -> Path:
     finally:
         rank.close()
     return warm
+
+
+class RolloutsHere:
+    """Rollouts of this process, whose tools a publish pauses."""
+
+    def __init__(self, gate: PauseGate) -> None:
+        self._gate = gate
+
+    async def pause(self) -> None:
+        self._gate.pause()
+
+    async def resume(self) -> None:
+        self._gate.resume()
 
 
 async def roll_groups(

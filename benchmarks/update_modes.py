@@ -51,6 +51,7 @@ from benchmarks.support import (
     FloatArray,
     Interval,
     Mismatch,
+    RolloutsHere,
     figure,
     find_warm_start,
     make_warm_start,
@@ -108,8 +109,9 @@ class Rollouts:
         """Groups of one trajectory that begin under A, and the seconds taken; B arrives after `update_after_s`."""
         on_update, kv, resume_routing = cell
         gate, timeout_s = PauseGate(), self._config.sync.timeout_s
-        to_first = Publisher([self._replica], on_update="drain", tools=gate, timeout_s=timeout_s)
-        to_second = Publisher([self._replica], on_update=on_update, kv=kv, tools=gate, timeout_s=timeout_s)
+        tools = RolloutsHere(gate)
+        to_first = Publisher([self._replica], on_update="drain", rollouts=tools, timeout_s=timeout_s)
+        to_second = Publisher([self._replica], on_update=on_update, kv=kv, rollouts=tools, timeout_s=timeout_s)
         await to_first.publish(self._updates[0])
         rollout = self._config.rollout
         loop = self._task.build_loop(
@@ -149,7 +151,7 @@ async def roll_all(rollouts: Rollouts, *, trajectories: int) -> list[Cell]:
 
 def is_mixed(group: PromptGroup) -> bool:
     """Whether both versions sampled."""
-    return len(group.tokens_per_version()) > 1
+    return len(head_of(group).tokens_per_version()) > 1
 
 
 def tensors(groups: Sequence[PromptGroup], config: RunConfig) -> TrainingBatch:

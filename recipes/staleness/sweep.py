@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -63,7 +63,7 @@ class Cell:
         ]
 
 
-def cells(recipe: dict) -> Iterator[Cell]:
+def cells(recipe: dict[str, Any]) -> Iterator[Cell]:
     """All cells of the recipe, ordered by seed first."""
     for seed in recipe["cells"]["seed"]:
         for loss_name, loss in recipe["cells"]["loss"].items():
@@ -142,7 +142,7 @@ def draw(runs: dict[Cell, RunRecord], *, synchronous: int) -> Figure:
     bounds = list(dict.fromkeys(cell.max_staleness for cell in runs))
     figure = Figure(figsize=(3.75 * max(len(losses) + 2, len(bounds)), 8.5), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subfigures(2, 1)
+    upper, lower = cast(Any, figure.subfigures(2, 1))
     *curves, success, throughput = upper.subplots(1, len(losses) + 2)
     histograms = lower.subplots(1, len(bounds), squeeze=False)[0]
     for axis, loss_name in zip(curves, losses, strict=True):
@@ -214,7 +214,7 @@ def _histogram(axis: Axes, runs: dict[str, list[RunRecord]], bound: int) -> None
                 counts[int(lag)] += tokens
         axis.bar(np.arange(oldest + 1) + i * width, counts / counts.sum(), width, label=loss_name)
     axis.set(xlabel="optimizer steps", ylabel="share", ylim=(0, 1))
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    cast(Any, axis.xaxis.get_major_locator()).set_params(integer=True)
     axis.legend(fontsize="small")
 
 

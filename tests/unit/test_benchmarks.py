@@ -11,6 +11,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -361,39 +362,47 @@ def test_a_shape_knows_the_bytes_of_its_arrays(make):
     assert [record.at for record in records] == [0, queue_ways.PROMPT_TOKENS, 300]
 
 
-@pytest.mark.parametrize("journaled", [False, True])
-async def test_queue_ends_hand_over_all_groups_and_remove_trained_content(tmp_path, monkeypatch, journaled):
-    def put(content):
-        held = asyncio.get_running_loop().create_future()
-        held.set_result(content)
-        return held
+class DirectHost:
+    """A Host of the same event loop, called as an actor is."""
 
-    monkeypatch.setattr(queue_ways.ray, "put", put)
+    def __init__(self):
+        self.host, self.fetched = queue_ways.Host(), 0
+        self.roll = SimpleNamespace(remote=self._roll)
+        self.fetch = SimpleNamespace(remote=self._fetch)
+
+    def _roll(self, *args):
+        rolled = asyncio.ensure_future(self.host.roll(*args))
+        return tuple(asyncio.ensure_future(self._part(rolled, at)) for at in range(2))
+
+    async def _part(self, rolled, at):
+        return (await rolled)[at]
+
+    async def _fetch(self, contents):
+        await self.host.fetch(contents)
+        self.fetched += len(contents)
+
+
+@pytest.mark.parametrize("journaled", [False, True])
+async def test_the_queues_way_hands_over_all_groups_and_removes_trained_content(tmp_path, journaled):
     options = {"batch_groups": queue_ways.BATCH, "staleness": queue_throughput.NO_BOUND, "max_ready": 16}
     if journaled:
         queue = QueueHost(**options)
         await queue.open(JournalPlace(directory=tmp_path, run="benchmark"))
     else:
         queue = queue_ways.PlainQueue(**options)
-    actors, directory = (DirectHandle(queue), DirectHandle(queue_ways.References())), tmp_path / "content"
-    shape = queue_ways.qwen3(300, 2)
-    send, receive = (
-        queue_ways.QueueEnd(*actors, name=name, directory=directory if journaled else None)
-        for name in ("rollout", "trainer")
-    )
-    await send.open(shape)
-    await receive.open(shape)
-    contents = shape.contents(0)
-    for _ in range(queue_ways.KEPT // queue_ways.BATCH + 2):
-        await asyncio.gather(*(send.send(contents, []) for _ in range(queue_ways.BATCH)))
-        assert await receive.receive() == queue_ways.BATCH
-    receive._next.cancel()
+    host, directory = DirectHost(), tmp_path / "content"
+    end = queue_ways.RolloutEnd(directory=directory if journaled else None)
+    await host.host.open("queue", end, queue_ways.qwen3(300, 2))
+    way = queue_ways.QueueWay("queue", DirectHandle(queue), rollouter=host, trainer=host)
+    groups = queue_ways.KEPT + 2 * queue_ways.BATCH
+    await way.run(groups)
+    assert (host.fetched, way._contents) == (groups, {})
     if journaled:
-        await send._writer.close()
+        await end._writer.close()
         await queue.close_journal()
         with closing(sqlite3.connect(directory / "rollout.sqlite")) as index:
-            (groups,) = index.execute("SELECT COUNT(DISTINCT group_id) FROM records").fetchone()
-        assert groups == queue_ways.KEPT
+            (kept,) = index.execute("SELECT COUNT(DISTINCT group_id) FROM records").fetchone()
+        assert kept == queue_ways.KEPT
 
 
 def test_the_ratio_of_a_way_to_itself_is_one():
