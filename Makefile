@@ -12,7 +12,7 @@ FAST_TESTS := tests/architecture tests/unit tests/flow tests/simulation/test_fou
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run seeds test test-fast test-numerics parity simulate kills lint format types contracts setup setup-sglang staleness \
+.PHONY: run seeds test test-fast test-numerics mutations parity simulate kills lint format types contracts setup setup-sglang staleness \
 	bench clean
 
 setup: $(VENV)/.ready
@@ -45,7 +45,11 @@ seeds: setup
 		--out outputs/calculator-seeds
 
 test: setup setup-sglang
-	$(PYTEST) $(TESTS) $(ARGS)
+	$(PYTEST) -m "not mutations" $(TESTS) $(ARGS)
+
+# The simulator finds every defect that is planted in the control code.
+mutations: setup
+	$(PYTEST) -m mutations tests/simulation $(ARGS)
 
 # At most five minutes on two idle cores: without servers and whole runs, but with one vLLM engine and one trainer.
 test-fast: setup

@@ -69,7 +69,14 @@ def build_worker(
         )
 
     validator = Validator(loop=loop, routing=routing, resume_routing=rollout.resume_routing)
-    worker = RolloutWorker(name, rollouter=rollouter, validator=validator, gate=gate, fleet=fleet)
+    worker = RolloutWorker(
+        name,
+        rollouter=rollouter,
+        validator=validator,
+        gate=gate,
+        fleet=fleet,
+        replies_s=config.cluster.stop_timeout_s / 2,  # the driver waits for a flush as long as for a stop
+    )
     return worker
 
 

@@ -32,11 +32,10 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.simulate import turns
 from async_rl.simulate.processes import current_process
 from async_rl.simulate.scenario import Fault, Scenario
 from async_rl.simulate.virtual_time import VirtualTimeLoop
-from async_rl.simulate.world import World, run_to_end
+from async_rl.simulate.world import STANDSTILL_TURNS, World, run_to_end
 from benchmarks.support import markdown_table, say, show
 
 GROUP = 50  # trajectories
@@ -105,7 +104,6 @@ def scenario_of(
         max_restarts=3,
         replicas=replicas,
         workers=workers,
-        edge=False,
         latency_s=0.0005,
         token_s=tuple(draw.choice((0.2, 0.5, 1.0)) for _ in range(replicas)),
         train_s=2.0,
@@ -136,11 +134,11 @@ def cpu_by_process(samples: Counter[str]) -> Generator[None]:
 def run(scenario: Scenario) -> Result:
     """Run a scenario to its end in a directory of its own."""
     trajectories = scenario.steps * scenario.batch_groups * GROUP
-    turns.STANDSTILL_TURNS = max(turns.STANDSTILL_TURNS, TURNS_OF_TRAJECTORY * trajectories)
+    standstill_turns = max(STANDSTILL_TURNS, TURNS_OF_TRAJECTORY * trajectories)
     samples = Counter[str]()
     with tempfile.TemporaryDirectory(prefix="simulated-scale-") as folder:
         loop, directory = VirtualTimeLoop(), Path(folder)
-        world = World(scenario, directory=directory, loop=loop)
+        world = World(scenario, directory=directory, loop=loop, standstill_turns=standstill_turns)
         begun, cpu = time.monotonic(), time.process_time()
         with cpu_by_process(samples):
             run_to_end(world, loop)

@@ -59,6 +59,7 @@ class RolloutWorker:
         validator: rolls out held-out prompts; None if there are none.
         gate: passed before each tool call.
         fleet: the replicas as this worker sees them.
+        replies_s: how long a flush waits for the replies of replicas.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class RolloutWorker:
         validator: Validator | None,
         gate: PauseGate,
         fleet: ReplicaFleet,
+        replies_s: float,
     ) -> None:
         self.name = name
+        self._replies_s = replies_s
         self._make_rollouter = rollouter
         self._rollouter = rollouter(None)
         self._validator = validator
@@ -116,8 +119,10 @@ class RolloutWorker:
             task.cancel()
 
     async def flush(self) -> None:
-        """Return once all answers of engines so far are stored."""
-        await self._fleet.busy_seconds()  # these replies come after those of all requests that have ended
+        """Return once all answers of engines so far are stored, except those of a silent replica."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._replies_s):
+                await self._fleet.busy_seconds()  # these replies come after those of all requests that have ended
         for _ in range(APPEND_TURNS):
             await asyncio.sleep(0)
         await self._rollouter.flush()

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
     """Outcomes of all seeds, in order. Those of seeds where all is well come without their events."""
-    from async_rl.simulate.many import run_chunk, spare_imports
+    from async_rl.simulate.outcome import run_chunk
 
     ordered = list(seeds)
     chunks = [ordered[i : i + CHUNK] for i in range(0, len(ordered), CHUNK)]
@@ -40,13 +40,13 @@ def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
         for chunk in chunks:
             yield from run_chunk(chunk)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=spare_imports) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for outcomes in pool.map(run_chunk, chunks):
             yield from outcomes
 
 
 def _run_many(seeds: range, *, jobs: int) -> int:
-    from async_rl.simulate.many import Tally
+    from async_rl.simulate.outcome import Tally
 
     tally, begun = Tally(), time.monotonic()
     for outcome in run_seeds(seeds, jobs=jobs):

@@ -1,23 +1,22 @@
 """The disk of a run: real files, and faults at the level of SQLite and of the content's data files.
 
-While a world runs, `installed` puts connections and a write call of its own into the modules that store. A write that
-fails leaves half of it there; a process may die inside a transaction or right after it.
+A write that fails leaves half of it there; a process may die inside a transaction or right after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import sqlite3
-from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.simulate.processes import current_process
-from message_queue import content, content_format, journal
+from message_queue import content_format, journal
 
 if TYPE_CHECKING:
     from async_rl.simulate.world import World
@@ -42,7 +41,7 @@ class Disk:
 
     def __init__(self, world: World, *, seed: int, clock: Callable[[], float]) -> None:
         self.damaged_groups: set[int] = set()  # whose content has a flipped bit
-        self.damaged_events = False  # whether the journal of events has one
+        self.damaged_events = False  # whether a stored event, or the state before the events, has one
         self._world = world
         self._draw = random.Random(f"disk {seed}")
         self._clock = clock
@@ -85,82 +84,42 @@ class Disk:
                 pass
         return self._broken[0] if self.is_broken and self._broken is not None else None
 
-    def flip_a_bit(self, directory: Path) -> None:
-        """Of a stored row of the journal, or of a record of the content."""
-        indexes = sorted((directory / "content").glob("*.sqlite"))
-        events = directory / journal.FILE
-        if self._draw.random() < 0.5 and indexes:
-            self._flip_content(self._draw.choice(indexes))
-        elif events.exists() and events.stat().st_size:
-            self._flip_event(events)
+    def journal_removed(self) -> None:
+        """The directory of the journal is gone, and what was damaged in it."""
+        self.damaged_groups.clear()
+        self.damaged_events = False
 
-    def _flip_event(self, path: Path) -> None:
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    def damage_events(self, directory: Path) -> None:
+        """Flip a bit of a stored event, or of the state before the events."""
+        path = directory / journal.FILE
+        if not path.exists():
+            return
+        with closing(sqlite3.connect(path)) as connection, connection, contextlib.suppress(sqlite3.OperationalError):
             table = self._draw.choice(("state", "events", "events", "events"))
-            rows = connection.execute(f"SELECT id, data FROM {table} ORDER BY id").fetchall()
+            rows = connection.execute(f"SELECT id, data FROM {table}").fetchall()  # unless it has no table yet
             if rows:
-                key, data = rows[-1 - int(len(rows) * self._draw.random() ** 2)]  # the newest are damaged more often
-                connection.execute(f"UPDATE {table} SET data = ? WHERE id = ?", (self._flipped(data), key))
+                key, data = self._draw.choice(rows)
+                at = self._draw.randrange(len(data))
+                flipped = data[:at] + bytes([data[at] ^ 1 << self._draw.randrange(8)]) + data[at + 1 :]
+                connection.execute(f"UPDATE {table} SET data = ? WHERE id = ?", (flipped, key))
                 self.damaged_events = True
 
-    def _flip_content(self, path: Path) -> None:
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
-                return
-            columns = "group_id, trajectory, number, fields, file, start, length"
-            rows = connection.execute(f"SELECT {columns} FROM records ORDER BY group_id, trajectory, number").fetchall()
-            if not rows:
-                return
-            group, trajectory, number, fields, file, start, length = self._draw.choice(rows)
+    def damage_content(self, directory: Path) -> None:
+        """Flip a bit of a stored record of the content."""
+        columns = "group_id, file, start, length"
+        query = f"SELECT {columns} FROM records WHERE length > 0 ORDER BY group_id, trajectory, number"
+        records: list[tuple[Path, Any]] = []
+        for path in sorted(directory.glob("*.sqlite")):
+            with closing(sqlite3.connect(path)) as connection, contextlib.suppress(sqlite3.OperationalError):
+                records += [(path, row) for row in connection.execute(query)]  # unless it has no table yet
+        if records:
+            path, (group, file, start, length) = self._draw.choice(records)
             self.damaged_groups.add(group)
-            if not length:
-                where = "WHERE group_id = ? AND trajectory = ? AND number = ?"
-                update = f"UPDATE records SET fields = ? {where}"
-                connection.execute(update, (self._flipped(fields), group, trajectory, number))
-                return
-        with content_format.data_path(path.parent, path.stem, file).open("r+b") as data:
-            data.seek(start)
-            record = data.read(length)
-            data.seek(start)
-            data.write(self._flipped(record))
-
-    def _flipped(self, data: bytes) -> bytes:
-        damaged = bytearray(data)
-        damaged[self._draw.randrange(len(damaged))] ^= 1 << self._draw.randrange(8)
-        return bytes(damaged)
-
-    @contextmanager
-    def installed(self, *, file_bytes: int) -> Generator[None]:
-        """Store through this disk.
-
-        Args:
-            file_bytes: of a data file of the content, after which a new one is started.
-        """
-        changed: list[tuple[Any, str, object]] = [
-            (journal, "sqlite3", _Module(sqlite3, connect=partial(_connect, self, "disk/queue"))),
-            (content_format, "sqlite3", _Module(sqlite3, connect=partial(_connect, self, "disk/content"))),
-            (content, "os", _Module(os, pwritev=partial(_pwritev, self))),
-            (content, "FILE_BYTES", file_bytes),
-        ]
-        before = [(module, name, getattr(module, name)) for module, name, _ in changed]
-        try:
-            for module, name, value in changed:
-                setattr(module, name, value)
-            yield
-        finally:
-            for module, name, value in before:
-                setattr(module, name, value)
-
-
-class _Module:
-    """A module with some functions replaced."""
-
-    def __init__(self, module: object, **replaced: object) -> None:
-        vars(self).update(replaced)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+            with content_format.data_path(path.parent, path.stem, file).open("r+b") as data:
+                data.seek(start + self._draw.randrange(length))
+                byte = data.read(1)[0] ^ 1 << self._draw.randrange(8)
+                data.seek(-1, os.SEEK_CUR)
+                data.write(bytes([byte]))
 
 
 class _Connection(sqlite3.Connection):
@@ -199,13 +158,13 @@ class _Connection(sqlite3.Connection):
         raise error
 
 
-def _connect(disk: Disk, point: str, *args: Any, **options: Any) -> sqlite3.Connection:
+def connect(disk: Disk, point: str, *args: Any, **options: Any) -> sqlite3.Connection:
     connection = sqlite3.connect(*args, factory=_Connection, **options)
     connection.disk, connection.point = disk, point
     return connection
 
 
-def _pwritev(disk: Disk, descriptor: int, parts: list[memoryview], offset: int) -> int:
+def pwritev(disk: Disk, descriptor: int, parts: list[memoryview], offset: int) -> int:
     number = disk.refusal("disk/content/data")
     if number is None:
         return os.pwritev(descriptor, parts, offset)

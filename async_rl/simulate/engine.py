@@ -13,10 +13,8 @@ from async_rl.engines.checks import kept_tokens
 from async_rl.engines.replica import Flight, KeptKV, ReplicaStats, RequestGate
 from async_rl.engines.spans import cut_into_segments
 from async_rl.simulate import model
-from async_rl.simulate.bad_answers import BAD_ANSWERS
-from async_rl.simulate.scenario import UNAVAILABLE, Fault
 from async_rl.weights.transport import WeightUpdate
-from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
     from async_rl.simulate.world import World
@@ -24,44 +22,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """An answer as it left the engine, before it was spoiled.
-
-    start: position of its first token. tokens: of the segments that are good. unavailable: positions without rows.
-    """
+    """An answer of an engine, as far as it is good."""
 
     request: str
+    """Its id."""
     session: str
+    """Of the rollout."""
     start: int
+    """Position of its first token."""
     segments: tuple[TokenOutput, ...]
-    unavailable: range = range(0)
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.segments))
+    """Those that are good."""
+    unavailable: range
+    """Positions without rows."""
 
 
 @dataclass(slots=True, eq=False)
 class _Decode:
-    """A decode under way. nudge: look up, something changed. stuck: it never ends."""
+    """A decode under way."""
 
+    request: GenerateRequest
+    """To be answered."""
+    flight: Flight
+    """The request at the gate."""
+    context: list[int]
+    """Of each token, sampled ones included; see `model.contexts`."""
+    sampled: list[tuple[int, WeightVersion]] = field(default_factory=list[tuple[int, WeightVersion]])
+    """Tokens, and the weights that sampled them."""
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set if something changed that ends a wait."""
     stuck: bool = False
+    """Whether it never ends."""
 
 
 class SimulatedReplica:
     """See `async_rl.engines.replica.Replica`.
 
     Args:
-        token_s: virtual seconds per token of one request, whatever else runs.
-        edge: whether answers are checked here, or only where they are used.
+        token_s: virtual seconds per token of one request.
     """
 
-    def __init__(self, name: str, *, world: World, weights: WeightVersion, token_s: float, edge: bool) -> None:
+    def __init__(self, name: str, *, world: World, weights: WeightVersion, token_s: float) -> None:
         self.name = name
         self._world = world
         self._weights = weights
         self._token_s = token_s
-        self._edge = edge
         self._gate = RequestGate(name)
         self._thawed = asyncio.Event()
         self._thawed.set()
@@ -119,7 +123,8 @@ class SimulatedReplica:
         self._gate.require_quiet("load")
         self._weights = update.weights
         self._gate.suspect(None)
-        self._world.loaded_by(self.name, update.weights)
+        self._world.note(self.name, "loaded", update.weights.version)
+        self._world.judge(self._world.oracle.loaded_by, self.name, update.weights)
         return self._weights
 
     async def checksum(self) -> str:
@@ -140,20 +145,19 @@ class SimulatedReplica:
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         async with self._gate.admit(request.request_id) as flight:
-            decode = self._decodes[request.request_id] = _Decode()
+            decode = _Decode(request, flight, model.contexts(request.token_ids.tolist()))
+            self._decodes[request.request_id] = decode
             try:
-                return self._gate.landed(flight, await self._decode(request, flight, decode))
+                return self._gate.landed(flight, await self._decode(decode))
             finally:
                 del self._decodes[request.request_id]
 
-    async def _decode(self, request: GenerateRequest, flight: Flight, decode: _Decode) -> list[TokenOutput]:
-        self._world.forced(request)
+    async def _decode(self, decode: _Decode) -> list[TokenOutput]:
+        request = decode.request
+        self._world.judge(self._world.oracle.asked, request)
         fault, most = self._world.fault(f"generate/{self.name}"), request.max_new_tokens
         kind = fault.kind if fault is not None else ""
         match kind:
-            case "late answer":
-                assert fault is not None
-                await self._wait(decode, fault.amount)
             case "no answer":
                 decode.stuck = True
             case "engine dies":
@@ -163,117 +167,88 @@ class SimulatedReplica:
                 most = min(most, int(fault.amount))
             case _:
                 pass
-        context = model.contexts(request.token_ids.tolist())
-        samplers = list[WeightVersion]()
-        tokens = list[int]()
-        reason = await self._sample(request, flight, decode, most, context, tokens, samplers)
+        reason = await self._sample(decode, most)
         if reason is StopReason.LENGTH and most < request.max_new_tokens:
             reason = StopReason.ERROR if kind == "gives up" else StopReason.ABORT
-        return self._answer(request, context, tokens, samplers, reason)
+        return self._sent(request, self._segments(decode, reason))
 
-    async def _sample(
-        self,
-        request: GenerateRequest,
-        flight: Flight,
-        decode: _Decode,
-        most: int,
-        context: list[int],
-        tokens: list[int],
-        samplers: list[WeightVersion],
-    ) -> StopReason:
-        """Append tokens until the decode ends; returns why it does. New weights may come in between."""
+    async def _sample(self, decode: _Decode, most: int) -> StopReason:
+        """Sample up to `most` tokens; returns why it ends. New weights may come in between."""
         loop, calls = asyncio.get_running_loop(), self._world.scenario.max_turns > 1
-        session = model.session_number(request.session)
-        while len(tokens) < most:
+        session, sampled = model.session_number(decode.request.session), decode.sampled
+        while len(sampled) < most:
             await self._thawed.wait()
             self._gate.check_alive()
-            if flight.abort_requested and not decode.stuck:
+            if decode.flight.abort_requested and not decode.stuck:
                 return StopReason.ABORT
-            begun, weights, planned = loop.time(), self._world.weights(self._weights.digest), list[int]()
-            ahead = context[-1]
-            while len(tokens) + len(planned) < most and (not planned or planned[-1] != model.END):
+            begun, by, planned = loop.time(), self._weights, list[int]()
+            weights, ahead = self._world.oracle.weights(by.digest), decode.context[-1]
+            while len(sampled) + len(planned) < most and (not planned or planned[-1] != model.END):
                 planned.append(weights.token(ahead, session, calls=calls))
                 ahead = model.after(ahead, planned[-1])
-            by, whole = self._weights, await self._wait(decode, None if decode.stuck else len(planned) * self._token_s)
+            whole = await self._wait(decode, None if decode.stuck else len(planned) * self._token_s)
             self._gate.check_alive()
             count = len(planned) if whole else min(len(planned), int((loop.time() - begun) / self._token_s))
             for token in planned[: 0 if decode.stuck else count]:
-                tokens.append(token)
-                samplers.append(by)
-                context.append(model.after(context[-1], token))
-            if tokens and tokens[-1] in request.stop_token_ids:
+                sampled.append((token, by))
+                decode.context.append(model.after(decode.context[-1], token))
+            if sampled and sampled[-1][0] in decode.request.stop_token_ids:
                 return StopReason.STOP
         return StopReason.LENGTH
 
-    def _answer(
-        self,
-        request: GenerateRequest,
-        context: list[int],
-        tokens: list[int],
-        samplers: list[WeightVersion],
-        reason: StopReason,
-    ) -> list[TokenOutput]:
-        start, rows = len(request.token_ids), None
-        spans = [(by, samplers.count(by)) for by in dict.fromkeys(samplers)] or [(self._weights, 0)]
-        if tokens:
-            owners = [samplers[max(0, p + 1 - start)] for p in range(request.rows_held, len(context) - 1)]
-            held = context[request.rows_held : -1]
-            experts = [self._world.weights(o.digest).row(c) for o, c in zip(owners, held, strict=True)]
+    def _segments(self, decode: _Decode, reason: StopReason) -> list[TokenOutput]:
+        """The answer: tokens, logprobs, kept tokens and rows of the weights that made them."""
+        request, context, weights = decode.request, decode.context, self._world.oracle.weights
+        start, held, rows = len(request.token_ids), request.rows_held, None
+        samplers = [by for _, by in decode.sampled]
+        if samplers:
+            owners = [samplers[max(0, p + 1 - start)] for p in range(held, len(context) - 1)]
+            experts = [weights(by.digest).row(c) for by, c in zip(owners, context[held:-1], strict=True)]
             shape = (len(experts), *model.ROUTING.row_shape)
-            rows = RoutedExperts(
-                first_position=request.rows_held, experts=np.array(experts, model.ROUTING.dtype).reshape(shape)
-            )
-        logprobs = [
-            self._world.weights(by.digest).logprob(context[start + i - 1], token)
-            for i, (token, by) in enumerate(zip(tokens, samplers, strict=True))
-        ]
-        support = None
-        if request.sampling.is_cut:
-            kept = [
-                self._world.weights(by.digest).kept(context[start + i - 1], token)
-                for i, (token, by) in enumerate(zip(tokens, samplers, strict=True))
-            ]
-            support = kept_tokens(kept, "kept tokens")
-        segments = cut_into_segments(
+            rows = RoutedExperts(first_position=held, experts=np.array(experts, model.ROUTING.dtype).reshape(shape))
+        made = [(weights(by.digest), context[start + i - 1], token) for i, (token, by) in enumerate(decode.sampled)]
+        kept = [weights.kept(before, token) for weights, before, token in made] if request.sampling.is_cut else None
+        return cut_into_segments(
             request,
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.array(logprobs, np.float32),
+            token_ids=np.array([token for token, _ in decode.sampled], np.int32),
+            logprobs=np.array([weights.logprob(before, token) for weights, before, token in made], np.float32),
             routed_experts=rows,
-            spans=spans,
+            spans=[(by, samplers.count(by)) for by in dict.fromkeys(samplers)] or [(self._weights, 0)],
             stop_reason=reason,
             replica=self.name,
-            support=support,
+            support=None if kept is None else kept_tokens(kept, "kept tokens"),
         )
-        return self._sent(request, segments)
 
     def _sent(self, request: GenerateRequest, segments: list[TokenOutput]) -> list[TokenOutput]:
-        """The answer as it arrives: spoiled if that is its turn, and checked if there is an edge."""
+        """The answer as it arrives: spoiled if that is its turn."""
         fault, start = self._world.fault(f"answer/{self.name}"), len(request.token_ids)
+        sent, good, missing = segments, segments, range(0)
+        append = self._world.scenario.resume_routing in ("append", "force")  # others ask for rows again that they hold
+        match fault and fault.kind if len(segments[-1]) else None:
+            case "unavailable rows" if append:
+                assert fault is not None
+                sent, missing = _without_rows(segments, int(fault.amount))
+            case "a row too few":
+                rows = segments[-1].routed_experts
+                assert rows is not None
+                fewer = replace(rows, experts=rows.experts[:-1])
+                sent, good = [*segments[:-1], replace(segments[-1], routed_experts=fewer)], segments[:-1]
+            case "a refused answer":
+                raise AnswerError(f"{self.name}: request {request.request_id}: the answer breaks the contract")
+            case _:
+                pass
         answer = Answered(
-            request=request.request_id, session=request.session, start=start, segments=tuple(filter(len, segments))
+            request=request.request_id,
+            session=request.session,
+            start=start,
+            segments=tuple(filter(len, good)),
+            unavailable=missing,
         )
-        if fault is None or not len(segments[-1]) or self._is_no_fault(fault):
-            self._world.answered(answer)
-            return segments
-        if fault.kind == UNAVAILABLE:
-            segments, missing = _without_rows(segments, int(fault.amount))
-            self._world.answered(replace(answer, unavailable=missing))
-            return segments
-        try:
-            spoiled = BAD_ANSWERS[fault.kind](request, segments)
-            if self._edge:
-                _check_at_edge(request, spoiled)
-        except ContractError as error:
-            raise AnswerError(f"{self.name}: request {request.request_id}: {error}") from error
-        self._world.answered(replace(answer, segments=tuple(segments[:-1])))
-        return spoiled
+        self._world.note(answer.session, "answered", answer.request, answer.start, sum(map(len, answer.segments)))
+        self._world.oracle.answered(answer)
+        return sent
 
     # ---- inside
-
-    def _is_no_fault(self, fault: Fault) -> bool:
-        """Rows that are asked for again may start late: those held stand."""
-        late = fault.kind in (UNAVAILABLE, "rows that start late")
-        return late and self._world.scenario.resume_routing in ("replace", "split")
 
     async def _wait(self, decode: _Decode, seconds: float | None) -> bool:
         """Wait, or less where something changes; whether it was the whole time."""
@@ -304,15 +279,3 @@ def _without_rows(segments: list[TokenOutput], count: int) -> tuple[list[TokenOu
     start = rows.first_position + count
     less = RoutedExperts(first_position=start, experts=rows.experts[count:], unavailable=count)
     return [replace(first, routed_experts=less), *rest], range(rows.first_position, start)
-
-
-def _check_at_edge(request: GenerateRequest, answer: list[TokenOutput]) -> None:
-    """What a replica checks: every segment, and the extent of its rows."""
-    row, end = request.rows_held, len(request.token_ids)
-    for segment in answer:
-        segment.check(vocab_size=model.VOCAB, routing=model.ROUTING, cut=request.sampling.is_cut)
-        end += len(segment)
-        given = segment.routed_experts
-        if given is not None and (given.first_position, given.end_position) != (row, end - 1):
-            raise ContractError(f"rows {given.first_position}..{given.end_position - 1}; need {row}..{end - 2}")
-        row = max(row, end - 1)

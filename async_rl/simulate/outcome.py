@@ -1,17 +1,18 @@
-"""One seed, its outcome, and the fewest faults that still give it."""
+"""Outcomes of seeds: one, all of a chunk, what they add up to, and the fewest faults that still give one."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from async_rl.simulate.scenario import Fault, Scenario, draw_scenario
+from async_rl.simulate.scenario import Scenario, draw_scenario
 from async_rl.simulate.virtual_time import VirtualTimeLoop
 from async_rl.simulate.world import Event, World, run_to_end
 
@@ -20,19 +21,22 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a seed.
-
-    faults: that were to happen; None: all that the seed draws. fired: that happened. invariant, text: what does not
-    hold; None where all is well. trace_hash: of every event, its time and its content.
-    """
+    """Result of one seed."""
 
     seed: int
+    """Of the scenario."""
     faults: tuple[int, ...] | None
+    """Numbers of the faults that were planned; None: all that the seed draws."""
     fired: tuple[str, ...]
+    """Faults that happened, as text."""
     invariant: str | None
+    """Key of `INVARIANTS` that does not hold; None if all hold."""
     text: str | None
+    """How the invariant was broken; None if all hold."""
     trace_hash: str
+    """Digest of `events`."""
     events: tuple[Event, ...]
+    """(virtual seconds, who, what, details) in order; empty in `run_chunk` if all hold."""
 
     @property
     def command(self) -> str:
@@ -91,7 +95,7 @@ def shrink(failed: Outcome, *, run: Callable[..., Outcome] = run_seed) -> Outcom
     if failed.invariant is None:
         raise ValueError(f"seed {failed.seed} breaks no invariant; there is nothing to shrink")
     best = failed
-    numbers = [f.number for f in _faults_of(failed)]
+    numbers = [fault.number for fault in draw_scenario(failed.seed).faults]
     for number in list(numbers):
         fewer = [n for n in numbers if n != number]
         outcome = run(failed.seed, faults=fewer)
@@ -100,6 +104,32 @@ def shrink(failed: Outcome, *, run: Callable[..., Outcome] = run_seed) -> Outcom
     return best
 
 
-def _faults_of(outcome: Outcome) -> list[Fault]:
-    every = draw_scenario(outcome.seed).faults
-    return [f for f in every if outcome.faults is None or f.number in outcome.faults]
+def run_chunk(seeds: Sequence[int]) -> list[Outcome]:
+    """Outcomes in order; those where all is well without their events."""
+    outcomes = [run_seed(seed) for seed in seeds]
+    gc.collect()  # a run leaves cycles behind
+    return [outcome if outcome.invariant else replace(outcome, events=()) for outcome in outcomes]
+
+
+class Tally:
+    """Counts over seeds. failed: outcomes in which an invariant is broken. faults: how often each kind happened."""
+
+    def __init__(self) -> None:
+        self.failed: list[Outcome] = []
+        self._seeds = 0
+        self.faults: Counter[str] = Counter()
+
+    def add(self, outcome: Outcome) -> None:
+        self._seeds += 1
+        self.faults.update(fault.partition(": ")[2].rpartition(" (")[0] for fault in outcome.fired)
+        if outcome.invariant is not None:
+            self.failed.append(outcome)
+
+    def lines(self) -> Iterator[str]:
+        """What a person reads."""
+        happened = ", ".join(f"{kind} {count}" for kind, count in self.faults.most_common())
+        yield f"faults that happened: {happened or 'none'}"
+        yield f"{self._seeds - len(self.failed)} of {self._seeds} seeds held every invariant"
+        by_invariant = Counter(outcome.invariant for outcome in self.failed)
+        for invariant, count in by_invariant.most_common():
+            yield f"  {invariant}: broken by {count}"

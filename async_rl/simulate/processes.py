@@ -10,11 +10,13 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from async_rl.simulate.virtual_time import NumberedTask
+from message_queue.content import _Files  # pyright: ignore[reportPrivateUsage]
+from message_queue.journal import EventStore
 
 if TYPE_CHECKING:
     from async_rl.simulate.world import World
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
 LEAST_S = 1e-6  # between two calls that a process takes
 
 _process: ContextVar[Process | None] = ContextVar("process", default=None)
-
-
-class Closes(Protocol):
-    """An open file."""
-
-    def close(self) -> None: ...
 
 
 def current_process() -> Process | None:
@@ -61,6 +57,8 @@ class Process:
         host: runs in the process.
         latency_s: mean of one way.
         linger_s: time after its death in which it still has its files open.
+
+    files: that it opened.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Process:
         self.tasks: dict[NumberedTask, None] = {}
         self.dead: str | None = None
         self.hung = False
-        self._files: list[Closes] = []
+        self.files: list[EventStore | _Files] = []
         self._replies: dict[asyncio.Future[Any], None] = {}  # in the order of the calls
         self._cut_off = False
         self._host = host
@@ -116,12 +114,8 @@ class Process:
         """Results of a method that the caller gets apart; see `ray.method`."""
         return getattr(getattr(type(self._host), method), "__ray_num_returns__", 1)
 
-    def has_open(self, file: Closes) -> None:
-        """The process opened a file, which is closed some time after its death."""
-        self._files.append(file)
-
     def _close_files(self) -> None:
-        for file in self._files:
+        for file in self.files:
             asyncio.get_running_loop().call_later(self._linger_s, file.close)
 
     # ---- a call
@@ -200,18 +194,19 @@ class Process:
 class Observed:
     """A service in a process; the world sees the result of each call, as replies to several travel together."""
 
-    def __init__(self, service: object, process: Process) -> None:
+    def __init__(self, service: object) -> None:
         self._service = service
-        self._process = process
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
+            process = current_process()
+            assert process is not None
             try:
                 result = await getattr(self._service, method)(*args, **kwargs)
             except Exception as error:
-                self._process.told_of(method, args, result=None, error=error)
+                process.told_of(method, args, result=None, error=error)
                 raise
-            self._process.told_of(method, args, result=result, error=None)
+            process.told_of(method, args, result=result, error=None)
             return result
 
         return call

@@ -6,51 +6,40 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from agent_loop.engine import EngineError, ReplicaLostError, SamplingConfig
-from agent_loop.loop import Prompt
-from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import PauseGate, ToolRunner
 from async_rl.actors import ReplicaHost, RolloutHost
 from async_rl.batch.advantage import AdvantageConfig
 from async_rl.checkpoints import CheckpointConfig
-from async_rl.cluster.queue_host import REFUSALS, QueueHost
-from async_rl.cluster.rpc import BatchingServer
+from async_rl.cluster.queue_handle import QueueClient
+from async_rl.cluster.queue_host import QueueHost
 from async_rl.config import QueueConfig, RunConfig, SyncConfig, ValidationConfig, load_config
+from async_rl.data.task import TaskConfig
 from async_rl.engines.replica import Replica
 from async_rl.handles import ReplicaAddress, ReplicaHandle
-from async_rl.lives import Lasting, Lives, RunQueue, supervised
+from async_rl.lives import Lasting, Lives, supervised
 from async_rl.observe.recorder import Recorder, StepRecord
 from async_rl.observe.trace import Trace
 from async_rl.resume import Resume
 from async_rl.rollout.conductor import Free
-from async_rl.rollout.contents import ContentPlace, StoredContent
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
-from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog, StoresRecords
-from async_rl.rollout.rollouter import FailureConfig, Rollouter
-from async_rl.rollout.routing import ReplicaRouter
+from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.supervisor import SupervisionConfig
-from async_rl.rollout.validator import ValidationResult, Validator
-from async_rl.rollout.worker import RolloutWorker
-from async_rl.rollout_workers import WorkerFleet, WorkerHandle
+from async_rl.rollout.validator import ValidationResult
+from async_rl.rollout_workers import WorkerHandle, addresses, build_remote_worker
 from async_rl.simulate import model
 from async_rl.simulate.engine import SimulatedReplica
 from async_rl.simulate.processes import Observed, Process
-from async_rl.simulate.queue_client import WatchedQueue
 from async_rl.simulate.scenario import Scenario
-from async_rl.simulate.trainer import INITIAL, ParityReward, SimulatedTrainer, session_of_task
-from message_queue.contract import Admission, QueueSnapshot
-from message_queue.events import Event
-from message_queue.progress import RolloutRecord
-from message_queue.recovery import JournalPlace, Restored
+from async_rl.simulate.task import SimulatedTask
+from async_rl.simulate.trainer import INITIAL, SimulatedTrainer
 from message_queue.tokens import WeightVersion
-from message_queue.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from async_rl.simulate.world import World
@@ -69,58 +58,20 @@ class _Silent:
     def close(self) -> None: ...
 
 
-class _Session:
-    """An agent loop in which a tool can tell whose call it is."""
+class _Queue(QueueClient):
+    """The driver's side of the queue. process: of the queue."""
 
-    def __init__(self, loop: ToolUseLoop) -> None:
-        self._loop = loop
+    def __init__(self, process: Process, *, timeout_s: float) -> None:
+        super().__init__(process, timeout_s=timeout_s)
+        self._process = process
 
-    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
-        session_of_task.set(session)
-        await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
-
-
-class _SimulatedQueueHost(QueueHost):
-    """The process of the queue; the world sees the result of each call."""
-
-    def __init__(self, world: World, **options: Any) -> None:
-        super().__init__(**options)
-        self.process: Process | None = None
-        self._world = world
-
-    async def open(self, place: JournalPlace) -> Restored:
-        self._world.journal_opens()
-        restored = await super().open(place)
-        assert self.process is not None and self.queue is not None
-        state, world = self.queue._state, self._world  # pyright: ignore[reportPrivateUsage]
-        apply = state.apply
-
-        def watched(event: Event) -> None:
-            apply(event)
-            world.applied(event)
-
-        state.apply = watched
-        self._server = BatchingServer[Any](Observed(self.queue, self.process), refusals=REFUSALS)
-        return restored
+    def kill(self) -> None:
+        self._process.die("killed by the driver")
 
 
-class _WatchedLives(Lives[SimulatedTrainer]):
-    """Lives that report restarts and stored content to the world."""
+class WatchedDispatcher(Dispatcher):
+    """tools_paused: whether every worker has agreed to start no tool."""
 
-    def __init__(self, config: RunConfig, lasting: Lasting[SimulatedTrainer], *, world: World, **options: Any) -> None:
-        super().__init__(config, lasting, **options)
-        self._world = world
-
-    async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
-        queue, restored, stored = await super()._open_queue(place)
-        self._world.reopened(restored, stored)
-        return queue, restored, stored
-
-
-class _WatchedDispatcher(Dispatcher):
-    """Tells the world what is read of the groups of a lost worker, and when no tool may start."""
-
-    world: World
     tools_paused = False
 
     async def pause(self) -> None:
@@ -131,30 +82,13 @@ class _WatchedDispatcher(Dispatcher):
         self.tools_paused = False
         await super().resume()
 
-    async def _read(self, groups: Mapping[int, Admission]) -> None:
-        await super()._read(groups)
-        self.world.moved({group: self._held[group] for group in groups})
-
-
-class _ToldStore:
-    """Where rollouts are stored; the world is told of each record that is."""
-
-    def __init__(self, store: StoresRecords, world: World) -> None:
-        self._store = store
-        self._world = world
-
-    async def append(self, records: Sequence[RolloutRecord]) -> None:
-        await self._store.append(records)
-        for record in records:
-            self._world.told.store(record)
-
 
 @cache
 def _template() -> RunConfig:
     return load_config(["trainer.router_replay=R3", "name=simulated", "resume=auto", "mismatch.prompts=0"])
 
 
-def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
+def run_config(scenario: Scenario, *, world: World) -> RunConfig:
     """The run config of a scenario."""
     whole = _template()
     limits = replace(
@@ -180,8 +114,9 @@ def run_config(scenario: Scenario, *, directory: Path) -> RunConfig:
     alone = scenario.trajectories_per_group == 1
     return replace(
         whole,
-        output_dir=directory,
+        output_dir=world.directory,
         seed=scenario.seed,
+        task=TaskConfig(factory=f"{SimulatedTask.__module__}:{SimulatedTask.__name__}", options={"world": world}),
         total_train_steps=scenario.steps,
         advantage=AdvantageConfig(name="reinforce_plus_plus") if alone else AdvantageConfig(),
         staleness=scenario.staleness,
@@ -209,21 +144,19 @@ class Run:
         self._all: list[Process] = []
         self._world = world
         self._number = number
-        self._config = config = run_config(scenario, directory=world.directory)
+        self._config = config = run_config(scenario, world=world)
         resume = Resume(config)
         self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
-        self._queue: _SimulatedQueueHost | None = None
         self._trainer = SimulatedTrainer(world)
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(scenario.replicas)]
         self.fleet = ReplicaFleet(replicas, on_lost=self.recorder.warn)
-        rollouts = self.rollouts = _WatchedDispatcher(
+        rollouts = self.rollouts = WatchedDispatcher(
             [self._worker(f"worker-{slot}") for slot in range(scenario.workers)],
             fleet=self.fleet,
             processes=self,
             config=config.supervision,
             note=self.recorder.warn,
         )
-        rollouts.world = world
         publisher, supervisor = supervised(
             config, self.fleet, rollouts=rollouts, start=self.replace_replica, recorder=self.recorder
         )
@@ -238,8 +171,9 @@ class Run:
             weights_directory=world.directory / "weights",
             conductor=Free(),
         )
-        held_out = [world.train_prompt(900 + i) for i in range(config.validation.prompts)]
-        self.lives = _WatchedLives(config, lasting, world=world, order=world, held_out=held_out, resume=resume)
+        order = SimulatedTask(config.task.options, seed=config.seed)
+        held_out = [order.train_prompt(900 + i) for i in range(config.validation.prompts)]
+        self.lives = Lives(config, lasting, order=order, held_out=held_out, resume=resume)
 
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Program.run` does."""
@@ -252,6 +186,13 @@ class Run:
         """The driver is dead, and all processes with it."""
         for process in self._all:
             process.cut_off()
+
+    def close_files(self) -> None:
+        """Close what is still open."""
+        self.recorder.close()
+        for process in self._all:
+            for file in process.files:
+                file.close()
 
     @property
     def train_step(self) -> int:
@@ -266,50 +207,21 @@ class Run:
         except ReplicaLostError:
             return []
 
-    def queue_state(self) -> QueueSnapshot:
-        """State of the queue now."""
-        queue = None if self._queue is None else self._queue.queue
-        return QueueSnapshot() if queue is None else queue._state.snapshot()  # pyright: ignore[reportPrivateUsage]
-
-    def records(self) -> list[Any]:
-        """Ledger records of all groups that ended."""
-        told = self.ledger_lines()
-        return [*told, *(record for record in self.untold_records() if record not in told)]
-
-    def untold_records(self) -> list[Any]:
-        """Those that the queue still has."""
-        queue = None if self._queue is None else self._queue.queue
-        return [] if queue is None else [*queue._ended, *queue._state._records]  # pyright: ignore[reportPrivateUsage]
-
     def ledger_lines(self) -> list[Any]:
         """`ledger.jsonl`."""
         return [json.loads(line) for line in (self._world.directory / "ledger.jsonl").read_text().splitlines()]
 
     # ---- parts that may be lost; see `async_rl.workers.Workers`
 
-    async def start_queue(self) -> WatchedQueue:
-        world, config = self._world, self._config
-        host = self._queue = _SimulatedQueueHost(
-            world,
+    async def start_queue(self) -> _Queue:
+        config = self._config
+        host = QueueHost(
             batch_groups=config.rollout.groups_per_batch,
             staleness=config.staleness,
             max_ready=config.queue.max_ready,
             updates_per_batch=config.trainer.updates_per_batch,
         )
-        process = host.process = self._process("queue", host)
-
-        def kill() -> None:
-            world.before_queue_ends()
-            process.die("killed by the driver")
-
-        return WatchedQueue(
-            process,
-            told=world.told,
-            opens=world.queue_starts,
-            taken=world.taken,
-            on_kill=kill,
-            timeout_s=config.queue.timeout_s,
-        )
+        return _Queue(self._process("queue", host), timeout_s=config.queue.timeout_s)
 
     async def replace_trainer(self, lost: SimulatedTrainer) -> SimulatedTrainer:
         await asyncio.sleep(START_S)
@@ -318,11 +230,8 @@ class Run:
 
     async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
         self.processes[lost.name].die("killed by the driver")
-        fault, seconds = self._world.fault("start"), START_S
-        if fault is not None and fault.kind == "slow start":
-            seconds += fault.amount
-        await asyncio.sleep(seconds)
-        if fault is not None and fault.kind == "replica does not start":
+        await asyncio.sleep(START_S)
+        if self._world.fault("start") is not None:
             raise EngineError(f"{name}: start failed: no room for the weights")
         return self._replica(slot, name)
 
@@ -342,44 +251,21 @@ class Run:
 
     def _worker(self, name: str) -> WorkerHandle:
         host = RolloutHost()
-        process = self._process(name, host)
-        replicas = [cast(ReplicaHandle, member.replica).address for member in self.fleet.live]
-        fleet = WorkerFleet([ReplicaHandle(address, client=name) for address in replicas])
-        worker = self._build_worker(name, fleet)
-        fleet.report = worker.report
-        host.serve(worker, fleet)
-        actor: Any = process
+        replicas = addresses([member.replica for member in self.fleet.live])
+        host.serve(*build_remote_worker(self._config, name=name, checkpoint=Path(), replicas=replicas))
+        actor = cast(Any, self._process(name, host))
         return WorkerHandle(actor, name=name, timeout_s=CALL_S, stop_timeout_s=STOP_S)
 
-    def _build_worker(self, name: str, fleet: WorkerFleet) -> RolloutWorker:
-        world, config, gate = self._world, self._config, PauseGate()
-        loop = _Session(
-            ToolUseLoop(
-                engine=ReplicaRouter(fleet),
-                chat=world.chat,
-                tools=ToolRunner([world.tool], timeout_s=TOOL_S, gate=gate),
-                reward=ParityReward(world),
-                limits=config.rollout.limits,
-                sampling=config.rollout.sampling,
+    def _replica(self, slot: int, name: str) -> ReplicaHandle:
+        host = ReplicaHost()
+        weights, token_s = WeightVersion(0, INITIAL), self._world.scenario.token_s[slot]
+        replica = SimulatedReplica(name, world=self._world, weights=weights, token_s=token_s)
+        host._serve(cast(Replica, Observed(replica)))  # pyright: ignore[reportPrivateUsage]
+        return ReplicaHandle(
+            ReplicaAddress(
+                actor=self._process(name, host), name=name, generate_timeout_s=GENERATE_S, control_timeout_s=CALL_S
             )
         )
-
-        def rollouter(log: RolloutLog | None) -> Rollouter:
-            if isinstance(log, StoredRolloutLog):
-                log = StoredRolloutLog(_ToldStore(log._store, world))  # pyright: ignore[reportPrivateUsage]
-            return Rollouter(
-                loop=loop,
-                routing=model.ROUTING,
-                trajectories_per_group=config.rollout.trajectories_per_group,
-                resume_routing=config.rollout.resume_routing,
-                log=log,
-                failure=config.rollout.failure,
-                note=lambda text: worker.report(text),
-            )
-
-        validator = Validator(loop=loop, routing=model.ROUTING, resume_routing=config.rollout.resume_routing)
-        worker = RolloutWorker(name, rollouter=rollouter, validator=validator, gate=gate, fleet=fleet)
-        return worker
 
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.seed}")
@@ -389,16 +275,3 @@ class Run:
         )
         self._all.append(made)
         return made
-
-    def _replica(self, slot: int, name: str) -> ReplicaHandle:
-        scenario = self._world.scenario
-        host = ReplicaHost()
-        process = self._process(name, host)
-        weights = WeightVersion(0, INITIAL)
-        replica = SimulatedReplica(
-            name, world=self._world, weights=weights, token_s=scenario.token_s[slot], edge=scenario.edge
-        )
-        host._serve(cast(Replica, Observed(replica, process)))  # pyright: ignore[reportPrivateUsage]
-        return ReplicaHandle(
-            ReplicaAddress(actor=process, name=name, generate_timeout_s=GENERATE_S, control_timeout_s=CALL_S)
-        )

@@ -3,57 +3,63 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 from async_rl.engines.replica import KeptKV
 from async_rl.rollout.rollouter import OnFailed
-from async_rl.simulate.bad_answers import BAD_ANSWERS
 from async_rl.weights.publisher import OnUpdate
 from message_queue.staleness import Policy, StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
-UNAVAILABLE = "unavailable rows"
 FOR_EVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The `at`-th time that the run passes `point`, `kind` happens there; amount: seconds, tokens or rows."""
+    """A failure at one moment of the run, such as `Fault(2, "load/replica-1", 3, "late weights", 4.5)`."""
 
     number: int
+    """Place among the faults of the scenario, from 0."""
     point: str
+    """Where it happens; see `Kind.points`."""
     at: int
+    """How often the run passed `point` before; for "turn/x", the turn of the event loop, from 1."""
     kind: str
+    """Key of `KINDS`."""
     amount: float
+    """Seconds, tokens or rows; 0 if the kind has none."""
 
     def __str__(self) -> str:
         return f"#{self.number} {self.point}[{self.at}]: {self.kind} ({self.amount:g})"
 
 
+Cost = Literal["nothing", "run", "part", "worker", "replica", "disk"]
+"""What may be lost: the run stops; the trainer or the queue, or a rollout worker, which the run survives as often as
+`supervision` allows; a replica, which leaves the fleet; the disk: the run stops with an error that names the journal.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A way to fail.
-
-    points: where it may happen; "turn/x" is any turn of the event loop, hence any await of x. first: the range of `at`
-    elsewhere. weight: how often, relative to the others. ends_run: the run may stop, and is started again.
-    loses_part: the trainer or the queue is lost, which the run survives as often as `supervision` allows.
-    loses_worker: a rollout worker is lost, which the run survives as often as `supervision` allows for each.
-    loses_replica: the replica may leave the fleet. drops_group: a group may be dropped. of_disk: the run may stop with
-    an error that names the journal. starts: that it may take until the run goes on.
-    """
+    """A way to fail."""
 
     points: tuple[str, ...]
+    """Where it may happen; "turn/x" is any turn of the event loop, hence any await of x."""
     weight: float = 1.0
+    """How often, relative to the others."""
     first: tuple[int, int] = (0, 40)
+    """Range of `at`, except at a turn and at a call."""
     amount: tuple[float, float] = (0.0, 0.0)
-    ends_run: bool = False
-    loses_part: bool = False
-    loses_replica: bool = False
-    loses_worker: bool = False
+    """Range of seconds, tokens or rows."""
+    costs: Cost = "nothing"
+    """What may be lost."""
     drops_group: bool = False
-    of_disk: bool = False
+    """Whether a group may be dropped."""
     starts: int = 1
+    """Starts that it may take until the run continues."""
 
 
 R, W, CALL = "{replica}", "{worker}", "call/queue.{method}"
@@ -68,24 +74,22 @@ WRITES = ("disk/queue/write", "disk/content/write", "disk/content/data")
 TURNS = (20, 6000)  # of the event loop; a run has between 500 and 4,000
 KINDS: dict[str, Kind] = {
     # an engine and one request
-    "late answer": Kind(points=(f"generate/{R}",), amount=(0.1, 15.0)),
-    "no answer": Kind(points=(f"generate/{R}",), ends_run=True, loses_replica=True, weight=0.5),
+    "no answer": Kind(points=(f"generate/{R}",), costs="run", weight=0.5),
     "gives up": Kind(points=(f"generate/{R}",), amount=(0, 8), drops_group=True),
     "aborts by itself": Kind(points=(f"generate/{R}",), amount=(0, 8), weight=3),
-    UNAVAILABLE: Kind(points=(f"answer/{R}",), first=(0, 60), amount=(1, 6)),
-    **{name: Kind(points=(f"answer/{R}",), first=(0, 60), drops_group=True, weight=0.3) for name in BAD_ANSWERS},
+    "unavailable rows": Kind(points=(f"answer/{R}",), first=(0, 60), amount=(1, 6)),
+    "a row too few": Kind(points=(f"answer/{R}",), first=(0, 60), drops_group=True),
+    "a refused answer": Kind(points=(f"answer/{R}",), first=(0, 60), drops_group=True),
     # an engine as a whole
-    "engine dies": Kind(points=(f"generate/{R}", f"load/{R}"), first=(0, 20), loses_replica=True),
-    "process dies": Kind(
-        points=(f"message/{R}", f"load/{R}", f"turn/{R}"), first=(0, 200), loses_replica=True, weight=2
-    ),
-    "process hangs": Kind(points=(f"message/{R}",), first=(0, 200), loses_replica=True, weight=2),
+    "engine dies": Kind(points=(f"generate/{R}", f"load/{R}"), first=(0, 20), costs="replica"),
+    "process dies": Kind(points=(f"message/{R}", f"load/{R}", f"turn/{R}"), first=(0, 200), costs="replica", weight=2),
+    "process hangs": Kind(points=(f"message/{R}",), first=(0, 200), costs="replica", weight=2),
     # weights
     "late weights": Kind(points=(f"load/{R}",), first=(0, 6), amount=(0.5, 15.0), weight=2),
-    "weights never loaded": Kind(points=(f"load/{R}",), first=(0, 6), loses_replica=True),
-    "weights that did not arrive": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
-    "weights of another version": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
-    "weights refused": Kind(points=(f"load/{R}",), first=(0, 6), ends_run=True, weight=0.5),
+    "weights never loaded": Kind(points=(f"load/{R}",), first=(0, 6), costs="replica"),
+    "weights that did not arrive": Kind(points=(f"load/{R}",), first=(0, 6), costs="run", weight=0.5),
+    "weights of another version": Kind(points=(f"load/{R}",), first=(0, 6), costs="run", weight=0.5),
+    "weights refused": Kind(points=(f"load/{R}",), first=(0, 6), costs="run", weight=0.5),
     # messages
     "late message": Kind(
         points=("message/queue", CALL, f"message/{R}", f"message/{W}"), first=(0, 300), amount=(0.05, 8.0), weight=3
@@ -94,7 +98,7 @@ KINDS: dict[str, Kind] = {
     "queue dies": Kind(
         points=("message/queue", CALL, "turn/queue", "disk/queue/write", "disk/queue/commit"),
         first=(0, 200),
-        loses_part=True,
+        costs="part",
         weight=3,
     ),
     "worker dies": Kind(
@@ -107,40 +111,31 @@ KINDS: dict[str, Kind] = {
             "disk/content/commit",
         ),
         first=(0, 200),
-        loses_worker=True,
+        costs="worker",
         weight=4,
     ),
-    "worker hangs": Kind(points=(f"message/{W}",), first=(0, 100), loses_worker=True),
-    "queue hangs": Kind(points=("message/queue", CALL), first=(0, 200), loses_part=True),
-    "trainer dies": Kind(points=("train", "export", "save"), first=(0, 6), loses_part=True, weight=2),
-    "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), ends_run=True, weight=2),
+    "worker hangs": Kind(points=(f"message/{W}",), first=(0, 100), costs="worker"),
+    "queue hangs": Kind(points=("message/queue", CALL), first=(0, 200), costs="part"),
+    "trainer dies": Kind(points=("train", "export", "save"), first=(0, 6), costs="part", weight=2),
+    "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), costs="run", weight=2),
     "replica does not start": Kind(points=("start",), first=(0, 1), weight=0.5),
-    "slow start": Kind(points=("start",), first=(0, 1), amount=(1.0, 60.0), weight=0.5),
-    "slow trainer": Kind(points=("train", "export", "save"), first=(0, 6), amount=(0.5, 30.0)),
     "driver dies": Kind(
         points=("turn/driver", "turn/driver", *WRITES[1:], "disk/content/commit"),
         first=(0, 200),
-        ends_run=True,
+        costs="run",
         weight=4,
     ),
     "stop is asked for": Kind(points=("turn/driver",)),
     # the disk
     "slow disk": Kind(points=("disk/work",), first=(0, 300), amount=(0.1, 8.0)),
-    "disk is full": Kind(points=WRITES, first=(0, 200), amount=(0.1, 20.0), ends_run=True, of_disk=True),
-    "disk stays full": Kind(
-        points=WRITES, first=(0, 200), amount=(FOR_EVER_S, FOR_EVER_S), ends_run=True, of_disk=True, starts=4
-    ),
+    "disk is full": Kind(points=WRITES, first=(0, 200), amount=(0.1, 20.0), costs="disk"),
+    "disk stays full": Kind(points=WRITES, first=(0, 200), amount=(FOR_EVER_S, FOR_EVER_S), costs="disk", starts=4),
     "disk is read-only": Kind(
-        points=WRITES,
-        first=(0, 200),
-        amount=(FOR_EVER_S, FOR_EVER_S),
-        ends_run=True,
-        of_disk=True,
-        starts=4,
-        weight=0.5,
+        points=WRITES, first=(0, 200), amount=(FOR_EVER_S, FOR_EVER_S), costs="disk", starts=4, weight=0.5
     ),
-    "disk fails": Kind(points=(*WRITES, "disk/queue/read"), first=(0, 200), ends_run=True, of_disk=True),
-    "bits flip": Kind(points=("disk/open",), first=(1, 4), ends_run=True, drops_group=True, starts=2),
+    "disk fails": Kind(points=(*WRITES, "disk/queue/read"), first=(0, 200), costs="disk"),
+    "bits flip": Kind(points=("disk/open",), first=(1, 4)),
+    "events are damaged": Kind(points=("disk/open",), first=(1, 4), costs="disk"),
     # tools and rewards
     "tool says no": Kind(points=("tool",), first=(0, 20)),
     "tool is broken": Kind(points=("tool",), first=(0, 20), drops_group=True),
@@ -153,50 +148,101 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Settings of the run as in the run config, and how long things take, in virtual seconds.
-
-    steps: optimizer steps; a batch makes `updates_per_batch` of them.
-    workers: rollout workers. latency_s: mean of a message. token_s: of each replica. edge: whether a replica checks its
-    answers itself. file_bytes: of a data file of the content. max_restarts: of supervision. top_p: of sampling; below 1
-    engines return the tokens that they kept.
-    """
+    """Settings of a run, and the speed of its parts in virtual seconds."""
 
     seed: int
+    """Of the run and of everything that is drawn."""
     steps: int
+    """Optimizer steps; a batch makes `updates_per_batch`."""
     batch_groups: int
+    """Groups of a batch; `rollout.groups_per_batch`."""
     trajectories_per_group: int
+    """Rollouts of a prompt; `rollout.trajectories_per_group`."""
     max_staleness: int
+    """Bound in optimizer steps; `staleness.max_staleness`."""
     policy: Policy
+    """Treatment of groups beyond the bound; `staleness.policy`."""
     max_recycles: int
+    """How often a prompt is admitted again for its age; used by the policy "recycle" only."""
     on_failed: OnFailed
+    """Treatment of groups with a failed rollout; `rollout.failure.on_failed`."""
     publish_every: int
+    """Optimizer steps between two publishes; `sync.every`."""
     updates_per_batch: int
+    """Optimizer steps, hence mini-batches, of a batch; `trainer.updates_per_batch`."""
     on_update: OnUpdate
+    """Treatment of requests while weights are loaded; `rollout.on_update`."""
     kv: KeptKV
+    """Treatment of the KV cache of frozen requests; `rollout.kv`."""
     resume_routing: ResumeRouting
+    """How rows of resumed requests are merged; `rollout.resume_routing`."""
     max_ready: int | None
+    """Finished groups that the queue holds at most; `queue.max_ready`. None: as many as the staleness bound allows."""
     max_turns: int
+    """Model calls of a rollout; `rollout.limits.max_turns`."""
     max_tokens: int
+    """Tokens of a trajectory, prompt included; `rollout.limits.max_tokens`."""
     checkpoint_every: int
+    """Optimizer steps between two checkpoints; `checkpoint.every`, 0: only at the end or on a stop."""
     validation: bool
+    """Whether two held-out prompts are rolled out after each train step."""
     file_bytes: int
+    """Bytes of a data file of the content, before the next file is started."""
     max_restarts: int
+    """Restarts of a part that `supervision.max_restarts` allows."""
     replicas: int
+    """Number of replicas."""
     workers: int
-    edge: bool
+    """Number of rollout workers."""
     latency_s: float
+    """Mean seconds of a message, one way."""
     token_s: tuple[float, ...]
+    """Seconds of each replica for one token of a request."""
     train_s: float
+    """Seconds for a batch."""
     load_s: float
+    """Seconds in which an engine loads weights."""
     tool_s: float
+    """Seconds of a tool or a reward."""
     top_p: float
+    """`rollout.sampling.top_p`; engines return the tokens that they kept if it is below 1."""
     faults: tuple[Fault, ...]
+    """In the order in which they were drawn."""
 
     @property
     def staleness(self) -> StalenessConfig:
         """The bound and the policy."""
         config = StalenessConfig(max_staleness=self.max_staleness, policy=self.policy)
         return replace(config, max_recycles=self.max_recycles) if self.policy == "recycle" else config
+
+    @property
+    def most_starts(self) -> int:
+        """How often the run is started at most until it is done."""
+        kinds = [KINDS[fault.kind] for fault in self.faults]
+        stops = sum(fault.kind == "stop is asked for" for fault in self.faults)
+        return 1 + stops + sum(kind.starts for kind in kinds if kind.costs != "nothing")
+
+    def may_end(self, error: str, *, fired: Sequence[Fault], lost: int, disk_was_broken: bool) -> bool:
+        """Whether the run may end with an error.
+
+        Args:
+            fired: faults since it was started.
+            lost: replicas.
+            disk_was_broken: when it was started.
+        """
+        costs = Counter(KINDS[fault.kind].costs for fault in fired)
+        return bool(
+            costs["run"]
+            or (lost >= self.replicas and costs["replica"])
+            or costs["part"] > self.max_restarts
+            or costs["worker"] >= self.workers * (self.max_restarts + 1)
+            or ("journal" in error and (disk_was_broken or costs["disk"]))
+        )
+
+
+def may_drop(fired: Iterable[Fault]) -> bool:
+    """Whether a group may be dropped for a failed rollout after these faults."""
+    return any(KINDS[fault.kind].drops_group for fault in fired)
 
 
 def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
@@ -233,7 +279,6 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         max_restarts=draw.choice((0, 1, 3, 3)),
         replicas=replicas,
         workers=workers,
-        edge=draw.random() < 0.5,
         latency_s=draw.choice((0.0005, 0.005, 0.05)),
         token_s=tuple(draw.choice((0.002, 0.02, 0.1)) for _ in range(replicas)),
         train_s=draw.choice((0.01, 0.3, 2.0)),

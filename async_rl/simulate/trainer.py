@@ -1,22 +1,17 @@
-"""A trainer whose weights are a hash of everything it was trained on, and tools and rewards that take their time."""
+"""A trainer whose weights are a hash of everything it was trained on."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from agent_loop.loop import Prompt, RolloutError
-from agent_loop.reward import Completion
-from agent_loop.tools import ToolError
 from async_rl.batch.training_batch import TrainingBatch
 from async_rl.handles import TrainerError, TrainerLostError
 from async_rl.rollout.contents import fetched
@@ -27,8 +22,6 @@ if TYPE_CHECKING:
     from async_rl.simulate.world import World
 
 INITIAL = hashlib.blake2b(b"initial weights", digest_size=8).hexdigest()
-session_of_task: ContextVar[str] = ContextVar("session", default="")
-NO_END_S = 1e6  # longer than any time-out
 
 
 class SimulatedTrainer:
@@ -45,7 +38,8 @@ class SimulatedTrainer:
         for mini_batch in range(per_batch):
             await self._work("train", seconds=self._world.scenario.train_s / per_batch)
             if not mini_batch:
-                self._world.check_batch(batch, train_step=self.train_step)
+                self._world.judge(self._world.oracle.check_batch, batch, train_step=self.train_step)
+                self._world.progressed()
             content = hashlib.blake2b(self.digest.encode(), digest_size=8)
             for number in (batch.mini_batch == mini_batch).nonzero()[0].tolist():
                 for part in (batch.sequence(number).token_ids, batch.loss_tokens(number).logprobs):
@@ -53,14 +47,14 @@ class SimulatedTrainer:
             content.update(batch.advantages[batch.mini_batch == mini_batch].tobytes())
             self.digest = content.hexdigest()
             self.train_step += 1
-        self._world.trained(self.train_step, self.digest)
+        self._world.judge(self._world.oracle.trained_to, self.train_step, self.digest)
         self._world.note("trainer", "train", self.train_step, self.digest)
         return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
 
     async def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate:
         await self._work("export", seconds=self._world.scenario.train_s / 4)
         weights = WeightVersion(version, self.digest)
-        self._world.exported(weights, updates=self.train_step)
+        self._world.judge(self._world.oracle.exported, weights, updates=self.train_step)
         self._world.note("trainer", "export", version, self.digest)
         return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=weights)
 
@@ -85,8 +79,6 @@ class SimulatedTrainer:
 
     async def _work(self, what: str, *, seconds: float) -> None:
         fault = self._world.fault(what)
-        if fault is not None and fault.kind == "slow trainer":
-            seconds += fault.amount
         await asyncio.sleep(seconds)
         match fault and fault.kind:
             case "trainer fails":
@@ -95,54 +87,3 @@ class SimulatedTrainer:
                 raise TrainerLostError(f"trainer rank 0: process died during {what}")
             case _:
                 pass
-
-
-class LookupTool:
-    """A Tool without arguments that answers a short word."""
-
-    name = "lookup"
-    description = "says a word"
-    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        fault, seconds = self._world.fault("tool"), self._world.scenario.tool_s
-        self._world.tool_called()
-        match fault and fault.kind:
-            case "tool says no":
-                raise ToolError("no")
-            case "tool is broken":
-                raise RolloutError("the tool is out of order")
-            case "slow tool":
-                assert fault is not None
-                seconds += fault.amount
-            case "no end of a tool":
-                seconds = NO_END_S
-            case _:
-                pass
-        await asyncio.sleep(seconds)
-        return "yes"
-
-
-class ParityReward:
-    """1 where the number of letters is odd."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    async def score(self, prompt: Prompt, *, completion: Completion) -> float:
-        fault, seconds = self._world.fault("reward"), self._world.scenario.tool_s
-        match fault and fault.kind:
-            case "reward fails":
-                raise ValueError("no such answer")
-            case "slow tool":
-                assert fault is not None
-                seconds += fault.amount
-            case "no end of a reward":
-                seconds = NO_END_S
-            case _:
-                pass
-        await asyncio.sleep(seconds)
-        return float(sum(map(len, completion.turns)) % 2)

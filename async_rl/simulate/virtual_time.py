@@ -25,14 +25,13 @@ class Deadlock(RuntimeError):
 class _JumpingSelector(selectors.DefaultSelector):
     """Never blocks; where a loop would have waited, its clock moves on by that time."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_turn: Callable[[], None]) -> None:
         super().__init__()
         self.now = 0.0
-        self.on_turn: Callable[[], None] | None = None
+        self._on_turn = on_turn
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        if self.on_turn is not None:
-            self.on_turn()
+        self._on_turn()
         if timeout is None:
             raise Deadlock("deadlock: every task waits and no timer is set")
         self.now += max(timeout, 0.0)
@@ -54,7 +53,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """See the module; `time()` starts at 0."""
 
     def __init__(self) -> None:
-        self._clock = _JumpingSelector()
+        self._clock = _JumpingSelector(lambda: self.on_turn())
         super().__init__(self._clock)
         self._numbers = itertools.count()
         self.thread_s: Callable[[], float] = lambda: 0.0
@@ -62,19 +61,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.is_dead: Callable[[], bool] = lambda: False  # whether the process that runs now was killed
         self.on_result: Callable[[object], None] = lambda result: None  # of work given to a thread
         self.on_task: Callable[[NumberedTask], None] = lambda task: None
+        self.on_turn: Callable[[], None] = lambda: None  # before each turn; what it raises ends the loop
         self.set_task_factory(self._number_task)
 
     def time(self) -> float:
         return self._clock.now
-
-    @property
-    def on_turn(self) -> Callable[[], None] | None:
-        """Called before each turn of the loop; what it raises ends the loop."""
-        return self._clock.on_turn
-
-    @on_turn.setter
-    def on_turn(self, call: Callable[[], None] | None) -> None:
-        self._clock.on_turn = call
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
         """There are no other threads."""

@@ -1,9 +1,9 @@
 """The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
 
-driver     Lives, Resume, Pipeline, Rollouter, agent loops, Publisher, Supervisor, Recorder, Checkpoints   (real)
-messages   QueueClient, BatchingClient, ReplicaHandle (real) -> Process (simulated: late, never)
+driver     Lives, Resume, Pipeline, Dispatcher, Publisher, Supervisor, Recorder, Checkpoints               (real)
+worker     RolloutHost, Rollouter, agent loops, router, ContentWriter (real) -> files, with faults of Disk
+messages   QueueClient, BatchingClient, handles (real) -> Process (simulated: late, never)
 queue      QueueHost, BatchingServer, EventJournal (real) -> SQLite files, with faults of Disk
-content    ContentWriter, read_groups (real, in the driver) -> the same
 replica    ReplicaHost, BatchingServer, RequestGate (real) -> SimulatedReplica
 trainer    SimulatedTrainer; tools and reward are simulated too
 watched by Oracle
@@ -12,78 +12,84 @@ watched by Oracle
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
+import shutil
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from agent_loop.chat import Chat
-from agent_loop.engine import GenerateRequest
-from agent_loop.loop import Message, Prompt
-from agent_loop.tools import describe_tool
-from async_rl.batch.training_batch import TrainingBatch
+from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
 from async_rl.rollout.contents import StoredContent
 from async_rl.run import causes
 from async_rl.simulate import model
 from async_rl.simulate.disk import Disk
-from async_rl.simulate.engine import Answered
-from async_rl.simulate.journal_watch import OPERATOR_S, JournalWatch, drops_are_excused, may_end, most_starts
+from async_rl.simulate.installed import installed
 from async_rl.simulate.oracle import Oracle
-from async_rl.simulate.processes import Closes, current_process
+from async_rl.simulate.processes import adopt, current_process
 from async_rl.simulate.run import Run
-from async_rl.simulate.scenario import Fault, Scenario
-from async_rl.simulate.trainer import LookupTool, session_of_task
-from async_rl.simulate.turns import Turns
+from async_rl.simulate.scenario import Fault, Scenario, may_drop
 from async_rl.simulate.violations import Violation
 from async_rl.simulate.virtual_time import Deadlock, VirtualTimeLoop
 from message_queue.content import _Files  # pyright: ignore[reportPrivateUsage]
-from message_queue.contract import Batch
 from message_queue.events import Event as QueueEvent
 from message_queue.journal import EventStore
 from message_queue.recovery import JournalPlace, Restored
-from message_queue.tokens import Int32Array, WeightVersion
-from message_queue.trajectory import Trajectory
+from message_queue.state import QueueState
+from message_queue.tokens import Int32Array
 
 Event = tuple[float, str, str, tuple[object, ...]]
+OPERATOR_S = 20.0  # until a run is started again
+REMOVES = ("remove the directory", "which drops its groups in flight")  # in errors of a journal that cannot be used
+STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
+STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
+CLEAN_UP_TURNS = 2_000
 
 
 class World:
-    """One scenario, run to its end.
+    """One scenario, run to its end. The task with the name "world" is its own, all others are of the run.
 
     Args:
         directory: empty; for checkpoints, metrics and ledger.
         loop: the virtual-time loop that it will run on.
+        standstill_turns: turns of the event loop without a train step that are a standstill.
     """
 
-    def __init__(self, scenario: Scenario, *, directory: Path, loop: VirtualTimeLoop) -> None:
+    def __init__(
+        self, scenario: Scenario, *, directory: Path, loop: VirtualTimeLoop, standstill_turns: int = STANDSTILL_TURNS
+    ) -> None:
         self.scenario = scenario
         self.directory = directory
         self.events: list[Event] = []
         self.violation: Violation | None = None
         self.fired: list[Fault] = []
-        self.tool = LookupTool(self)
-        self.chat = Chat(model.SimulatedTokenizer(), end_of_turn="<end>", tools=[describe_tool(self.tool)])
+        self.disk = Disk(self, seed=scenario.seed, clock=loop.time)
         self.oracle = Oracle(
-            scenario, expected_prompt=self.prompt_ids, excused=drops_are_excused(self.fired), serving=self._serving
+            scenario,
+            expected_prompt=_prompt_ids,
+            excused=lambda: may_drop(self.fired),
+            serving=lambda: () if self.run is None else self.run.serving,
+            damaged=self.disk.damaged_groups,
         )
         self.run: Run | None = None
-        self.told = self.oracle.told
-        self.disk = Disk(self, seed=scenario.seed, clock=loop.time)
-        self._journal = JournalWatch(scenario, oracle=self.oracle, disk=self.disk, directory=directory)
+        self._queue: QueueState | None = None  # of the newest process
         self._loop = loop
+        self._standstill_turns = standstill_turns
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
+        self._faults_of_turns = {fault.at: fault for fault in scenario.faults if fault.point.startswith("turn/")}
         self._passed: Counter[str] = Counter()
-        self._turns = Turns(loop, scenario, happens=self._fault_of_turn, stands_still=self._stands_still)
+        self._killed = False  # the driver, until the next start
+        self._refused = 0  # starts that ended with an error of the journal
+        self._turn = self._living_turns = self._cleaning = 0  # of the event loop; those of a run; when its end began
+        self._progress = (0.0, 0)
         threads = random.Random(f"threads {scenario.seed}")
         loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s + self._slow_disk_s()
         loop.is_dead = self._is_dead
         loop.on_result = self._opened
-        self._killed = False  # the driver, until the next start
-        self._files: list[Closes] = []
+        loop.on_task = adopt
+        loop.on_turn = self._on_turn
         loop.set_exception_handler(lambda _loop, _context: None)
 
     # ---- what the parts ask and tell
@@ -101,102 +107,70 @@ class World:
         """Write a line of the trace."""
         self.events.append((self._loop.time(), who, what, details))
 
-    def weights(self, digest: str) -> model.Weights:
-        return self.oracle.weights(digest)
-
-    def answered(self, answer: Answered) -> None:
-        self.note(answer.session, "answered", answer.request, answer.start, answer.tokens)
-        self.oracle.answered(answer)
-
-    def loaded_by(self, replica: str, weights: WeightVersion) -> None:
-        self.note(replica, "loaded", weights.version)
-        self.judge(self.oracle.loaded_by, replica, weights)
-
-    def exported(self, weights: WeightVersion, *, updates: int) -> None:
-        self.judge(self.oracle.exported, weights, updates=updates)
-
-    def trained(self, train_step: int, digest: str) -> None:
-        self.judge(self.oracle.trained_to, train_step, digest)
-
-    def tool_called(self) -> None:
-        self.note(session_of_task.get(), "tool")
-        process = current_process()
-        if self.run is not None and self.run.rollouts.tools_paused and not (process is None or process.hung):
-            self.fail(Violation("tools", f"{session_of_task.get()} calls a tool in {process.process_name}"))
-        self.oracle.tool_called(session_of_task.get())
-
-    def forced(self, request: GenerateRequest) -> None:
-        """An engine is asked to go on. Rows that it is made to use are rows that some version gave."""
-        self.judge(self.oracle.asked, request.session, tokens=len(request.token_ids))
-        if request.forced_experts is None:
-            return
-        contexts = model.contexts(request.token_ids.tolist())
-        every = [self.oracle.weights(digest) for digest in self.oracle.forced_digests()]
-        for context, row in zip(contexts, request.forced_experts.experts.tolist(), strict=False):
-            if not any(row == weights.row(context) for weights in every):
-                self.fail(Violation("rows", f"{request.request_id} forces a row that no version gave: {row}"))
-
-    def called(self, process: str, method: str, args: tuple[Any, ...], result: Any) -> None:
-        """A process answered a call."""
-        if process == "queue" and method == "checkpointed":
-            assert self.run is not None
-            self.judge(self.oracle.checkpointed, self._journal.newest_state(), self.run.records())
-
-    def applied(self, event: QueueEvent) -> None:
-        """The state of the queue followed an event."""
-        assert self.run is not None
-        if self._journal.is_opening:
-            return
-        state = self.run.queue_state()
-        self.judge(self.oracle.ended, self.run.untold_records())
-        self.judge(self.oracle.admitted, state.unfinished)
-        self.judge(self.oracle.queue_followed, event)
-        self.judge(self.oracle.check_ledger, state)
-
-    def queue_starts(self, journal: JournalPlace) -> None:
-        """A queue is about to open its journal."""
-        self._journal.queue_starts(journal)
-
-    def journal_opens(self) -> None:
-        """The process of the queue opens the files."""
-        fault = self.fault("disk/open")
-        if fault is not None and fault.kind == "bits flip":
-            self.disk.flip_a_bit(self.directory / "journal")
-
-    def reopened(self, restored: Restored, stored: StoredContent) -> None:
-        """A queue has opened its journal, and the driver has read the content of its groups."""
-        assert self.run is not None
-        notes = (note.replace(str(self.directory), "") for note in (*restored.notes, *stored.notes))
-        self.note("queue", "continues", restored.replay, len(restored.open), *notes)
-        self.judge(self.oracle.ended, self.run.untold_records())
-        self.judge(self._journal.reopened, restored, stored, self.run.queue_state())
-
-    def moved(self, groups: Mapping[int, Sequence[Trajectory]]) -> None:
-        """The driver has read what is stored of the groups of a dead worker."""
-        self.note("driver", "moves", *groups)
-        self.judge(self.oracle.moved, groups, damaged=self.disk.damaged_groups)
-
-    def before_queue_ends(self) -> None:
-        """A queue is about to be killed by the driver."""
-        assert self.run is not None
-        self._remember(self.run)
-
-    def taken(self, batch: Batch) -> None:
-        """The driver got a batch."""
-        self.note("driver", "takes", *(g.group for g in batch.groups))
-        self.oracle.taken(batch)
-
-    def check_batch(self, batch: TrainingBatch, *, train_step: int) -> None:
-        """The trainer is about to train."""
-        self.judge(self.oracle.check_batch, batch, train_step=train_step)
-        self._turns.progress()
-
     def judge(self, check: Any, *args: Any, **kwargs: Any) -> None:
         """Call a check of the oracle; the first violation ends the world."""
         try:
             check(*args, **kwargs)
         except Violation as violation:
             self.fail(violation)
+
+    def progressed(self) -> None:
+        """A train step is made, or a run begins."""
+        self._progress = (self._loop.time(), self._turn)
+
+    def called(self, process: str, method: str, args: tuple[Any, ...], result: Any) -> None:
+        """A process answered a call."""
+        if process != "queue":
+            return
+        if method == "checkpointed":
+            self.judge(self.oracle.groups.check_checkpoint, self._newest_state())
+        if method == "take":
+            self.oracle.taken(result)
+        self.judge(self.oracle.groups.answered, method, args, result)
+
+    def queue_starts(self, journal: JournalPlace) -> None:
+        """The process of the queue opens the journal."""
+        self.oracle.queue_starts(RunState() if journal.checkpoint is None else self._newest_state())
+        match (fault := self.fault("disk/open")) and fault.kind:
+            case "bits flip":
+                self.disk.damage_content(self.directory / "journal" / "content")
+            case "events are damaged":
+                self.disk.damage_events(self.directory / "journal")
+            case _:
+                pass
+
+    def queue_opened(self, state: QueueState) -> None:
+        """The journal is open; from now on the oracle sees each event of the queue."""
+        if self.disk.damaged_events:
+            self.fail(Violation("exactly once", "a damaged journal of events is opened"))
+        self._queue, apply = state, state.apply
+
+        def watched(event: QueueEvent) -> None:
+            apply(event)
+            self.judge(self.oracle.followed, event, state.snapshot())
+
+        state.apply = watched
+
+    def reopened(self, restored: Restored, stored: StoredContent) -> None:
+        """A queue has opened its journal, and the driver has read the content of its groups."""
+        assert self._queue is not None
+        notes = (note.replace(str(self.directory), "") for note in (*restored.notes, *stored.notes))
+        self.note("queue", "continues", restored.replay, len(restored.open), *notes)
+        self.judge(self.oracle.reopened, restored, stored, self._queue.snapshot())
+
+    def tool_called(self, session: str) -> None:
+        """A tool starts."""
+        self.note(session, "tool")
+        process = current_process()
+        assert self.run is not None and process is not None
+        if self.run.rollouts.tools_paused and not process.hung:
+            self.fail(Violation("tools", f"{session} calls a tool in {process.process_name}"))
+        self.oracle.tool_called(session)
+
+    def moved(self, groups: Collection[int], stored: StoredContent) -> None:
+        """The driver has read what is stored of the groups of a dead worker."""
+        self.note("driver", "moves", *groups)
+        self.judge(self.oracle.moved, groups, stored)
 
     def fail(self, violation: Violation) -> None:
         """Note the first violation and end the run."""
@@ -212,38 +186,31 @@ class World:
         elif self.run is not None and name in self.run.processes:
             self.run.processes[name].die("killed")
 
-    # ---- prompts
-
-    def train_prompt(self, index: int) -> Prompt:
-        return Prompt(index=index, messages=(Message(role="user", content=f"{index:03d}"),))
-
-    def prompt_ids(self, index: int) -> Int32Array:
-        """int32 [n], what a trajectory of prompt `index` starts with."""
-        return np.array(model.SimulatedTokenizer().encode(f"<user>{index:03d}<end><assistant>"), np.int32)
-
     # ---- from start to end
 
     async def live(self) -> None:
         """Run, and run again as often as something broke that was to break."""
-        for start in range(starts := most_starts(self.scenario)):
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name("world")
+        for start in range(self.scenario.most_starts):
             if await self._live_once(start) or self.violation is not None:
-                return
-        self.fail(Violation("progress", f"not done after {starts} starts"))
+                break
+        else:
+            self.fail(Violation("progress", f"not done after {self.scenario.most_starts} starts"))
+        self._loop.on_turn = lambda: None
 
     async def _live_once(self, start: int) -> bool:
         """One start of the run; True at its end or where an invariant is broken."""
-        fired = len(self.fired)
+        fired, disk_was_broken = len(self.fired), self.disk.is_broken or self.disk.damaged_events
         self.note("world", "start", start)
-        self._turns.go_on()  # a driver may have been killed when none ran
-        self._killed = False
-        self._turns.progress()
-        disk_was_broken = self.disk.is_broken
-        self._journal.driver_starts()
-        run = self.run = Run(self, number=start)
-        work = asyncio.create_task(run.go(), name="driver")
-        done, error = False, None
+        self._cleaning, self._killed = 0, False  # a driver may have been killed when none ran
+        self.progressed()
+        self.oracle.driver_starts()
+        self.run, done, error = None, False, None
         try:
-            done = await work
+            self.run = Run(self, number=start)
+            done = await asyncio.create_task(self.run.go(), name="driver")
         except asyncio.CancelledError:
             error = "killed"
         except BaseException as failure:  # noqa: BLE001 - whatever ends the driver; the world goes on
@@ -251,54 +218,37 @@ class World:
         finally:
             await self._clean_up()
         self.note("world", "ended", done, error and error.replace(str(self.directory), ""))
-        self._remember(run)
-        if error is not None and error != "killed":
-            self._require_excuse(error, self.fired[fired:], disk_was_broken=disk_was_broken)
-            self.judge(self._journal.read_error, error)
-            await asyncio.sleep(OPERATOR_S)
-        if error is None:
-            self.judge(self.oracle.check_records_complete, run.ledger_lines())
-        if done:
-            self.judge(self.oracle.finish, self._journal.newest_state(), train_step=run.train_step)
+        if self.run is not None and error is None:
+            self.judge(self.oracle.groups.check_records, self.run.ledger_lines())
+        elif error is not None and error != "killed":
+            lost = 0 if self.run is None else len(self.run.fleet.lost)
+            if not self.scenario.may_end(error, fired=self.fired[fired:], lost=lost, disk_was_broken=disk_was_broken):
+                self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+            await self._operate(error)
+        if self.run is not None and done:
+            self.judge(self.oracle.finish, self._newest_state(), train_step=self.run.train_step)
         return done
 
-    def _remember(self, run: Run) -> None:
-        self.judge(self.oracle.ended, run.records())
-        if self._journal.is_opening:  # nobody was told what it goes on from, and the records are of the run before
-            self.judge(self.oracle.records, run.untold_records())
-            return
-        self.judge(self.oracle.admitted, run.queue_state().unfinished)
-        self.judge(self.oracle.records, run.records())
+    async def _operate(self, error: str) -> None:
+        """A person reads why the run ended: removes a damaged journal, and repairs the disk at its second error."""
+        if any(text in error for text in REMOVES):
+            if not self.disk.damaged_events:
+                self.fail(Violation("exactly once", f"the journal is refused: {error}"))
+            shutil.rmtree(self.directory / "journal")
+            self.disk.journal_removed()
+            self.oracle.journal_removed()
+        self._refused += "journal" in error
+        if self._refused == 2:
+            self._refused = 0
+            self.disk.repair()
+        await asyncio.sleep(OPERATOR_S)
 
-    def _require_excuse(self, error: str, fired: list[Fault], *, disk_was_broken: bool) -> None:
-        """A run may only fail for what was broken on purpose, and says so."""
-        lost = 0 if self.run is None else len(self.run.fleet.lost)
-        if not may_end(error, fired=fired, scenario=self.scenario, lost=lost, disk_was_broken=disk_was_broken):
-            self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+    def _newest_state(self) -> RunState:
+        """Of the newest checkpoint."""
+        latest = Checkpoints(self.directory / "checkpoints", config=CheckpointConfig()).latest()
+        return RunState() if latest is None else read_run_state(latest)
 
-    def _serving(self) -> list[str]:
-        return [] if self.run is None else list(self.run.serving)
-
-    # ---- the loop
-
-    def _fault_of_turn(self, fault: Fault) -> None:
-        if self.run is None:
-            return
-        self._happened(fault)
-        match fault.kind:
-            case "driver dies":
-                self.kill("driver")
-            case "stop is asked for":
-                self.run.lives.request_stop()
-            case _:
-                self.kill(fault.point.removeprefix("turn/"))
-
-    def _happened(self, fault: Fault) -> None:
-        self.fired.append(fault)
-        self.note("fault", str(fault))
-
-    def _stands_still(self, waited: str) -> None:
-        self.fail(Violation("progress", f"no train step in {waited}"))
+    # ---- the end of a driver
 
     def _kill_driver(self, cause: str) -> None:
         """Stop every task where it is; what they still do on their way out reaches nobody."""
@@ -306,7 +256,26 @@ class World:
         self._killed = True
         if self.run is not None:
             self.run.cut_off()
-        self._turns.cut_off()
+        self._cleaning = self._turn
+        for task in self._of_the_run():
+            task.cancel()
+
+    async def _clean_up(self) -> None:
+        """End all tasks and files that a run left behind.
+
+        Raises:
+            Deadlock: they do not end.
+        """
+        if self.run is not None:
+            self.run.cut_off()
+        self._killed, self._cleaning = True, self._turn
+        while left := self._of_the_run():
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+        if self.run is not None:
+            self.run.close_files()
+        self._cleaning = 0
 
     def _is_dead(self) -> bool:
         """Whether the process whose work runs now was killed."""
@@ -314,51 +283,55 @@ class World:
         return self._killed or (process is not None and process.ended)
 
     def _opened(self, result: object) -> None:
-        """Files that work in a thread opened are closed some time after the death of its process."""
-        if isinstance(result, EventStore | _Files):
-            self._files.append(result)
-            process = current_process()
-            if process is not None:
-                process.has_open(result)
+        """A process has the files open that work in its thread opened."""
+        process = current_process()
+        if isinstance(result, EventStore | _Files) and process is not None:
+            process.files.append(result)
 
-    def _close_files(self) -> None:
-        for file in self._files:
-            file.close()
-        self._files = []
+    # ---- the loop
+
+    def _of_the_run(self) -> list[asyncio.Task[Any]]:
+        tasks = sorted(asyncio.all_tasks(self._loop), key=hash)  # by their numbers
+        return [task for task in tasks if task.get_name() != "world"]
+
+    def _on_turn(self) -> None:
+        self._turn += 1
+        if self._cleaning:  # turns while a run ends do not count
+            if self._turn > self._cleaning + CLEAN_UP_TURNS:
+                raise Deadlock("what a dead driver left behind does not end")
+            return
+        self._living_turns += 1
+        fault = self._faults_of_turns.get(self._living_turns)
+        if fault is not None and self.run is not None:
+            self._happened(fault)
+            if fault.kind == "stop is asked for":
+                self.run.lives.request_stop()
+            else:
+                self.kill(fault.point.removeprefix("turn/"))
+        since, turn = self._progress
+        if self._loop.time() > since + STANDSTILL_S or self._turn > turn + self._standstill_turns:
+            waited = f"{self._loop.time() - since:.0f} s and {self._turn - turn} turns of the event loop"
+            self.progressed()
+            self.fail(Violation("progress", f"no train step in {waited}"))
+
+    def _happened(self, fault: Fault) -> None:
+        self.fired.append(fault)
+        self.note("fault", str(fault))
 
     def _slow_disk_s(self) -> float:
         fault = self.fault("disk/work")
         return 0.0 if fault is None else fault.amount
 
-    async def _clean_up(self) -> None:
-        """End whatever a run left behind."""
-        assert self.run is not None
-        self.run.cut_off()
-        self._killed = True
-        await self._turns.clean_up()
-        self._close_files()
-        self.run.recorder.close()
-        self._turns.go_on()
+
+def _prompt_ids(index: int) -> Int32Array:
+    """int32 [n], the tokens that a trajectory of prompt `index` starts with."""
+    return np.array(model.SimulatedTokenizer().encode(f"<user>{index:03d}<end><assistant>"), np.int32)
 
 
 def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
     """Run a world on its loop; a standstill is a violation."""
-
-    async def named(work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.set_name("world")
-        try:
-            await work
-        finally:
-            loop.on_turn = None
-
     try:
-        with (
-            world.disk.installed(file_bytes=world.scenario.file_bytes),
-            asyncio.Runner(loop_factory=lambda: loop) as runner,
-        ):
-            runner.run(named(world.live()))
+        with installed(world), asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(world.live())
     except Deadlock as deadlock:
-        with contextlib.suppress(Violation):
-            world.violation = world.violation or Violation("progress", str(deadlock))
+        world.violation = world.violation or Violation("progress", str(deadlock))

@@ -294,7 +294,14 @@ class Harness:
 
         validator = Validator(loop=Loop(engine, reward_fail=validation_fail), routing=SPEC)
         self.workers = [
-            RolloutWorker(f"worker-{i}", rollouter=rollouter, validator=validator, gate=PauseGate(), fleet=self.fleet)
+            RolloutWorker(
+                f"worker-{i}",
+                rollouter=rollouter,
+                validator=validator,
+                gate=PauseGate(),
+                fleet=self.fleet,
+                replies_s=10,
+            )
             for i in range(1)
         ]
         self.rollouts = Dispatcher(self.workers, fleet=self.fleet, note=self.spy.note)

@@ -1,6 +1,5 @@
 """Defects planted in the real code, each with the invariant that is broken by it. None may go unnoticed."""
 
-import asyncio
 from dataclasses import dataclass, replace
 
 from agent_loop.segments import SegmentDecoder
@@ -9,7 +8,6 @@ from async_rl.checkpoints import RunState
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.observe.recorder import Recorder
 from async_rl.pipeline import Pipeline
-from async_rl.rollout.fleet import ReplicaFleet
 from async_rl.rollout.validator import Validator
 from async_rl.simulate import engine
 from async_rl.weights.publisher import Publisher
@@ -51,7 +49,8 @@ def a_lag_that_is_told_too_small(patch):
     whole = Pipeline._train_on
 
     async def train_on(self, batch):
-        return await whole(self, replace(batch, update=max(0, batch.update - 1)))
+        newest = max(self._version_updates[version] for group in batch.groups for version in group.tokens_per_version())
+        return await whole(self, replace(batch, update=max(newest, batch.update - 1)))
 
     patch.setattr(Pipeline, "_train_on", train_on)
 
@@ -213,17 +212,6 @@ def replies_that_come_later_and_are_never_collected(patch):
     patch.setattr(BatchingClient, "_received", lambda self, task: self._messages.discard(task))
 
 
-def a_timeout_that_is_expiring_is_moved(patch):
-    def lose(self, member, *, reason):
-        if member.name not in self._lost:
-            self._lost[member.name] = reason
-            self._live = tuple(other for other in self._live if other is not member)
-            for call in member.calls:
-                call.reschedule(asyncio.get_running_loop().time())
-
-    patch.setattr(ReplicaFleet, "lose", lose)
-
-
 def a_failed_validation_rollout_that_ends_the_run(patch):
     async def roll(self, prompt, trajectory, session):
         await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)
@@ -289,7 +277,6 @@ MUTATIONS = {
         (a_new_version_that_wakes_nobody, ("progress",)),
         (a_put_that_wakes_nobody, ("progress",)),
         (tools_that_stay_paused, ("progress",)),
-        (a_timeout_that_is_expiring_is_moved, ("failure",), "process hangs"),
         (a_failed_validation_rollout_that_ends_the_run, ("failure",), "reward fails", "tool is broken", "gives up"),
         *RESTART_MUTATIONS,
         *STALENESS_MUTATIONS,

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.simulate.__main__ import main, run_seeds
-from async_rl.simulate.many import Tally
-from async_rl.simulate.outcome import run_scenario, run_seed
+from async_rl.simulate.outcome import Tally, run_scenario, run_seed
 from async_rl.simulate.scenario import KINDS, Fault, draw_scenario
 
 ROOT = Path(__file__).parents[2]

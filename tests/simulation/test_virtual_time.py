@@ -63,7 +63,7 @@ def test_a_turn_that_raises_ends_the_loop():
         pass
 
     def stop():
-        loop.on_turn = None
+        loop.on_turn = lambda: None
         raise Stop
 
     loop = VirtualTimeLoop()

@@ -118,11 +118,33 @@ async def test_contents_of_a_restart_get_a_new_writer_and_lose_settled_files(tmp
     await write(tmp_path, 2, name="rollout-0007")
     found = restored(ready=[2])
     fleet = ReplicaFleet([FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))])
-    worker = RolloutWorker("worker-0", rollouter=idle_rollouter, validator=None, gate=PauseGate(), fleet=fleet)
+    worker = worker_of(fleet)
     rollouts = Dispatcher([worker], fleet=fleet)
     await rollouts.open(place, live=found.live)
     await rollouts.end()
     assert {path.stem for path in tmp_path.glob("*.sqlite")} == {"rollout-0007", "rollout-0008"}
+
+
+async def test_a_flush_does_not_wait_for_a_replica_that_is_silent():
+    replica = FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))
+    fleet = ReplicaFleet([replica])
+    asked = []
+
+    async def stats():
+        asked.append(True)
+        await asyncio.Event().wait()
+
+    replica.stats = stats
+    async with asyncio.timeout(30):
+        await worker_of(fleet, replies_s=0.01).flush()
+    assert asked and fleet.live, "the silence of one read is no loss"
+
+
+def worker_of(fleet, *, replies_s=10.0):
+    gate = PauseGate()
+    return RolloutWorker(
+        "worker-0", rollouter=idle_rollouter, validator=None, gate=gate, fleet=fleet, replies_s=replies_s
+    )
 
 
 def idle_rollouter(log):
