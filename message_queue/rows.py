@@ -101,23 +101,23 @@ class HeldRows:
         return RoutedExperts.trusted(first_position=0, experts=experts)
 
     def compact(self, length: int) -> tuple[ExpertArray, tuple[RowRun, ...]]:
-        """The rows of positions before `length`, 0 if no engine could give them, and the runs they are of."""
+        """The rows of positions before `length`, 0 if no engine could give them, and the runs they are of.
+
+        Rows of one forward pass are a view of what the engine returned.
+        """
         runs: list[RowRun] = []
-        rows = np.zeros((min(length, len(self)), *self._routing.row_shape), self._routing.dtype)
-        at = 0
-        for block in self._blocks:
-            count = min(block.count, len(rows) - at)
-            if count <= 0:
-                break
-            if block.experts is not None:
-                rows[at : at + count] = block.experts[:count]
-            version = NOT_SAMPLED if block.experts is None else block.version
-            if runs and runs[-1].version == version:
-                runs[-1] = RowRun(runs[-1].rows + count, version)
+        parts: list[ExpertArray] = []
+        for block in self.first(length)._blocks:
+            shape = (block.count, *self._routing.row_shape)
+            parts.append(np.zeros(shape, self._routing.dtype) if block.experts is None else block.experts)
+            if runs and runs[-1].version == block.version:
+                runs[-1] = RowRun(runs[-1].rows + block.count, block.version)
             else:
-                runs.append(RowRun(count, version))
-            at += count
-        return rows, tuple(runs)
+                runs.append(RowRun(block.count, block.version))
+        if not parts:
+            parts.append(np.zeros((0, *self._routing.row_shape), self._routing.dtype))
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return rows.astype(self._routing.dtype, copy=False), tuple(runs)
 
     def _append(self, block: _Block) -> None:
         if block.count > 0:

@@ -129,6 +129,19 @@ def training_sequence(
         token_ids: int32 [t], tokens of the sequence.
         rows: over which the segments were decoded; None without routing.
     """
+    experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
+    return TrainingSequence(
+        token_ids=token_ids,
+        runs=runs_of(segments),
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in segments)]),
+        rows=experts,
+        row_runs=row_runs,
+        support=_support(segments, length=len(token_ids)),
+    )
+
+
+def runs_of(segments: Sequence[tuple[int, TokenOutput]]) -> tuple[SampledRun, ...]:
+    """Runs of tokens that one version sampled; `segments` as in `training_sequence`."""
     runs: list[SampledRun] = []
     for at, segment in segments:
         version, before = segment.weights.version, runs[-1] if runs else None
@@ -136,15 +149,7 @@ def training_sequence(
             runs[-1] = before._replace(tokens=before.tokens + len(segment))
         else:
             runs.append(SampledRun(at, len(segment), version))
-    experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
-    return TrainingSequence(
-        token_ids=token_ids,
-        runs=tuple(runs),
-        logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in segments)]),
-        rows=experts,
-        row_runs=row_runs,
-        support=_support(segments, length=len(token_ids)),
-    )
+    return tuple(runs)
 
 
 def _support(segments: Sequence[tuple[int, TokenOutput]], *, length: int) -> SamplingSupport | None:

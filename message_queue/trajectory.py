@@ -19,13 +19,14 @@ A segment without tokens brings no rows in `replace` and `split`: nothing was sa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from message_queue.rows import HeldRows
-from message_queue.sequence import TrainingSequence, training_sequence
+from message_queue.sequence import SampledRun, TrainingSequence, runs_of, training_sequence
 from message_queue.tokens import (
     ContractError,
     Int32Array,
@@ -180,14 +181,15 @@ class Trajectory:
 
         Every sampled token is in the loss of exactly one.
         """
-        token_ids, placed = self.token_ids(), self._placed()
-        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
-        made: list[TrainingSequence] = []
-        for branch, end in zip(self._branches, ends, strict=True):
-            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
-            length = len(self) if branch is self._branches[-1] else own[-1][0] + len(own[-1][1])
-            made.append(training_sequence(own, token_ids=token_ids[:length], rows=branch.rows))
-        return made
+        token_ids = self.token_ids()
+        return [
+            training_sequence(segments, token_ids=token_ids[:length], rows=rows)
+            for length, segments, rows in self._sequence_parts()
+        ]
+
+    def sequence_runs(self) -> list[tuple[int, tuple[SampledRun, ...]]]:
+        """(tokens, sampled runs) of each of `sequences`, without their arrays."""
+        return [(length, runs_of(segments)) for length, segments, _ in self._sequence_parts()]
 
     # ---- inside
 
@@ -199,6 +201,15 @@ class Trajectory:
     def _require_open(self) -> None:
         if self.closed:
             raise ContractError(f"the trajectory is closed ({self.stop_reason}); nothing can be appended")
+
+    def _sequence_parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], HeldRows | None]]:
+        """(tokens, placed segments with tokens, rows) of each training sequence."""
+        placed = self._placed()
+        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
+        for branch, end in zip(self._branches, ends, strict=True):
+            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
+            length = len(self) if branch is self._branches[-1] else own[-1][0] + len(own[-1][1])
+            yield length, own, branch.rows
 
     def _placed(self) -> list[tuple[int, TokenOutput]]:
         """(absolute position of its first token, segment) in order."""
