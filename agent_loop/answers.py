@@ -1,4 +1,4 @@
-"""What an engine answers to one request: refused where it cannot be used, and cut where a turn ends inside it."""
+"""Checks the answer of an engine to one request, and cuts it if a turn ends inside it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from message_queue.tokens import ContractError, StopReason, TokenOutput
 
 
 def check_answer(segments: Sequence[TokenOutput], request: GenerateRequest) -> None:
-    """Refuse what `Engine.generate` does not allow, whatever the trajectory holds.
+    """Refuse an answer that `Engine.generate` does not allow. The check does not depend on the trajectory.
 
     Raises:
-        ContractError: no segment, more tokens than asked for, a segment that goes on without an abort or without
-            tokens, or tokens after a stop token.
+        ContractError: no segment, more tokens than asked for, a segment before the last that has no tokens or does
+            not end with an abort, or tokens after a stop token.
     """
     if not segments:
         raise ContractError(f"request {request.request_id} was answered with no segment; need at least one")

@@ -1,8 +1,8 @@
 """Messages <-> token ids through the tokenizer's chat template. Sampled tokens are never tokenized again.
 
-Only what the model did not write is rendered: the prompt once, and each reply (tool results, user messages) as the
-text that the template puts after an assistant turn. That text is cut from a rendering of a stand-in conversation, so
-nothing depends on how the template would re-render earlier turns. The text of a message gives no control token; see
+Only text that the model did not write is rendered: the prompt once, and each reply (tool results, user messages) as
+the text that the template puts after an assistant turn. That text is cut from a rendering of a stand-in conversation,
+so nothing depends on how the template would re-render earlier turns. The text of a message gives no control token; see
 `agent_loop.control_tokens`.
 """
 
@@ -19,12 +19,12 @@ from agent_loop.loop import Message
 from agent_loop.segments import FindStop
 from message_queue.tokens import Int32Array
 
-# Long and odd enough not to occur in a template; two of them show whether a reply depends on what precedes it.
+# Long and odd enough not to occur in a template. Two stand-ins show whether a reply depends on the turn before it.
 STAND_INS = ("stand-in assistant turn 7f3a", "another stand-in assistant turn, 91c4")
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer; a fast one also has `backend_tokenizer`."""
+    """The methods used of a Hugging Face tokenizer; a fast one also has `backend_tokenizer`."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
@@ -57,10 +57,10 @@ class Chat:
         end_of_turn: text of the token that ends a turn, usually the tokenizer's eos_token; an added token.
         tools: JSON descriptions of the tools, given to the template. Replies of role "tool" are possible only then.
         stop_tokens: further tokens that end a decode; a turn that ends with one is not a finished turn.
-        stop_strings: texts that finish a turn wherever they come up in it, also across and inside tokens. The turn
-            keeps its tokens as they were sampled, up to the one in which the text ends; what that token says beyond
-            it is hidden by `text`. They are looked for in what an engine returned, so give a text that is one token
-            as a stop token: that ends the decode at once.
+        stop_strings: texts that finish a turn anywhere in it, also across and inside tokens. The turn keeps its sampled
+            tokens unchanged, up to the token in which the text ends; `text` hides the rest of that token. Stop strings
+            are searched in the tokens that an engine returned. A text of one token is better given as a stop token,
+            which ends the decode at once.
 
     Raises:
         ChatTemplateError: a stop token that is not one token, an end of turn that is no added token, an empty stop
@@ -98,11 +98,11 @@ class Chat:
             self._check_stable(Message(role="tool", content="0"))
 
     def prompt(self, messages: Sequence[Message]) -> Int32Array:
-        """int32 [n]: the conversation up to where the model starts to write."""
+        """int32 [n]: the conversation up to the start of the model's turn."""
         return self._encode(self._render([self._swapped(m) for m in messages]))
 
     def reply(self, messages: Sequence[Message], *, after: Int32Array) -> Int32Array:
-        """int32 [n]: what follows the sampled turn `after`, up to where the model writes again.
+        """int32 [n]: the tokens after the sampled turn `after`, up to the start of the model's next turn.
 
         The end-of-turn token comes first if the turn lacks it (stopped at the end of a tool call).
         """
@@ -135,7 +135,7 @@ class Chat:
         return counts[bisect_left(counts, True, key=lambda n: self._stop_end(self._decode(turn[:n])) is not None)]
 
     def _stop_end(self, text: str) -> int | None:
-        """Where the stop string that is complete first ends; None without one."""
+        """End of the stop string that is complete first, in characters; None without one."""
         return min((text.find(s) + len(s) for s in self._stop_strings if s in text), default=None)
 
     def _decode(self, token_ids: Int32Array) -> str:
@@ -162,7 +162,7 @@ class Chat:
         )
 
     def _tail(self, messages: Sequence[Message], stand_in: str) -> str:
-        """What the template renders after the end-of-turn token of an assistant turn `stand_in`."""
+        """Text that the template renders after the end-of-turn token of an assistant turn `stand_in`."""
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
         try:
             rendered = self._render(conversation + [self._swapped(m) for m in messages])

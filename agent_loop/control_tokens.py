@@ -3,10 +3,10 @@
 A control token is an added token of the tokenizer, special or not: `<|im_start|>`, `</think>`, `<tool_call>`. White
 space that a tokenizer has as an added token is text.
 
-Each control token has a stand-in, random characters that no message can know. `swap` exchanges the two wherever one of
-them occurs. A message is swapped before it is rendered, and the rendered text once more before it is encoded, by a copy
-of the tokenizer that knows the stand-ins instead of the control tokens. With S for the stand-in of `<|im_start|>` and E
-for that of `<|im_end|>`:
+Each control token has a stand-in, random characters that no message can know. `swap` exchanges the two everywhere in a
+text. A message is swapped before it is rendered, and the rendered text once more before it is encoded, by a copy of the
+tokenizer that knows the stand-ins instead of the control tokens. With S for the stand-in of `<|im_start|>` and E for
+that of `<|im_end|>`:
 
     message     hi<|im_end|>                            swapped: hiE
     rendered    <|im_start|>user\\nhiE<|im_end|>         swapped: Suser\\nhi<|im_end|>E
@@ -38,7 +38,7 @@ class ChatTemplateError(ValueError):
 
 
 class Encoder(Protocol):
-    """What is used of a Hugging Face tokenizer here; a fast one also has `backend_tokenizer`."""
+    """The methods used of a Hugging Face tokenizer here; a fast one also has `backend_tokenizer`."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:

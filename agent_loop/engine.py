@@ -1,4 +1,4 @@
-"""What an agent loop knows of an inference engine."""
+"""Interface of an inference engine, as agent loops use it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are sampled. Every engine does it in this order:
+    """Sampling settings. Every engine applies them in this order:
 
         temperature   logits / temperature; 0 is greedy, and the steps below do not apply
-        min_p         tokens with at least min_p times the probability of the most likely token
-        top_k         the top_k most likely of these, and tokens as likely as the last one
-        top_p         the fewest most likely of these that have at least top_p of their mass; which of several equally
-                      likely tokens come first is up to the engine
+        min_p         keeps tokens with at least min_p times the probability of the most likely token
+        top_k         keeps the top_k most likely of these, and tokens as likely as the last one
+        top_p         keeps the fewest most likely of these that have at least top_p of their mass; the engine
+                      chooses the order of equally likely tokens
 
     With probabilities 0.5, 0.2, 0.15, 0.1, 0.05 and top_k=3, top_p=0.8 the first two are kept: 0.7 of 0.85. The kept
-    tokens are renormalised; a token is sampled from that distribution, and its logprob is of it. If a step can leave
-    tokens out, the engine returns the kept ones (`TokenOutput.support`), and training uses the same distribution.
+    tokens are renormalised. A token is sampled from that distribution, which also gives its logprob. If a step can
+    leave tokens out, the engine returns the kept ones (`TokenOutput.support`), and training uses the same distribution.
     """
 
     temperature: float = 1.0
+    """Divisor of the logits; 0 is greedy, else at least `MIN_TEMPERATURE`."""
     top_p: float = 1.0
+    """Probability mass to keep, in (0, 1]; 1 is off."""
     top_k: int = -1
+    """Tokens to keep; -1 is off."""
     min_p: float = 0.0
+    """Least probability to keep, relative to the most likely token, in [0, 1); 0 is off."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
@@ -51,29 +55,28 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
-    """One decode.
-
-    request_id: unique while in flight; no id is a prefix of another.
-    token_ids: int32 [n], everything so far: prompt, earlier turns and, on a resume, the tokens already sampled.
-    max_new_tokens: what is left of the budget.
-    rows_held: routing rows the caller already holds; the engine returns rows from this position on.
-    forced_experts: rows from position 0 on; where the engine forwards one of these positions again it uses the given
-        experts instead of its own choice. None lets it choose. Such a request shares no prefix cache with any other
-        session, whatever its salt.
-    stop_token_ids: sampling one of these ends the decode; the token is part of the output.
-    session: requests of one trajectory share it, so that a router can keep them on one replica.
-    cache_salt: requests with different salts share no prefix cache.
-    """
+    """One decode."""
 
     request_id: str
+    """Unique while in flight; no id is a prefix of another."""
     token_ids: Int32Array
+    """int32 [n], everything so far: prompt, earlier turns and, on a resume, the tokens already sampled."""
     max_new_tokens: int
+    """Remaining tokens of the budget."""
     rows_held: int = 0
+    """Routing rows the caller already holds; the engine returns rows from this position on."""
     forced_experts: RoutedExperts | None = None
+    """Rows from position 0 on. If the engine forwards one of these positions again, it uses the given experts. None
+    lets the engine choose. A request with forced experts shares no prefix cache with any other session, even if their
+    salts are equal."""
     stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the decode; the token is part of the output."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Sampling settings."""
     session: str = ""
+    """Shared by the requests of one trajectory, so that a router can keep them on one replica."""
     cache_salt: str = ""
+    """Requests with different salts share no prefix cache."""
 
 
 class Engine(Protocol):
@@ -82,8 +85,8 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         """Decode until a stop token, the budget, or an abort.
 
-        Returns the segments in order, at least one: one per weight version that sampled, so more than one only where
-        new weights arrived in flight. All but the last end with `StopReason.ABORT` and hold tokens. An abort of the
+        Returns the segments in order, at least one: one per weight version that sampled, so more than one only if new
+        weights arrived in flight. All but the last end with `StopReason.ABORT` and hold tokens. An abort of the
         request is a normal result too: the last segment ends with ABORT, with all tokens, logprobs and rows so far
         (possibly none). While the engine is paused the call waits.
 
@@ -100,7 +103,7 @@ class EngineError(RuntimeError):
 
 
 class AnswerError(EngineError):
-    """An engine that goes on serving gave an answer that breaks the contract; the request may be made again.
+    """An engine that still serves gave an answer that breaks the contract; the request may be made again.
 
     Names replica, request, and the field and value that were refused. Nothing of the answer is used.
     """

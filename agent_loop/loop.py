@@ -1,4 +1,4 @@
-"""One prompt -> one trajectory: what goes in, what bounds it, and what an agent loop promises."""
+"""One prompt -> one trajectory: input, limits and contract of an agent loop."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ class PromptError(RolloutError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """role: system, user, assistant or tool, as the chat template knows them."""
+    """One message of a conversation."""
 
     role: str
+    """system, user, assistant or tool, as the chat template knows them."""
     content: str
+    """Text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A task input.
-
-    index: its place in the source. messages: the conversation so far. target: what the reward needs, never shown.
-    """
+    """A task input."""
 
     index: int
+    """Position in the source."""
     messages: tuple[Message, ...]
+    """Conversation so far, at least one message."""
     target: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Data for the reward, never shown to the model."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -43,27 +45,27 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLimits:
-    """Bounds of one trajectory.
-
-    max_turns: model calls. max_tokens: T, prompt and tool replies included; at most the context of the engine.
-    max_new_tokens_per_turn: sampled tokens of one turn; None leaves only `max_tokens`.
-    segment_tokens: sampled tokens of one request to the engine. A longer turn is several requests in a row; the death
-        of a replica costs at most so many tokens of each rollout that it served.
-    tool_timeout_s: one tool call. reward_timeout_s: the reward.
-    max_tool_reply_chars: of one tool's reply; what is longer is cut, and the model is told. None shows all.
-    generate_timeout_s: one engine call, pauses for weight updates included.
-    max_refused_answers: how often in a row a request is made again because the engine's answer broke the contract.
-    """
+    """Bounds of one trajectory."""
 
     max_turns: int
+    """Model calls."""
     max_tokens: int
+    """T, prompt and tool replies included; at most the context of the engine."""
     max_new_tokens_per_turn: int | None = None
+    """Sampled tokens of one turn; None leaves only `max_tokens`."""
     segment_tokens: int = 4096
+    """Sampled tokens of one request to the engine. A longer turn is several requests in a row. The death of a replica
+    costs at most this many tokens of each rollout that it served."""
     tool_timeout_s: float = 30.0
+    """Seconds for one tool call."""
     reward_timeout_s: float = 60.0
+    """Seconds for the reward."""
     generate_timeout_s: float = 600.0
+    """Seconds for one engine call, pauses for weight updates included."""
     max_refused_answers: int = 3
+    """Times in a row that a request is made again because the engine's answer broke the contract."""
     max_tool_reply_chars: int | None = None
+    """Characters of one tool's reply. A longer reply is cut, with a note to the model. None shows all."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn", "segment_tokens", "max_tool_reply_chars"):
@@ -95,21 +97,21 @@ class AgentLoop(Protocol):
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
         """Fill `trajectory` and close it with its reward and stop reason.
 
-        It is empty, or what an earlier call left behind, and then the rollout goes on there: tokens that are held are
-        not sampled again. Tools of the last turn are called where their replies are not held, unless
-        `trajectory.unsure_call` says that it was begun: then the model is told so.
+        The trajectory is empty or was left unfinished by an earlier call. In the second case the rollout resumes there:
+        held tokens are not sampled again. Tools of the last turn are called if their replies are not held. If
+        `trajectory.unsure_call` says that the calls were started, they are not made again, and the model sees a note.
 
         Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
-        trajectory grows as segments arrive, so that a caller sees what was generated even if the rollout fails; it is
-        never left with a turn that was half recorded.
+        trajectory grows as segments arrive, so that a caller sees the generated tokens even if the rollout fails. It
+        never holds a turn that was half recorded.
 
         Args:
             session: name of this rollout, unique in the run, without "#".
             cache_salt: rollouts with different salts share no prefix cache.
 
         Raises:
-            RolloutError: the prompt does not fit or is not the one that was begun, the reward failed, the engine gave
-                up on a request, or its answers broke the contract too often.
+            RolloutError: the prompt does not fit or differs from the held one, the reward failed, the engine gave up on
+                a request, or its answers broke the contract too often.
             EngineError: the engine cannot serve or gave no answer in time.
             ContractError: the trajectory is closed.
         """

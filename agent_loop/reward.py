@@ -1,4 +1,4 @@
-"""What a trajectory is worth."""
+"""Scores of trajectories."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ class RewardError(RolloutError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the model wrote.
-
-    turns: text of each sampled turn, without end-of-turn tokens. stop_reason: why the last one ended; LENGTH when it
-    is cut off, TOOL_CALL when its calls were not executed because no turn was left.
-    """
+    """Text that the model wrote."""
 
     turns: tuple[str, ...]
+    """Text of each sampled turn, without end-of-turn tokens."""
     stop_reason: StopReason
+    """Why the last turn ended; LENGTH if it was cut off, TOOL_CALL if its calls were not executed because no turn was
+    left."""
 
 
 class Reward(Protocol):
     """Scores a completion. May take its time: it runs under `limits.reward_timeout_s`."""
 
     async def score(self, prompt: Prompt, *, completion: Completion) -> float:
-        """A finite number. Whatever it raises drops the group."""
+        """A finite number. Any exception drops the group."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Decode to a real stop: in strides, and over every abort, within one token budget.
 
-A request asks for what is left of the budget, but for at most `limits.segment_tokens` tokens. The next one sends
+A request asks for the rest of the budget, but for at most `limits.segment_tokens` tokens. The next one sends
 everything so far; in the same engine it finds that in its prefix cache. A turn of 10,000 tokens in strides of 4,096:
 
     request 0   prompt                    4,096 tokens
@@ -11,7 +11,7 @@ everything so far; in the same engine it finds that in its prefix cache. A turn 
 Each answer is appended to the trajectory before the next request goes out, so an abort or a weight update loses no
 token, and the death of an engine at most a stride.
 
-An answer that breaks the contract is not used, and the request is made again under another id. Where an answer has
+An answer that breaks the contract is not used, and the request is made again under another id. If an answer has
 several segments, those before the first bad one are kept: each is checked by itself and ends where its weights ended,
 as if the engine had been aborted there.
 
@@ -19,8 +19,8 @@ Which rows a request asks for follows from `Trajectory.resume_routing`:
 
     append          those not held
     force           those not held; the held ones go along, and the engine forwards their positions over them. Rows from
-                    the first one that no engine could give (-1) do not: what routed there is known to nobody, so the
-                    engine chooses from there on, as with append
+                    the first one that no engine could give (-1) do not: the routing there is unknown, so the engine
+                    chooses from there on, as with append
     replace, split  all
 """
 
@@ -40,15 +40,15 @@ from message_queue.trajectory import Trajectory, Turn
 FindStop = Callable[[Int32Array], int | None]
 """Tokens of a turn up to the one in which its first stop string ends, that one included; None without any."""
 
-STOP_STRING_STRIDE = 64  # tokens decoded between two looks for a stop string: what it may cost to have passed one
+STOP_STRING_STRIDE = 64  # tokens between two searches for a stop string: the most that are decoded in vain after one
 
 
 def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int, limits: TurnLimits) -> None:
-    """Open an empty trajectory with its prompt; one that was begun before is left as it is.
+    """Open an empty trajectory with its prompt; a trajectory that was started before is unchanged.
 
     Raises:
         PromptError: the prompt leaves no token to sample.
-        RolloutError: the trajectory was begun with another prompt.
+        RolloutError: the trajectory was started with another prompt.
         ContractError: it is closed.
     """
     if trajectory.closed:
@@ -69,7 +69,7 @@ def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int,
 
 
 def sampled_tokens(turn: Turn) -> Int32Array:
-    """What the model wrote in a turn, int32 [n]."""
+    """int32 [n], tokens that the model wrote in a turn."""
     return np.concatenate([s.token_ids for s in turn.segments]) if turn.segments else np.zeros(0, np.int32)
 
 
@@ -86,10 +86,12 @@ class SegmentDecoder:
         stop_token_ids: each ends a turn and is part of it.
         session: name of the rollout. Requests are `session#0.`, `session#1.`, ...: as no session contains "#", no
             request id is a prefix of another, which engines that abort by prefix rely on.
-        limits: of these, segment_tokens, generate_timeout_s and max_refused_answers.
-        find_stop: where a turn ends by its text; None when only tokens end it.
+        limits: only segment_tokens, generate_timeout_s and max_refused_answers are used.
+        find_stop: finds the end of a turn in its text; None if only tokens end a turn.
 
-    num_aborts: decodes that were resumed. num_refused: answers that broke the contract.
+    Attributes:
+        num_aborts: decodes that were resumed.
+        num_refused: answers that broke the contract.
     """
 
     def __init__(
@@ -118,17 +120,17 @@ class SegmentDecoder:
         self.num_refused = 0
 
     async def decode(self, trajectory: Trajectory, *, max_new_tokens: int) -> StopReason:
-        """Extend the last turn up to a stop token, a stop string, or by `max_new_tokens`, whatever interrupts it.
+        """Extend the last turn up to a stop token, a stop string, or by `max_new_tokens`, across all interruptions.
 
-        A turn that was begun before goes on, and one that had ended is left as it is.
+        A turn that was started before is resumed, and a turn that had ended is unchanged.
 
         Segments without tokens are not appended: they sampled nothing, and the forward pass that samples next gives
-        the rows. Returns STOP, TOOL_CALL or LENGTH, never ABORT. A last token that is a stop token is a STOP whatever
-        the engine calls it, as an abort or the budget can end a decode at that very token.
+        the rows. Returns STOP, TOOL_CALL or LENGTH, never ABORT. A last token that is a stop token is a STOP
+        even if the engine names another reason, as an abort or the budget can end a decode at that very token.
 
         Raises:
-            RolloutError: the engine gave up on the request, or its answers were refused too often; what it returned
-                before is kept.
+            RolloutError: the engine gave up on the request, or its answers were refused too often; segments returned
+                before are kept.
             EngineError: the engine failed or gave no answer in time.
         """
         if (ended := self._end(trajectory)) is not None:
@@ -157,7 +159,7 @@ class SegmentDecoder:
                         f"after {len(trajectory)} tokens"
                     )
                 case StopReason.LENGTH if sum(map(len, answer)) == request.max_new_tokens:
-                    pass  # the budget, or a stride of it
+                    pass  # the budget, or one stride
                 case reason:
                     return reason
         return StopReason.LENGTH
@@ -165,7 +167,7 @@ class SegmentDecoder:
     # ---- inside
 
     def _end(self, trajectory: Trajectory) -> StopReason | None:
-        """Why the last turn ended; None where it goes on, as far as one can tell without asking the engine."""
+        """Why the last turn ended; None if it continues, judged without a request to the engine."""
         turn = trajectory.turns[-1]
         if not turn.num_sampled:
             return None
@@ -176,7 +178,7 @@ class SegmentDecoder:
         return last if last in (StopReason.STOP, StopReason.TOOL_CALL) else None
 
     def _append(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> bool:
-        """Extend by what was sampled; whether the turn is at its end."""
+        """Extend by the sampled segments; whether the turn is at its end."""
         if not any(map(len, answer)):
             return False
         segments = self._up_to_stop_string(trajectory, answer)
@@ -188,7 +190,7 @@ class SegmentDecoder:
         return segments is not None or int(trajectory.segments[-1].token_ids[-1]) in self._stop_token_ids
 
     def _up_to_stop_string(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> list[TokenOutput] | None:
-        """What stays of `answer` when a stop string ends in it; None without one."""
+        """The part of `answer` up to the first stop string; None without a stop string."""
         if self._find_stop is None:
             return None
         before = sampled_tokens(trajectory.turns[-1])

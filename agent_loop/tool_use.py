@@ -17,12 +17,16 @@ from message_queue.trajectory import Trajectory
 
 @dataclass(slots=True)
 class _Record:
-    """What happened so far in one rollout."""
+    """Progress of one rollout."""
 
     texts: list[str] = field(default_factory=list[str])
+    """Text of each sampled turn."""
     num_tool_calls: int = 0
+    """Calls that were executed or malformed."""
     num_tool_errors: int = 0
+    """Calls that failed."""
     num_truncated: int = 0
+    """Replies that were cut."""
 
     def note(self, replies: Sequence[ToolReply], *, shown: Sequence[str]) -> None:
         self.num_tool_calls += len(replies)
@@ -38,9 +42,14 @@ class ToolUseLoop:
         LENGTH: the turn was cut off, or the tool reply leaves no room to answer (it is not appended then);
         TOOL_CALL: the calls of the last allowed turn are not executed.
 
-    Trajectory.info: turns, tool_calls (executed or malformed), tool_errors, truncated_replies, aborts (decodes
-    that were resumed), refused_answers (of the engine, each asked for again). For a rollout that was restored after a
-    restart, the last four count from the restart on.
+    `Trajectory.info` has
+        turns: model calls;
+        tool_calls: calls that were executed or malformed;
+        tool_errors: calls that failed;
+        truncated_replies: replies that were cut;
+        aborts: decodes that were resumed;
+        refused_answers: answers of the engine that were refused, each asked for again.
+    For a rollout that was restored after a restart, the last four count from the restart on.
     """
 
     def __init__(
@@ -89,13 +98,13 @@ class ToolUseLoop:
         trajectory.close(stop_reason=stop_reason, reward=reward, info=info)
 
     def _so_far(self, trajectory: Trajectory) -> _Record:
-        """What happened in the turns before the last one, as far as their tokens tell."""
+        """Progress before the last turn, as far as the tokens show."""
         record = _Record([self._chat.text(sampled_tokens(turn)) for turn in trajectory.turns[:-1]])
         record.num_tool_calls = sum(len(parse_tool_calls(text)) for text in record.texts)
         return record
 
     async def _call(self, calls: Sequence[ToolCall | MalformedCall], trajectory: Trajectory) -> list[ToolReply]:
-        """Make the calls of the last turn, unless that was begun before a restart."""
+        """Make the calls of the last turn, unless they were started before a restart."""
         if trajectory.unsure_call is not None:
             trajectory.unsure_call = None
             return self._tools.interrupted(calls)

@@ -1,7 +1,7 @@
-"""Tools: what one is, how a call is read from a turn, and how the calls of a turn are executed, exactly once.
+"""Tools: their interface, the parser of calls in a turn, and the execution of these calls, exactly once.
 
 A tool phase sits between two decodes. Aborts and weight updates happen inside decodes, so they cannot repeat it; a
-cancelled rollout cancels the running tool, and the trajectory takes the replies only when all of them are there.
+cancelled rollout cancels the running tool, and the trajectory takes the replies only when all are complete.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ _CALL = re.compile(f"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|$)", re.DOT
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the model what was wrong with its call."""
+    """Raised by a tool; the text explains to the model why its call is wrong."""
 
 
 class Tool(Protocol):
-    """A function the model can call.
-
-    parameters: JSON schema of the arguments object.
-    """
+    """A function the model can call."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +33,9 @@ class Tool(Protocol):
     def description(self) -> str: ...
 
     @property
-    def parameters(self) -> Mapping[str, Any]: ...
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of the arguments object."""
+        ...
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """The reply shown to the model.
@@ -53,22 +52,27 @@ class ToolCall:
     """A well-formed call."""
 
     name: str
+    """Name of the tool."""
     arguments: Mapping[str, Any]
+    """Arguments object, decoded from JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """Something between call markers that is no call; cause is told to the model."""
+    """Text between call markers that is no call."""
 
     cause: str
+    """Why it is no call; shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """What the model is shown for one call."""
+    """The reply to one call, as the model sees it."""
 
     text: str
+    """Reply, or the explanation of a failure."""
     failed: bool
+    """Whether the call failed."""
 
 
 def describe_tool(tool: Tool) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def describe_tool(tool: Tool) -> dict[str, Any]:
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
     """Calls in Hermes / Qwen format, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in order.
 
-    Never raises: what cannot be read is a MalformedCall. No opening marker, no calls.
+    Never raises: text that cannot be read is a MalformedCall. Without an opening marker there are no calls.
     """
     return [_parse_call(match) for match in _CALL.finditer(text)]
 
@@ -103,7 +107,7 @@ def _parse_call(match: re.Match[str]) -> ToolCall | MalformedCall:
 
 
 class Gate(Protocol):
-    """Where a rollout waits before it starts a tool."""
+    """A rollout waits at a gate before it starts a tool."""
 
     async def passed(self) -> None:
         """Return once the gate is open."""
@@ -143,7 +147,7 @@ def explain_error(cause: str) -> str:
 
 
 def truncate(text: str, *, max_chars: int | None) -> str:
-    """The first `max_chars` characters of a reply, and how many were left out; all of it when it is no longer."""
+    """The first `max_chars` characters of a reply, and how many were left out; a shorter reply is unchanged."""
     if max_chars is None or len(text) <= max_chars:
         return text
     return f"{text[:max_chars]}... ({len(text) - max_chars} more characters left out)"
@@ -155,7 +159,7 @@ class ToolRunner:
     Args:
         timeout_s: of one call, not counting the wait at the gate.
         gate: waited at before each call.
-        error_text: what the model is shown, given the cause of a failure.
+        error_text: cause of a failure -> text shown to the model.
 
     Raises:
         ValueError: two tools of one name.
@@ -181,7 +185,7 @@ class ToolRunner:
         return [await self._reply(call) for call in calls]
 
     def interrupted(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
-        """Replies to calls that were begun before a restart and are not made again: they may have happened."""
+        """Replies to calls that were started before a restart and are not made again: they may have happened."""
         return [self._failure("the call was interrupted; it may have happened or not") for _ in calls]
 
     async def _reply(self, call: ToolCall | MalformedCall) -> ToolReply:

@@ -1,7 +1,7 @@
-"""Every Ray actor of a run and where it is placed; `handles.py` and `cluster/` have the typed driver side of each.
+"""Ray actors of a run and their placement; `handles.py` and `cluster/` have the typed driver side of each.
 
 The classes are plain and tested without Ray; an actor only wraps one. Queue and replica are async actors: Ray runs up
-to 1,000 messages at a time on one event loop, of which each client has one that waits and one that brings calls.
+to 1,000 messages at a time on one event loop. Each client has one waiting message and one that brings calls.
 """
 
 from __future__ import annotations
@@ -56,33 +56,38 @@ NODES_S = 5.0  # time between two looks at the nodes of a run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Where the actors run.
-
-    address: of a running Ray cluster; None starts one on this machine.
-    num_cpus: logical CPUs of a started one; may exceed the cores, it only counts actors.
-    object_store_bytes: shared memory of a started one.
-    cpus_per_rank, gpus_per_rank: of one trainer rank; cpus_per_replica, gpus_per_replica: of one engine replica.
-        gpus_per_replica null is engine.tensor_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank > 0
-        with engine.device=auto), else 0.
-    rank_env, replica_env: environment variables of the processes of trainer ranks, and of replicas and their engines.
-    strategy: placement strategy. start_timeout_s: bound on placing and starting all actors.
-    call_timeout_s: bound on one call of a trainer or rollout worker. stop_timeout_s: bound on ending the rollouts of a
-        worker, and on closing one actor.
-    """
+    """The Ray cluster, and the resources and time bounds of its actors."""
 
     address: str | None = None
+    """Address of a running Ray cluster; None starts one on this machine."""
     num_cpus: int = 16
+    """Logical CPUs of a started cluster; may exceed the cores, because it only counts actors."""
     object_store_bytes: int = 256 << 20
+    """Shared memory of a started cluster."""
     cpus_per_rank: float = 1.0
+    """CPUs of one trainer rank."""
     gpus_per_rank: float = 0.0
+    """GPUs of one trainer rank."""
     cpus_per_replica: float = 1.0
+    """CPUs of one engine replica."""
     gpus_per_replica: float | None = None
+    """GPUs of one engine replica.
+
+    None is engine.tensor_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank > 0 with
+    engine.device=auto), else 0.
+    """
     rank_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
+    """Environment variables of the processes of trainer ranks."""
     replica_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
+    """Environment variables of the processes of replicas and their engines."""
     strategy: str = "PACK"
+    """Ray's placement strategy."""
     start_timeout_s: float = 300.0
+    """Bound on placing and starting all actors."""
     call_timeout_s: float = 600.0
+    """Bound on one call of a trainer or rollout worker."""
     stop_timeout_s: float = 20.0
+    """Bound on ending the rollouts of a worker, and on closing one actor."""
 
     def __post_init__(self) -> None:
         if self.strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
@@ -192,7 +197,7 @@ class Placement:
     async def wait_for_node(self, options: dict[str, Any], *, timeout_s: float) -> None:
         """Wait until the place of an actor is on a node that lives.
 
-        Ray notices only after some seconds that a node died: an actor that is started there until then is lost.
+        Ray detects the death of a node only after some seconds; an actor that is started there before that fails.
 
         Args:
             options: of the actor.
@@ -430,7 +435,7 @@ class TrainerActor:
         rank: int,
         rendezvous: str,
     ) -> None:
-        from async_rl.train.worker import TrainerRank  # megatron is only imported where a rank lives
+        from async_rl.train.worker import TrainerRank  # megatron is only imported in the process of a rank
 
         with log_failure():
             self._rank = TrainerRank(

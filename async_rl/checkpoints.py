@@ -26,39 +26,42 @@ class SavesTrainer(Protocol):
 
 
 class Records(Protocol):
-    """What a run wrote down of the steps that a checkpoint holds; a restart takes them as they are."""
+    """Records of the steps up to a checkpoint; a restart keeps them unchanged."""
 
     def sync(self) -> None:
-        """Return once all of it survives a loss of power. Called in a thread."""
+        """Return once all records survive a loss of power. Called in a thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands between two train steps.
-
-    version_updates: param_version -> optimizer updates those weights hold.
-    prompt_cursor: first prompt index never handed out. unfinished_prompts: handed out, neither trained nor dropped.
-    queue: state of the queue; its unfinished groups end as dropped when it is restored.
-    """
+    """State of a run between two train steps."""
 
     train_step: int = 0
+    """Last finished optimizer step."""
     param_version: int = 0
+    """Last published version."""
     version_updates: Mapping[int, int] = field(default_factory=lambda: {0: 0})
+    """`param_version` -> optimizer updates in these weights."""
     prompt_cursor: int = 0
+    """First prompt index never handed out."""
     unfinished_prompts: Sequence[int] = ()
+    """Indices of prompts handed out, but neither trained nor dropped."""
     queue: QueueSnapshot = field(default_factory=QueueSnapshot)
+    """State of the queue; its unfinished groups end as dropped when it is restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """every: train steps between checkpoints, 0 for only at the end or on a stop. keep: how many stay on disk.
+    """Schedule and number of checkpoints."""
+
+    every: int = 0
+    """Train steps between checkpoints; 0 for only at the end or on a stop.
 
     A checkpoint is taken after the batch that reaches a multiple of `every`.
     """
-
-    every: int = 0
     keep: int = 2
+    """Number of checkpoints kept on disk."""
 
     def __post_init__(self) -> None:
         if self.every < 0:

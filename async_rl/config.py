@@ -53,33 +53,43 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """checkpoint: Hugging Face folder; None lets the task build its own model."""
+    """The initial model."""
 
     checkpoint: Path | None = None
+    """Hugging Face folder; None lets the task build its own model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """groups_per_batch prompt groups of trajectories_per_group trajectories make one batch.
-
-    on_update: what a weight update does to generations in flight: `resume` (abort, load, resume), `keep` (freeze, load,
-        go on) or `drain` (let them finish). kv: with `keep`, whether their K/V is computed again by the new weights.
-    resume_routing: rows of a prefix that was forwarded again: `append` (those held stay), `force` (the same, and the
-        engine uses them), `replace` (the newest count) or `split` (each segment trains under those it saw).
-    failure: what a failed rollout costs. max_failed_groups: so many failed groups in a row stop the run.
-    """
+    """Rollouts of a run. `groups_per_batch` groups of `trajectories_per_group` trajectories make one batch."""
 
     groups_per_batch: int
+    """Prompt groups in one batch."""
     trajectories_per_group: int
+    """Trajectories in one prompt group."""
     workers: int = 1
     """Processes that run agent loops; they share the replicas."""
     on_update: OnUpdate = "resume"
+    """Effect of a weight update on generations in flight.
+
+    `resume`: abort, load, resume. `keep`: freeze, load, continue. `drain`: let them finish, then load.
+    """
     kv: KeptKV = "recompute"
+    """With `on_update=keep`: whether the new weights recompute the K/V of generations in flight."""
     resume_routing: ResumeRouting = "append"
+    """Routing rows of a prefix that was forwarded again.
+
+    `append`: the held rows stay. `force`: the same, and the engine uses them. `replace`: the newest rows count.
+    `split`: each segment trains under the rows that it saw.
+    """
     max_failed_groups: int = 16
+    """Number of consecutive failed groups that stops the run."""
     failure: FailureConfig = field(default_factory=FailureConfig)
+    """Handling of failed rollouts."""
     sampling: SamplingConfig
+    """Sampling parameters."""
     limits: TurnLimits
+    """Limits of the turns of a trajectory."""
 
     def __post_init__(self) -> None:
         for name in ("groups_per_batch", "trajectories_per_group", "workers", "max_failed_groups"):
@@ -94,16 +104,16 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """every: train steps per publish, a multiple of trainer.updates_per_batch.
-
-    transport: `shm` (shared memory of one node) or `disk` (a shared directory). directory: for `disk`.
-    timeout_s: bound on one publish.
-    """
+    """Publishing of weights."""
 
     every: int = 1
+    """Train steps per publish, a multiple of trainer.updates_per_batch."""
     transport: Literal["shm", "disk"] = "shm"
+    """`shm`: shared memory of one node. `disk`: a shared directory."""
     directory: Path | None = None
+    """Shared directory of `disk`."""
     timeout_s: float = 120.0
+    """Bound on one publish."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -114,13 +124,15 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
-    """every: train steps between rounds over `prompts` held-out prompts; 0 for only before and after.
+    """Validation rounds over held-out prompts."""
+
+    every: int = 10
+    """Train steps between rounds; 0 for only before and after training.
 
     A round starts after the batch that reaches a multiple of `every`.
     """
-
-    every: int = 10
     prompts: int = 256
+    """Number of held-out prompts."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.prompts < 0:
@@ -143,20 +155,20 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run. total_train_steps: optimizer steps, a multiple of trainer.updates_per_batch.
-
-    resume: `auto` continues what `output_dir` holds, `never` refuses to, or a checkpoint folder.
-
-    schedule: run directory to whose schedule this run keeps; null leaves it free. See `async_rl.rollout.schedule`.
-    Paths are absolute: other processes, on other nodes too, have working directories of their own.
-    """
+    """One run. Paths are absolute: processes, also on other nodes, have different working directories."""
 
     name: str
+    """Name of the run."""
     output_dir: Path
+    """Directory of the run."""
     total_train_steps: Annotated[int, Ge(0)]
+    """Number of optimizer steps, a multiple of trainer.updates_per_batch."""
     seed: int
+    """Seed of the run."""
     resume: Literal["auto", "never"] | Path
+    """`auto` continues the run in `output_dir`, `never` refuses to, a path is a checkpoint folder to resume from."""
     schedule: Path | None
+    """Run directory whose schedule this run follows; None leaves it free. See `async_rl.rollout.schedule`."""
     model: ModelConfig
     engine: EngineConfig
     trainer: TrainerConfig

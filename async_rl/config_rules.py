@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with a config; nothing where it can be started."""
+    """Problems of a config; empty if the run can be started."""
     yield from _rollout_problems(config)
     yield from _trainer_problems(config)
     yield from _cluster_problems(config)

@@ -21,7 +21,7 @@ EXIT_REFUSED = 2
 
 
 class ExportError(ValueError):
-    """An export that cannot be made as asked; names what is wrong and the way out."""
+    """An export that cannot be made as asked; names the problem and the way out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, whatever kills the process that writes them, or the machine.
+"""Folders that appear complete or not at all, even if the writing process or the machine dies.
 
 What is removed or renamed away is so on the disk before what it stood for goes: a file system may do the one without
 the other. A file that was synced before is clean, and to sync it again writes nothing.
@@ -14,7 +14,7 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 def make_folder(folder: Path) -> None:
-    """Make it and the folders that it is in, where they are missing; their names survive a loss of power."""
+    """Make it and the folders that it is in, if they are missing; their names survive a loss of power."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
@@ -31,7 +31,7 @@ def sync_path(path: Path) -> None:
 
 
 def partial_folder(final: Path) -> Path:
-    """Where the content of `final` is written until `publish_folder`."""
+    """Folder into which the content of `final` is written until `publish_folder`."""
     return final.with_name(final.name + PARTIAL)
 
 
@@ -52,7 +52,7 @@ def publish_folder(final: Path) -> None:
 
 
 def recover_folder(final: Path) -> None:
-    """Put `final` in order after a kill: nothing half written stays, and what was being replaced comes back."""
+    """Put `final` in order after a kill: incomplete content is removed, and an interrupted replacement is undone."""
     replaced = _replaced(final)
     if replaced.exists():
         if final.exists():

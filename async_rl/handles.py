@@ -36,7 +36,7 @@ class TrainerError(RuntimeError):
 
 
 class TrainerLostError(TrainerError):
-    """A trainer rank is dead or silent; another set of ranks may go on from a checkpoint."""
+    """A trainer rank is dead or silent; another set of ranks may continue from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

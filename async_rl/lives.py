@@ -1,8 +1,8 @@
-"""A run through the loss of its trainer or its queue: what outlives them goes on with new ones.
+"""Restarts trainer and queue after either fails; replicas and agent loops are reused.
 
 open the journal -> rewind the records -> restore the trainer -> run the pipeline ----> done, or stopped
      ^                                                                |
-     +---- from the last checkpoint and the journal <---- trainer or queue is lost
+     +---- from the last checkpoint and the journal <---- trainer or queue fails
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from message_queue.tokens import RoutingSpec
 
 
 class RestorableTrainer(Trainer, Protocol):
-    """A trainer that can go on from a checkpoint."""
+    """A trainer that can continue from a checkpoint."""
 
     async def restore(self, directory: Path) -> None: ...
     async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
@@ -60,7 +60,7 @@ T = TypeVar("T", bound=RestorableTrainer)
 
 
 class StartsParts(Protocol[T]):
-    """Starts what may be lost; see `async_rl.workers.Workers`."""
+    """Starts the parts that may fail; see `async_rl.workers.Workers`."""
 
     async def start_queue(self) -> RunQueue: ...
     async def replace_trainer(self, lost: T) -> T: ...
@@ -68,10 +68,7 @@ class StartsParts(Protocol[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lasting(Generic[T]):
-    """What outlives a trainer or a queue. conductor: decides when things happen; the rollouts go through it.
-
-    probe: compares engines and trainer at equal weights; None compares nothing.
-    """
+    """Parts that outlive a trainer or a queue."""
 
     workers: StartsParts[T]
     publisher: Publisher
@@ -82,13 +79,15 @@ class Lasting(Generic[T]):
     trace: Trace
     weights_directory: Path
     conductor: Conducts
+    """Controls the timing of events; rollouts pass through it."""
     probe: Probe | None = None
+    """Compares engines and trainer at equal weights; None compares nothing."""
 
 
 def supervised(
     config: RunConfig, fleet: ReplicaFleet, *, rollouts: Dispatcher, start: StartsReplica, recorder: Recorder
 ) -> tuple[Publisher, Supervisor]:
-    """The replicas as the trainer and the pipeline see them."""
+    """The trainer's and the pipeline's view of the replicas."""
     publisher = Publisher(
         fleet,
         on_update=config.rollout.on_update,
@@ -104,7 +103,9 @@ class Lives(Generic[T]):
     """Runs the pipeline until its end.
 
     Args:
-        order: of the prompts. held_out: prompts of the validation. resume: what the first life goes on from.
+        order: order of the prompts.
+        held_out: prompts of the validation.
+        resume: state from which the first life continues.
     """
 
     def __init__(
@@ -131,13 +132,13 @@ class Lives(Generic[T]):
             self._pipeline.request_stop()
 
     async def run(self, trainer: T) -> bool:
-        """Run, and where the trainer or the queue is lost go on from the last checkpoint and the journal.
+        """Run; if the trainer or the queue fails, continue from the last checkpoint and the journal.
 
         Returns:
             Whether all train steps were done; False after a stop request.
 
         Raises:
-            Exception: whatever else made a stage fail, and a loss beyond `supervision.max_restarts`.
+            Exception: any other cause of a failed stage, or a failure beyond `supervision.max_restarts`.
         """
         limit = RestartLimit(self._config.supervision)
         while True:
@@ -186,7 +187,7 @@ class Lives(Generic[T]):
             await lasting.rollouts.end()
 
     async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
-        """The queue with what a restart continues. Groups that were ready and miss a part of their content are open."""
+        """The queue with the groups that a restart continues. Ready groups that lack content are open."""
         journal, timeout_s = self._resume.journal(), self._config.cluster.start_timeout_s
         while True:
             queue = await self._lasting.workers.start_queue()
@@ -240,7 +241,7 @@ class Lives(Generic[T]):
 
 
 def _lost_part(error: BaseException) -> BaseException | None:
-    """What ended a run if it was a trainer or a queue that died or fell silent, or content on a node that died."""
+    """The cause of a run's end if a trainer or queue died or fell silent, or content was on a node that died."""
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(_lost_part, error.exceptions)), None)
     if isinstance(error, TrainerLostError | QueueUnavailable | ObjectLostError):

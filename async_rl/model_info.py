@@ -11,19 +11,25 @@ from message_queue.tokens import RoutingSpec
 
 
 class CheckpointError(ValueError):
-    """A checkpoint folder that cannot be used; names the folder, what is wrong and the way out."""
+    """A checkpoint folder that cannot be used; names the folder, the problem and the way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """family: `model_type` of the checkpoint. routing: None for a dense model. tied: the head is the embedding."""
+    """Facts of a checkpoint."""
 
     family: str
+    """`model_type` of the checkpoint."""
     vocab_size: int
+    """Number of token ids."""
     num_layers: int
+    """Number of layers."""
     context_length: int
+    """Longest sequence in tokens."""
     routing: RoutingSpec | None
+    """Layout of the routing rows; None for a dense model."""
     tied: bool = False
+    """Whether the output head shares the embedding's weights."""
 
 
 def read_model_info(checkpoint: Path) -> ModelInfo:

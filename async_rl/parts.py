@@ -1,4 +1,4 @@
-"""What the pipeline is made of, as far as it knows it, and what it decides itself."""
+"""Interfaces and settings of the pipeline."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GroupQueue(Protocol):
 
 
 class Replicas(Protocol):
-    """What the pipeline asks of the fleet; see `async_rl.rollout.fleet.ReplicaFleet`."""
+    """Calls of the pipeline on the fleet; see `async_rl.rollout.fleet.ReplicaFleet`."""
 
     async def busy_seconds(self) -> float: ...
     async def watch(self, *, every_s: float, timeout_s: float) -> None: ...
@@ -62,7 +62,7 @@ class Replicas(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """What the pipeline itself decides; see the run config for the meaning of each value."""
+    """Settings of the pipeline; see the run config for the meaning of each value."""
 
     total_train_steps: int
     publish_every: int

@@ -21,7 +21,7 @@ rollout is data (a dropped group with its reason); a failed stage is a crash wit
 values between stages.
 
 Before them, after a restart, `catch up`: the batches that were taken after the checkpoint are trained again as they
-were, and the replicas get the weights. Then the groups that were open go on in `rollout`.
+were, and the replicas get the weights. Then open groups continue in `rollout`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Pipeline:
     """Runs the stages until the last train step, a stop request, or a failed stage.
 
     Args:
-        start: of the checkpoint; the trainer holds its weights.
-        restored: what the queue has of the run before; None where it has nothing and the replicas serve the weights.
-        conductor: who decides when things happen; None leaves that to the stages.
+        start: state of the checkpoint; the trainer holds its weights.
+        restored: the queue's state of the run before; None if it has none and the replicas serve the weights.
+        conductor: controls the timing of events; None leaves it to the stages.
         probe: compares engines and trainer at equal weights; None compares nothing.
     """
 
@@ -199,7 +199,7 @@ class Pipeline:
     # ---- stages
 
     async def _catch_up(self, restored: Restored) -> None:
-        """Train again what was trained after the checkpoint, then bring the weights to the replicas."""
+        """Replay the batches trained after the checkpoint, then load the weights into the replicas."""
         self._conductor.begin(
             list(self._contents.unfinished.values()),
             train_step=self._train_step,
@@ -211,7 +211,7 @@ class Pipeline:
         for _ in range(restored.replay):
             await self._step(await self._queue.take(), waited=0.0, begun=time.monotonic(), busy=0.0)
         if not self._version and not restored.replay:
-            return  # the replicas began with these weights
+            return  # the replicas started with these weights
         known = self._version_updates[self._version] == self._train_step and not (restored.replay or restored.diverged)
         if not known:
             self._version += 1
@@ -329,7 +329,7 @@ class Pipeline:
                 task.cancel()
 
     async def _step(self, batch: Batch, *, waited: float, begun: float, busy: float) -> None:
-        """Train on a batch, for which it waited since `begun`, hand over the weights where they are due, record it."""
+        """Train on a batch, publish the weights if due, and record the step and the wait for the batch."""
         config = self._config
         self._conductor.taken()
         await self._begin_probe(batch)
@@ -385,7 +385,7 @@ class Pipeline:
         self._probe.ask_all(version=self._loaded_version)
 
     async def _hold(self, update: WeightUpdate) -> None:
-        """Have the trainer keep what it exported until it has scored what the engines sample with it."""
+        """Have the trainer keep the exported weights until it has scored the engines' samples under them."""
         if self._probe is not None:
             await self._trainer.hold()
             self._unscored = update.weights.version

@@ -1,4 +1,4 @@
-"""Topology of a run: builds, places, starts and stops every part. Nobody else constructs.
+"""Topology of a run: builds, places, starts and stops every part. No other module constructs parts.
 
 driver: Pipeline, Dispatcher, Publisher, Recorder                                        one event loop
 actors: queue | trainer rank 0..R-1 | engine replica 0..N-1 | rollout worker 0..W-1      one process each (an engine
@@ -185,7 +185,7 @@ class Program:
         )
 
     async def _start_rollout_workers(self, workers: Workers, fleet: ReplicaFleet, checkpoint: Path) -> Sequence[Worker]:
-        """Processes; if the run keeps to a schedule, one worker in this process, where the conductor is."""
+        """Processes; if the run keeps to a schedule, one worker in this process, next to the conductor."""
         if self._conductor.free:
             return await workers.start_rollout_workers(fleet)
         return [

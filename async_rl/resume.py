@@ -1,4 +1,4 @@
-"""What a run goes on from: the last checkpoint of its directory, and the journal of what came after it."""
+"""State from which a run continues: the last checkpoint of its directory, and the journal of later events."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Resume:
     """Read when it is made.
 
     Args:
-        again: the run itself goes on, whatever it was begun with.
+        again: the same run continues from its latest checkpoint, regardless of `resume`.
 
-    checkpoint: its folder; None for a run that has none yet. state: of the driver by that checkpoint.
+    Attributes:
+        checkpoint: folder of the checkpoint; None for a run without one.
+        state: the driver's state in that checkpoint.
 
     Raises:
         ConfigError: the directory cannot be written, or holds a run where `resume=never`, or the journal of another.
@@ -43,7 +45,7 @@ class Resume:
         self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)
 
     def journal(self) -> JournalPlace:
-        """Where the journal is, and the checkpoint that it has to agree with."""
+        """Location of the journal, and the checkpoint that it must match."""
         config = self._config
         return JournalPlace(
             directory=config.output_dir / "journal",
@@ -76,7 +78,7 @@ class Resume:
         )
 
     def rewind(self, restored: Restored, stored: StoredContent, recorder: Recorder) -> None:
-        """Bring the records of the run to where it goes on, and say so."""
+        """Rewind the records of the run to its restart point, and report it."""
         step = self.state.train_step
         own = self.checkpoint is not None and self._config.output_dir in self.checkpoint.parents
         elsewhere = restored.began and not own
@@ -122,7 +124,7 @@ def failed_prompts(directory: Path, restored: Restored) -> FailedPrompts:
 
 
 def run_name(config: RunConfig) -> str:
-    """What tells the journal of a run from others': the name, or its digest where that is long, and the seed."""
+    """Identity of a run's journal: the name, or its digest if the name is long, and the seed."""
     name = config.name if len(config.name.encode()) <= MAX_NAME_BYTES else sha256(config.name.encode()).hexdigest()[:32]
     return f"{name} seed {config.seed}"
 

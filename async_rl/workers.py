@@ -1,6 +1,6 @@
-"""Starts the processes of a run in their places, and whatever is started in place of one that was lost.
+"""Starts the processes of a run in their places, and the replacements of failed ones.
 
-Each is closed when the run's exit stack is.
+Each is closed together with the run's exit stack.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Workers:
         self._fleet: ReplicaFleet | None = None
 
     async def start(self, console: Console) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
-        """Trainer and replicas on the checkpoint that RL starts from, warm-started first where that is asked for."""
+        """Trainer and replicas on the checkpoint that RL starts from, warm-started first if configured."""
         self._console = console
         config, warm = self._config, self._config.warm_start
         folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=config.trainer)
@@ -127,7 +127,7 @@ class Workers:
         assert self._fleet is not None
         await self._closing(cast(WorkerHandle, lost).close)()
         for member in self._fleet.live_or_none:
-            with contextlib.suppress(EngineError):  # a replica that is lost too has no requests either
+            with contextlib.suppress(EngineError):  # a failed replica has no requests either
                 await cast(ReplicaHandle, member.replica).forget_client(lost.name)
 
     async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
@@ -242,7 +242,7 @@ class Workers:
                 self._console.note(f"warning: {name} has no log at {log}: its node cannot write there")
 
     def _closing(self, close: Callable[..., Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-        """Close a part; what it raises then must not hide why the run ended."""
+        """Close a part; its errors must not hide why the run ended."""
 
         async def close_in_time() -> None:
             with contextlib.suppress(Exception):

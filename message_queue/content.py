@@ -2,10 +2,10 @@
 
     append(records) ──> one thread: arrays to <name>-000001.data, then one transaction in <name>.sqlite
 
-Each writer has files of its own; `content_reader` reads those of all writers. A record is there once its transaction
-is: bytes at the end of a data file that no row of the index names are left over by a kill, and the next write of a
-living writer replaces them. A kill of the process costs no record whose `append` has returned; with `fsync` a loss of
-power costs none either. Data files only grow, and a file is removed once all its groups are forgotten.
+Each writer has files of its own; `content_reader` reads those of all writers. A record exists once its transaction
+is committed. Bytes at the end of a data file that no row of the index names are left over by a kill, and the next write
+of a living writer replaces them. A kill of the process costs no record whose `append` has returned; with `fsync` a loss
+of power costs none either. Data files only grow, and a file is removed once all its groups are forgotten.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class ContentWriter:
         """Make the files of a new writer.
 
         Args:
-            directory: of the content of all writers, and of nothing else; made if it does not exist.
-            name: of the files, unique among all writers that the directory has seen.
+            directory: folder for the content of all writers, and for nothing else; made if it does not exist.
+            name: prefix of the files, unique among all writers that the directory has seen.
             run: identity of the run; group ids are unique in a run only.
-            fsync: whether a loss of power costs nothing that was written either.
+            fsync: whether written records also survive a loss of power.
 
         Raises:
             JournalBusy: the directory has a writer of that name.
@@ -129,7 +129,7 @@ class _Files:
             self._index = connect(self._path)
             self._index.execute("PRAGMA journal_mode=PERSIST")
             self._index.execute(f"PRAGMA synchronous={'FULL' if fsync else 'OFF'}")
-            with self._index:  # one transaction: whoever reads it finds all or nothing
+            with self._index:  # one transaction: a reader finds all or nothing
                 self._index.execute("BEGIN IMMEDIATE")
                 self._index.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 self._index.execute(f"PRAGMA user_version={FORMAT}")

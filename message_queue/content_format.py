@@ -46,7 +46,7 @@ RECORDS_TABLE = """CREATE TABLE records (
 
 
 class IndexRow(NamedTuple):
-    """Where a record is, and its small fields: a row of the index."""
+    """A row of the index: the place of a record, and its small fields."""
 
     group: int
     """Id of the group."""
@@ -76,7 +76,7 @@ class _Rows(msgspec.Struct, frozen=True, array_like=True):
     """Routing rows of a segment without their experts."""
 
     first_position: int
-    """Absolute position of the first."""
+    """Absolute position of the first row."""
     unavailable: int
     """Rows before the first that the engine could not give."""
     shape: tuple[int, int, int]
@@ -137,7 +137,7 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
 
 
 def checksum(identity: tuple[int, int, int, int, int], kind: str, fields: bytes, arrays: Sequence[memoryview]) -> bytes:
-    """Of a record.
+    """xxh3_64 of a record.
 
     Args:
         identity: group, trajectory, handout, number, at.
@@ -159,7 +159,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def index_run(index: sqlite3.Connection, path: Path) -> str | None:
-    """The run that the content is of; None if the writer died before it had written anything.
+    """The run of the content; None if the writer died before its first write.
 
     Raises:
         JournalFormatError: a foreign file, or one of another format.
@@ -182,7 +182,7 @@ def index_run(index: sqlite3.Connection, path: Path) -> str | None:
 
 
 def data_path(directory: Path, name: str, file: int) -> Path:
-    """Of a data file."""
+    """Path of a data file."""
     return directory / f"{name}-{file:06d}.data"
 
 

@@ -1,9 +1,9 @@
 """Content of groups, read from the files of all writers that `content` made.
 
-A group that moved has records of several hand-outs, each to one writer. Their order is that of the hand-outs, whenever
-a record was written: a writer that takes over a group has read what it continues, so its records replace those of
-earlier hand-outs from their position on. Worker a was taken for dead after 20 tokens of trajectory 0, and still wrote
-when worker b had started:
+A group that moved has records of several hand-outs, each to one writer. Their order is that of the hand-outs, not
+of the times of writing: a writer that takes over a group has read the records that it continues, so its records replace
+those of earlier hand-outs from their position on. Worker a was taken for dead after 20 tokens of trajectory 0, and
+still wrote when worker b had started:
 
     hand-out 1, worker a   at 0 (20 tokens)               at 20 (5)               at 25, closed
     hand-out 2, worker b                      at 20 (7)               at 27 (4)
@@ -41,12 +41,12 @@ _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # errors of SQLite, the secon
 
 
 class StoredGroups(NamedTuple):
-    """Groups as they were written."""
+    """Groups that were read."""
 
     groups: dict[int, PromptGroup]
-    """All that were asked for; trajectories without a record are empty."""
+    """All requested groups by id; trajectories without a record are empty."""
     notes: list[str]
-    """Damage that was found, each with group and file."""
+    """Damage, each with group and file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class _Stored:
     """A record that was read."""
 
     number: int
-    """Of the record among those of its writer."""
+    """Number of the record among those of its writer."""
     record: RolloutRecord
     """The record itself."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Ascends with what later hand-outs, and later appends of one, wrote."""
+        """Ascends by hand-out, and within a hand-out by the order of the appends."""
         return self.record.handout, self.number
 
     @property
@@ -179,7 +179,7 @@ def _indexes(directory: Path) -> list[Path]:
 
 
 def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[str]) -> Iterator[_Stored]:
-    """The records of one writer for a group, by trajectory and number, as far as they are whole."""
+    """Records of one writer for a group, by trajectory and number; each trajectory up to its first damaged record."""
     damaged: set[int] = set()
     try:
         rows = index.execute(

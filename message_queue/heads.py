@@ -1,4 +1,4 @@
-"""Heads: what the queue and the driver know of a group. Token ids, logprobs and rows stay where they were made.
+"""Heads: groups without content, for the queue and the driver. Token ids, logprobs and rows stay with their producer.
 
 A trajectory of 12 tokens, of which version 3 sampled 4 and version 4 then 2, has the spans ((3, 4), (4, 2)).
 Heads are journaled and travel as msgpack (msgspec); their size depends on the number of trajectories, not of tokens.
@@ -33,7 +33,7 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     """T: prompt, tool replies and sampled tokens."""
     sequences: tuple[SequenceHead, ...]
-    """What the trainer forwards: one sequence, or several with `resume_routing=split`."""
+    """Inputs of the trainer's forward: one sequence, or several with `resume_routing=split`."""
     num_segments: int
     """Uninterrupted decodes."""
     num_aborts: int
@@ -43,9 +43,9 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
     missing_rows: int
     """Forwarded positions without a row."""
     reward: float
-    """Of the whole trajectory."""
+    """Reward of the whole trajectory."""
     stop_reason: StopReason
-    """Of its last segment; ERROR for a rollout that failed."""
+    """Stop reason of its last segment; ERROR for a rollout that failed."""
     info: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Numbers that the agent loop or the task noted."""
 
@@ -66,7 +66,7 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group without its content: what the queue orders and the driver plans with."""
+    """A finished group without its content. The queue orders heads, and the driver plans with them."""
 
     group: int
     """Id, unique in a run and never reused."""
@@ -77,7 +77,7 @@ class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
     admitted_update: int
     """Optimizer updates held by those weights."""
     trajectories: tuple[TrajectoryHead, ...]
-    """Of the prompt, failed ones included."""
+    """Trajectories of the prompt, failed ones included."""
 
     @property
     def num_segments(self) -> int:
@@ -149,8 +149,10 @@ def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> Traject
 
 
 def _num_aborts(turn: Turn) -> int:
-    """Segments that an abort ended, and requests that it found before their first token: they left no segment, but the
-    next one is of other weights."""
+    """Segments that an abort ended, and requests that were aborted before their first token.
+
+    The latter left no segment, but the next segment has other weights.
+    """
     ended = sum(segment.stop_reason is StopReason.ABORT for segment in turn.segments)
     between = sum(
         before.stop_reason is not StopReason.ABORT and before.weights.version != after.weights.version

@@ -62,7 +62,7 @@ class JournalBase(msgspec.Struct, frozen=True, kw_only=True):
     next_seq: int
     """`id` of the first event after the state."""
     state: StoredState
-    """At the last checkpoint or start."""
+    """State at the last checkpoint or start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,10 @@ class EventStore:
     """The file, locked against other processes. Not thread-safe: one thread at a time.
 
     Args:
-        directory: of the journal; made if it is missing.
+        directory: folder of the journal; made if it is missing.
         run: name of the run.
-        settings: of the run, stored with each state.
-        config: how durable.
+        settings: settings of the run, stored with each state.
+        config: durability.
 
     Raises:
         JournalError: another process has it open, it is of another format, or the disk refuses.

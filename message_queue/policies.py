@@ -1,6 +1,6 @@
-"""What happens to a group that would be too old: one class for each staleness policy.
+"""Staleness policies: one class for each way to treat a group that would be too old.
 
-wait     the trainer waits for it               nothing is given up, so nothing biases what is trained
+wait     the trainer waits for it               nothing is given up, so the trained groups are not biased
 drop     it is given up                         favours short rollouts
 recycle  given up, its prompt admitted again    favours short rollouts of every prompt, not prompts with short ones
 mask     trained if a part is young enough      favours the ends of long rollouts
@@ -16,7 +16,7 @@ from message_queue.state import GroupState
 
 
 class DropPolicy:
-    """The trainer takes what is ready; groups that became too old are given up. Other policies change parts of this."""
+    """The trainer takes ready groups; groups that became too old are given up. Other policies change parts of this."""
 
     def __init__(self, budget: StalenessBudget) -> None:
         self.budget = budget
@@ -34,7 +34,7 @@ class DropPolicy:
         """Why a group is to be given up, as soon as it is too old for the next batch; None if it is not.
 
         Args:
-            newest_update: of the newest weights that sampled one of its tokens; None while it is open.
+            newest_update: update of the newest weights that sampled a token of the group; None while the group is open.
         """
         if not self.budget.is_expired(admitted_update, next_update=next_update):
             return None
@@ -83,7 +83,7 @@ class RecyclePolicy(DropPolicy):
     """As DropPolicy, and the prompt of a group that became too old is admitted again.
 
     Args:
-        max_recycles: times that one prompt is. A prompt that is always too slow ends as dropped then.
+        max_recycles: times that one prompt is admitted again. A prompt that is always too slow is dropped after that.
     """
 
     def __init__(self, budget: StalenessBudget, *, max_recycles: int) -> None:
@@ -102,7 +102,7 @@ class RecyclePolicy(DropPolicy):
 
 
 class MaskPolicy(DropPolicy):
-    """The trainer takes what is ready; tokens that became too old take no gradient.
+    """The trainer takes ready groups; tokens that became too old take no gradient.
 
     An open group never expires: its next tokens are young. A group without a young token is given up.
     """

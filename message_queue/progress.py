@@ -1,4 +1,4 @@
-"""How far a rollout is, one record for each thing that is appended to one of its trajectories."""
+"""Progress of a rollout: one record for each append to one of its trajectories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """Something outside is about to be called that must happen once."""
+    """An outside call that must happen once is about to be made."""
 
     call: str
     """Text that the agent loop gives the call."""
@@ -30,9 +30,9 @@ class TrajectoryClosed:
     """The trajectory ended with its reward."""
 
     stop_reason: StopReason
-    """Of its last segment; ERROR for a rollout that failed."""
+    """Stop reason of its last segment; ERROR for a rollout that failed."""
     reward: float
-    """Of the whole trajectory."""
+    """Reward of the whole trajectory."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers that the agent loop or the task noted."""
 

@@ -33,7 +33,7 @@ class TrajectoryQueue:
         staleness: the bound and the policy at it.
         max_ready: ready groups before `put` waits; None if the staleness bound alone limits them.
         updates_per_batch: optimizer updates that the trainer makes from one batch.
-        state: of a restarted run (`message_queue.recovery`); None for a new one.
+        state: state of a restarted run (`message_queue.recovery`); None for a new one.
         journal: stores every event; None if a restart goes back to the last checkpoint.
 
     Raises:
@@ -82,7 +82,7 @@ class TrajectoryQueue:
         )
 
     async def put(self, head: GroupHead) -> str | None:
-        """Hand in a finished group. Waits while `max_ready` groups are ready and a batch of them can be taken.
+        """Hand in a finished group. Waits while `max_ready` groups are ready and a batch can be taken.
 
         A group that the trainer waits for is let in at any number, so a full queue never blocks training.
 
@@ -264,7 +264,7 @@ class TrajectoryQueue:
     async def records_after(self, received: int) -> list[LedgerRecord]:
         """Ledger records of the groups that ended, without the first `received`, which the caller has.
 
-        A reply that was lost with a cancelled caller is in the next one.
+        The records of a reply that a cancelled caller did not receive are in the next reply.
         """
         self._ended += self._state.drain_records()
         del self._ended[: max(0, received - self._num_received)]

@@ -1,7 +1,7 @@
 """Opens the queue of a run: new, from a checkpoint, or from a checkpoint and the journal of the events after it.
 
 Groups trained after the checkpoint are ready again and trained again in the same batches and at the same updates, which
-makes the same weights again; then the run continues from where it stopped.
+makes the same weights again; then the run continues at the point of the stop.
 
     checkpoint      trained again          open, ready
     ----|-----------------------------|------------------->
@@ -42,11 +42,11 @@ class JournalPlace:
     directory: Path
     """Folder of the journal; made if it is missing."""
     run: str
-    """Name that is the same at every restart, and no other run's."""
+    """Name, unique to the run and the same at every restart."""
     config: JournalConfig = field(default_factory=JournalConfig)
-    """How durable."""
+    """Durability of the journal."""
     settings: Settings = field(default_factory=dict[str, int | str])
-    """Config field -> value, of those that may not change while groups are in flight."""
+    """Config field -> value, for the fields that may not change while groups are in flight."""
     checkpoint: QueueSnapshot | None = None
     """The queue in the checkpoint; None if there is no checkpoint."""
     train_step: int = 0
@@ -107,7 +107,7 @@ async def open_queue(
     """The queue of a run with its journal; close the journal when the queue is not used any more.
 
     Raises:
-        JournalError: of the kind that says why the journal cannot be used; the message has the way out.
+        JournalError: the journal cannot be used; the type is the reason, and the message has the way out.
     """
     policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
     journal, stored = await open_journal(
@@ -237,7 +237,7 @@ def _restarted(
 
 
 def _replayed(groups: Iterable[GroupState], *, next_update: int, policy: DropPolicy) -> tuple[tuple[int, ...], ...]:
-    """Batches trained after the checkpoint, as long as they are complete and one follows on the other."""
+    """Batches trained after the checkpoint, up to the first that is incomplete or does not follow on the one before."""
     batches: dict[int, list[GroupState]] = {}
     for group in groups:
         if group.replay_update is not None and group.head is not None:

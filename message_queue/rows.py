@@ -20,25 +20,28 @@ class RowRun(NamedTuple):
     """Consecutive rows of one forward pass."""
 
     rows: int
-    """How many."""
+    """Number of rows."""
     version: int
     """`param_version` of the weights that gave them; -1 if no engine could give them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """`count` rows in a row that one forward pass gave; `experts` is None where no engine can give them."""
+    """Consecutive rows of one forward pass, with their experts."""
 
     count: int
+    """Rows."""
     version: int
+    """`param_version` of the weights that gave them; -1 if no engine could give them."""
     experts: ExpertArray | None
+    """uint8 or uint16 [count, moe_layers, top_k]; None if no engine can give the rows."""
 
 
 class HeldRows:
-    """Rows 0..len-1. They are views of what the engines returned: nothing is copied or widened until it is read.
+    """Rows 0..len-1, views of the arrays that the engines returned: nothing is copied or widened until it is read.
 
     Args:
-        routing: what a row means.
+        routing: meaning of a row.
     """
 
     def __init__(self, routing: RoutingSpec) -> None:
@@ -55,17 +58,17 @@ class HeldRows:
         return sum(block.count for block in self._blocks if block.experts is None)
 
     def add(self, rows: RoutedExperts, *, version: int) -> None:
-        """Append what of `rows` lies after the held ones; a gap is filled with rows that are unavailable."""
+        """Append the part of `rows` after the held ones; a gap is filled with rows that are unavailable."""
         self.add_unavailable(rows.first_position - self._count)
         fresh = rows.experts[max(0, self._count - rows.first_position) :]
         self._append(_Block(len(fresh), version, fresh))
 
     def add_unavailable(self, count: int) -> None:
-        """Append `count` rows that are -1; none where it is negative."""
+        """Append `count` rows that are -1; none if `count` is negative."""
         self._append(_Block(max(0, count), NOT_SAMPLED, None))
 
     def first(self, count: int) -> HeldRows:
-        """The first `count` rows, or all where fewer are held."""
+        """The first `count` rows, or all if fewer are held."""
         kept = HeldRows(self._routing)
         for block in self._blocks:
             size = min(block.count, count - len(kept))
@@ -74,7 +77,7 @@ class HeldRows:
         return kept
 
     def differ(self, rows: RoutedExperts) -> bool:
-        """Whether `rows` choose other experts than the held ones anywhere both have a position.
+        """Whether `rows` and the held rows choose different experts at any position that both have.
 
         The order within the top-k does not count. A row that is -1 differs from every other.
         """
@@ -89,7 +92,7 @@ class HeldRows:
         return False
 
     def leading(self) -> RoutedExperts | None:
-        """The rows before the first one that is -1; None where there are none."""
+        """The rows before the first one that is -1; None if there are none."""
         parts: list[ExpertArray] = []
         for block in self._blocks:
             if block.experts is None:
@@ -101,9 +104,9 @@ class HeldRows:
         return RoutedExperts.trusted(first_position=0, experts=experts)
 
     def compact(self, length: int) -> tuple[ExpertArray, tuple[RowRun, ...]]:
-        """The rows of positions before `length`, 0 if no engine could give them, and the runs they are of.
+        """The rows of positions before `length`, 0 if no engine could give them, and their runs.
 
-        Rows of one forward pass are a view of what the engine returned.
+        Rows of one forward pass are a view of the array that the engine returned.
         """
         runs: list[RowRun] = []
         parts: list[ExpertArray] = []

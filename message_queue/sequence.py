@@ -1,4 +1,4 @@
-"""Training sequences: the content of what one forward pass of the trainer takes."""
+"""Training sequences: the input of one forward pass of the trainer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class SampledRun(NamedTuple):
     start: int
     """Position of the first token."""
     tokens: int
-    """How many."""
+    """Number of tokens."""
     version: int
     """`param_version` that sampled them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
-    """The first t tokens of a trajectory over one set of rows, with n of them in the loss. Nothing is padded.
+    """The first t tokens of a trajectory over one set of rows; n tokens are in the loss. Nothing is padded.
 
     A prompt of 3 tokens, 2 tokens sampled by version 4, a tool reply of 1 token, and 1 token sampled by version 5:
 
@@ -53,7 +53,7 @@ class TrainingSequence:
     row_runs: tuple[RowRun, ...]
     """The r rows by the version whose forward pass gave them."""
     support: SamplingSupport | None = None
-    """Of t positions, the tokens that the sampler kept; the whole vocabulary outside the loss. None if no token in the
+    """t positions, the tokens that the sampler kept; the whole vocabulary outside the loss. None if no token in the
     loss was cut."""
     recomputed: bool = False
     """Whether a resumed request computes K/V again over these rows (`resume_routing=force`)."""
@@ -92,7 +92,7 @@ class TrainingSequence:
 
     @property
     def routed_experts(self) -> Int16Array | None:
-        """int16 [t, moe_layers, top_k], -1 where the trainer uses its live router; None without routing."""
+        """int16 [t, moe_layers, top_k], -1 for rows that the trainer's live router decides; None without routing."""
         if self.rows is None:
             return None
         out, at = np.full((len(self), *self.rows.shape[1:]), NOT_ROUTED, np.int16), 0
@@ -104,7 +104,7 @@ class TrainingSequence:
 
 
 GroupContent = tuple[tuple[TrainingSequence, ...], ...]
-"""Of each trajectory of a group its training sequences; none of a rollout that failed."""
+"""Training sequences of each trajectory of a group; none for a rollout that failed."""
 
 
 def content_of(group: PromptGroup) -> GroupContent:
@@ -127,7 +127,7 @@ def training_sequence(
     Args:
         segments: (position of its first token, segment with tokens), in order.
         token_ids: int32 [t], tokens of the sequence.
-        rows: over which the segments were decoded; None without routing.
+        rows: rows over which the segments were decoded; None without routing.
     """
     experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
     return TrainingSequence(

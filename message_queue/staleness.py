@@ -5,8 +5,8 @@ admitted with weights of update a may be trained at update u iff u - a <= max_st
 than its admission, so the bound on groups is a bound on tokens.
 
 Policy wait keeps the bound without giving anything up, so admission is a schedulability test: each group has a
-deadline (the last update it may be trained at), each batch is a slot for `batch_groups` of them, and earliest deadline
-first meets every deadline whenever some order does. What each policy makes of it: `policies.py`.
+deadline (the last update it may be trained at), each batch is a slot for `batch_groups` groups. Earliest deadline first
+meets every deadline if any order does. `policies.py` has the behaviour of each policy.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ class StalenessError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessConfig:
-    """max_staleness: optimizer updates between the weights that sampled a token and those whose gradient is taken.
-
-    policy: what happens when a group would become older. `wait`: the trainer waits for it, so nothing is given up.
-    `drop`: it is given up with a reason. `recycle`: the same, and its prompt is admitted again, ahead of new ones.
-    `mask`: it is trained, and its tokens that are older take no gradient.
-    max_recycles: times that a prompt is admitted again; then its group is dropped.
-    """
+    """The staleness bound, and the policy for groups that would exceed it."""
 
     max_staleness: int = 1
+    """Optimizer updates between the weights that sampled a token and those whose gradient is taken."""
     policy: Policy = "wait"
+    """Treatment of a group that would become older. `wait`: the trainer waits for it, so nothing is given up. `drop`:
+    it is given up with a reason. `recycle`: the same, and its prompt is admitted again, ahead of new ones. `mask`: it
+    is trained, and its tokens that are older take no gradient."""
     max_recycles: int = 3
+    """Times that a prompt is admitted again; then its group is dropped."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -84,7 +83,7 @@ class StalenessBudget:
 
     @property
     def max_outstanding(self) -> int:
-        """Groups that may be admitted and not yet taken when all of them start on the newest weights."""
+        """Groups that may be admitted and not yet taken if all start on the newest weights."""
         return (self.max_staleness + 1) // self.updates_per_batch * self.batch_groups
 
     def staleness(self, admitted_update: int, *, next_update: int) -> int:

@@ -29,9 +29,9 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """A group that has not ended, or whose training no checkpoint holds yet."""
 
     admission: Admission
-    """Of the group."""
+    """Admission of the group."""
     life: Life = "open"
-    """Where the group stands."""
+    """State in the life cycle."""
     turn: int = 0
     """Orders groups by when they became ready, and later by when they were taken."""
     head: GroupHead | None = None

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from message_queue.tokens import ContractError, Int32Array
 
 _BITS = 7
-_MAX_BYTES = 5  # of an id below 2^31
+_MAX_BYTES = 5  # LEB128 bytes of an id below 2^31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +65,8 @@ class SamplingSupport:
         """From the number of kept tokens of each position and their ids, ascending within a position.
 
         Args:
-            counts: integer [n]; 0 for the whole vocabulary. token_ids: integer [sum(counts)].
+            counts: integer [n]; 0 for the whole vocabulary.
+            token_ids: integer [sum(counts)].
 
         Raises:
             ContractError: another number of ids, a negative id, or ids of a position that do not ascend.
@@ -117,7 +118,7 @@ class SamplingSupport:
         return SamplingSupport(offsets=offsets - offsets[0], packed=self.packed[offsets[0] : offsets[-1]])
 
     def take(self, positions: NDArray[np.integer]) -> SamplingSupport:
-        """The given positions, in the given order. positions: integer [m]."""
+        """The given positions (integer [m]), in the given order."""
         starts, stops = self.offsets[:-1][positions].astype(np.int64), self.offsets[1:][positions].astype(np.int64)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
         index = np.arange(int(offsets[-1])) + np.repeat(starts - offsets[:-1], stops - starts)

@@ -33,21 +33,19 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # end-of-turn token
     LENGTH = "length"  # token budget or context exhausted
-    ABORT = "abort"  # interrupted: the engine was told to stop, or took new weights; the trajectory goes on
+    ABORT = "abort"  # interrupted by a request to stop or by new weights; the trajectory continues
     TOOL_CALL = "tool_call"  # stopped at the end of a tool call
     ERROR = "error"  # the engine gave up on the request
 
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """The weights that sampled a segment.
-
-    version: `param_version`, +1 per publish, 0 for the initial weights.
-    digest: content hash of what the engine loaded, echoed by the engine.
-    """
+    """The weights that sampled a segment."""
 
     version: int
+    """`param_version`, +1 per publish, 0 for the initial weights."""
     digest: str
+    """Content hash of the loaded weights, echoed by the engine."""
 
     def __post_init__(self) -> None:
         if self.version < 0:
@@ -56,15 +54,14 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSpec:
-    """What a routing row means. Travels once per run, never with a sample.
-
-    layers: global numbers (0-based) of the MoE layers, ascending; dense layers are not listed.
-    num_experts: routed experts per MoE layer. top_k: experts chosen per token.
-    """
+    """Meaning of a routing row. Travels once per run, never with a trajectory."""
 
     layers: tuple[int, ...]
+    """Global numbers (0-based) of the MoE layers, ascending; dense layers are not listed."""
     num_experts: int
+    """Routed experts per MoE layer."""
     top_k: int
+    """Experts chosen per token."""
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
@@ -85,16 +82,14 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedExperts:
-    """Consecutive routing rows.
-
-    first_position: absolute position of `experts[0]`.
-    experts: uint8 or uint16 [rows, moe_layers, top_k], MoE layers in the order of `RoutingSpec.layers`.
-    unavailable: the engine states that it cannot give the `unavailable` rows just before `first_position`.
-    """
+    """Consecutive routing rows."""
 
     first_position: int
+    """Absolute position of `experts[0]`."""
     experts: ExpertArray
+    """uint8 or uint16 [rows, moe_layers, top_k], MoE layers in the order of `RoutingSpec.layers`."""
     unavailable: int = 0
+    """Rows just before `first_position` that the engine states it cannot give."""
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3 or self.experts.dtype not in (np.dtype(np.uint8), np.dtype(np.uint16)):
@@ -129,7 +124,7 @@ class RoutedExperts:
         return self.first_position + len(self.experts)
 
     def before(self, position: int) -> RoutedExperts:
-        """The rows before `position`; none where it is not after the first."""
+        """The rows before `position`; none if `position` is not after the first."""
         kept = self.experts[: max(0, position - self.first_position)]
         return self.trusted(first_position=self.first_position, experts=kept, unavailable=self.unavailable)
 
@@ -156,21 +151,22 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenOutput:
-    """A segment: tokens decoded without interruption under one weight version.
-
-    token_ids: int32 [n]. logprobs: float32 [n], natural log, of the distribution that was sampled from.
-    routed_experts: the rows this decode computed and was asked for; None where the model does not route or n is 0.
-    replica: name of the engine replica.
-    support: of n positions, the tokens that the sampler kept; None if it sampled from the whole vocabulary.
-    """
+    """A segment: tokens decoded without interruption under one weight version."""
 
     token_ids: Int32Array
+    """int32 [n]."""
     logprobs: Float32Array
+    """float32 [n], natural log, of the distribution that was sampled from."""
     routed_experts: RoutedExperts | None
+    """Rows that this decode computed and was asked for; None if the model does not route or n is 0."""
     weights: WeightVersion
+    """The weights that sampled all n tokens."""
     stop_reason: StopReason
+    """Why the decode ended."""
     replica: str
+    """Name of the engine replica."""
     support: SamplingSupport | None = None
+    """n positions, the tokens that the sampler kept; None if it sampled from the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int32:

@@ -1,18 +1,17 @@
-"""Append-only assembly of segments into a trajectory. The merge rule for routing rows lives here and nowhere else.
+"""Append-only assembly of segments into a trajectory. This module alone holds the merge rule for routing rows.
 
     observe(prompt) -> extend(segment)* -> observe(tool reply) -> extend(segment)* ... -> close(...)
 
 Merge rule: a segment contributes rows from the first position that is not yet covered. Rows already held are never
-replaced, whatever aborts, resumes, new turns or weight updates did. A gap is an error, unless the engine states that
+replaced, also not after aborts, resumes, new turns or weight updates. A gap is an error, unless the engine states that
 it cannot give the rows; those are -1 and counted.
 
-That is `append`. What a segment brings for positions already covered is, by `resume_routing`:
+That is `append`. Rows of a segment for positions already covered are, by `resume_routing`:
 
     append   left out
     force    left out; the engine is given the held rows, and forwards those positions over them
-    replace  held from its first row on, in place of what was held (what other systems do)
-    split    left out where it is equal; where it differs, the segment begins a training sequence of its own, over the
-             rows as it brought them
+    replace  held from the segment's first row on, in place of the held rows (the way of other systems)
+    split    left out if equal; if they differ, the segment starts a training sequence of its own, over its own rows
 
 A segment without tokens brings no rows in `replace` and `split`: nothing was sampled over them.
 """
@@ -41,10 +40,12 @@ ResumeRouting = Literal["append", "force", "replace", "split"]
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One model call plus what preceded it: the tokens it was given, then its segments in order."""
+    """One model call plus the tokens that it was given."""
 
     observation: Int32Array
+    """int32 [n], tokens that no policy sampled, such as a prompt or a tool reply."""
     segments: list[TokenOutput] = field(default_factory=list[TokenOutput])
+    """Segments of the call, in order."""
 
     @property
     def num_sampled(self) -> int:
@@ -65,8 +66,8 @@ class Trajectory:
     """Ordered turns of one rollout, reward and stop reason.
 
     Args:
-        routing: what a row means; None for a model without experts or a run that does not capture routing.
-        resume_routing: what becomes of rows for positions that are covered already.
+        routing: meaning of a row; None for a model without experts or a run that does not capture routing.
+        resume_routing: treatment of rows for positions that are covered already.
 
     Raises:
         ContractError: no such resume_routing.
@@ -83,7 +84,7 @@ class Trajectory:
         self.reward: float | None = None
         self.stop_reason: StopReason | None = None
         self.info: dict[str, float] = {}
-        self.unsure_call: str | None = None  # begun before a restart; it may have happened or not
+        self.unsure_call: str | None = None  # started before a restart; it may have happened or not
         self._length = self._num_segments = 0
         self._branches = [SequenceBranch(0, None if routing is None else HeldRows(routing))]
 
@@ -155,7 +156,7 @@ class Trajectory:
         self._checked_rows(segment)
 
     async def begin_call(self, call: str) -> None:
-        """Something outside is about to be called that is to happen once. Whoever records the trajectory notes it."""
+        """Announce an outside call that must happen once; the recorder of the trajectory notes it."""
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
         """End the trajectory with its reward."""
@@ -165,7 +166,7 @@ class Trajectory:
         numbers = {key: float(value) for key, value in (info or {}).items()}
         self.stop_reason, self.reward, self.info = stop_reason, float(reward), numbers
 
-    # ---- what was appended so far
+    # ---- contents
 
     def token_ids(self) -> Int32Array:
         """int32 [T]."""
@@ -173,11 +174,11 @@ class Trajectory:
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def leading_rows(self) -> RoutedExperts | None:
-        """Rows from position 0 to the first that is -1, as an engine is given them to force; None without any."""
+        """Rows from position 0 to the first that is -1, as forced rows for an engine; None without any."""
         return None if self._rows is None else self._rows.leading()
 
     def sequences(self) -> list[TrainingSequence]:
-        """What the trainer forwards: one sequence, or several with `split`.
+        """Inputs of the trainer's forward: one sequence, or several with `split`.
 
         Every sampled token is in the loss of exactly one.
         """
@@ -195,7 +196,7 @@ class Trajectory:
 
     @property
     def _rows(self) -> HeldRows | None:
-        """Rows of the training sequence that goes on; None without routing."""
+        """Rows of the training sequence that is still growing; None without routing."""
         return self._branches[-1].rows
 
     def _require_open(self) -> None:
@@ -223,7 +224,7 @@ class Trajectory:
         return placed
 
     def _held_before(self, rows: RoutedExperts, held: HeldRows) -> HeldRows:
-        """What stays of the held rows, of which `rows` adds those that lie after them."""
+        """The held rows that stay; the merge adds the part of `rows` after them."""
         match self.resume_routing:
             case "append" | "force":
                 return held
@@ -239,7 +240,7 @@ class Trajectory:
                 return kept
 
     def _checked_rows(self, segment: TokenOutput) -> RoutedExperts | None:
-        """The rows that `segment` brings to the merge; None where it brings none."""
+        """Rows of `segment` for the merge; None without any."""
         given = segment.routed_experts
         if self.routing is None:
             if given is not None:
@@ -282,18 +283,18 @@ class Trajectory:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PromptGroup:
-    """The n trajectories of one prompt: what the queue holds and the trainer normalises over.
-
-    group: id, unique in a run and never reused. prompt: index of the prompt in its source.
-    admitted_version: `param_version` of the weights when the group was admitted; no token is older.
-    admitted_update: optimizer updates held by those weights, the unit staleness is counted in.
-    """
+    """The n trajectories of one prompt: the unit of the queue and of the trainer's normalisation."""
 
     group: int
+    """Id, unique in a run and never reused."""
     prompt: int
+    """Index of the prompt in its source."""
     admitted_version: int
+    """`param_version` of the weights when the group was admitted; no token is older."""
     admitted_update: int
+    """Optimizer updates held by those weights, the unit of staleness."""
     trajectories: list[Trajectory]
+    """The n trajectories."""
 
     @property
     def num_tokens(self) -> int:

@@ -25,12 +25,12 @@ from message_queue.staleness import StalenessConfig
 
 
 class QueueClient:
-    """The calls of `TrajectoryQueue` on a queue in another process; see there for each.
+    """Client of a `TrajectoryQueue` in another process; see there for each call.
 
     A caller may wait as long as the queue gives signs of life.
 
     Args:
-        handle: of a `QueueHost`.
+        handle: handle of a `QueueHost`.
         timeout_s: silence after which the queue counts as dead, and bound on calls outside the queue itself.
 
     Raises:
@@ -46,7 +46,7 @@ class QueueClient:
         )
 
     async def open(self, place: JournalPlace, *, timeout_s: float) -> Restored:
-        """Open the journal, and make the queue that continues from it; see `message_queue.recovery.open_queue`.
+        """Open the journal and restore the queue from it; see `message_queue.recovery.open_queue`.
 
         Args:
             timeout_s: bound on reading the journal.
@@ -54,7 +54,7 @@ class QueueClient:
         return await self._bounded("open the journal", self._handle.open.remote(place), timeout_s)
 
     async def close_journal(self) -> None:
-        """Store what waits, and let other processes open the journal."""
+        """Store waiting records, and let other processes open the journal."""
         await self._bounded("close the journal", self._handle.close_journal.remote(), self._timeout_s)
 
     # ---- see TrajectoryQueue
@@ -113,7 +113,7 @@ class QueueClient:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except REFUSALS as error:
-            raise getattr(error, "cause", error) from None  # Ray raises a subclass that has it
+            raise getattr(error, "cause", error) from None  # Ray raises a subclass with the original as `cause`
         except TimeoutError as error:
             raise QueueUnavailable(f"the queue did not {what} within {timeout_s:g} s") from error
         except RayError as error:
@@ -149,8 +149,8 @@ def start_queue(
     """Start the queue's actor; `QueueHandle.open` comes first.
 
     Args:
-        options: of the actor.
-        log: file of its output; None leaves the output to Ray.
+        options: Ray options of the actor.
+        log: file for its output; None leaves the output to Ray.
     """
     actor = QueueActor.options(**options, max_restarts=0).remote(
         batch_groups=batch_groups,

@@ -1,4 +1,4 @@
-"""What the process of the queue runs."""
+"""Server side of the queue's process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from message_queue.staleness import StalenessConfig, StalenessError
 from message_queue.tokens import ContractError
 
 REFUSALS = (QueueError, ContractError, StalenessError, JournalError)
-"""Errors that a caller of the queue sees as they were raised."""
+"""Errors that reach a caller of the queue unchanged."""
 
 
 class QueueUnavailable(RuntimeError):
-    """The process of the queue is dead or silent; names what was waited for and how long."""
+    """The process of the queue is dead or silent; names the waiting call and the bound."""
 
 
 class QueueHost:
     """A queue with its journal, called through `BatchingClient`. Runs in one event loop.
 
     Args:
-        batch_groups, staleness, max_ready, updates_per_batch: of TrajectoryQueue.
+        batch_groups, staleness, max_ready, updates_per_batch: see TrajectoryQueue.
         open_log: called first; sends the output of the process to its log.
     """
 
@@ -50,11 +50,11 @@ class QueueHost:
         self.queue: TrajectoryQueue | None = None
 
     async def open(self, place: JournalPlace) -> Restored:
-        """Open the journal and make the queue that continues from it, before any other call.
+        """Open the journal and restore the queue from it, before any other call.
 
         Raises:
-            JournalError: it cannot be used; the message says why and the way out.
-            QueueError: it is open.
+            JournalError: the journal cannot be used; the message has the cause and the way out.
+            QueueError: the journal was opened before.
         """
         if self._journal is not None:
             raise QueueError("the queue has opened its journal before")
@@ -69,12 +69,12 @@ class QueueHost:
         return restored
 
     async def close_journal(self) -> None:
-        """Store what waits and let go of the journal; nothing is recorded after it. Idempotent."""
+        """Store waiting records and release the journal; nothing is recorded afterwards. Idempotent."""
         if self._journal is not None:
             await self._journal.close()
 
     async def pid(self) -> int:
-        """Of this process."""
+        """Process id of this process."""
         return os.getpid()
 
     async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:

@@ -7,8 +7,8 @@
                                        <─── replies that came later
 
 A message to another process costs far more than a call inside one. Messages are delivered at most once, and a message
-to a dead process raises, as Ray's actor calls do: nothing is sent again. While a call waits, one message is under way;
-the server answers it after `COLLECT_S` at the latest, which is its sign of life.
+to a dead process raises, like Ray's actor calls; the client never retries. While a call waits, one message is under
+way. The server answers it after `COLLECT_S` at the latest, which is its sign of life.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from weakref import WeakKeyDictionary
 
 COLLECT_S = 10.0  # longest wait of the server for a reply to send
 FORGET_S = 300.0  # silence after which the server drops a client
-GATHER_TURNS = 8  # iterations of the event loop in which replies gather once there is one
-MAX_REPLIES = 256  # of one message: the thread that unpickles it keeps the event loop of the client from running
-REPLIES_AT_ONCE = 32  # replies of a longer message that wake their callers in one iteration of the event loop
+GATHER_TURNS = 8  # event-loop iterations in which replies gather after the first one
+MAX_REPLIES = 256  # per message: unpickling blocks the client's event loop
+REPLIES_AT_ONCE = 32  # callers woken in one event-loop iteration by a longer message
 
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-"""Of each event loop: held while one client wakes a part of its callers, so that all clients together keep the pace."""
+"""Lock of each event loop, held while a client wakes a part of its callers: all clients share the pace."""
 
 
 class Call(NamedTuple):
-    """A call on its way to the server."""
+    """A request to the server."""
 
     number: int
     """Unique among all calls of a client's name."""
@@ -51,14 +51,14 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A call on its way back."""
+    """The reply to a call."""
 
     number: int
-    """Of the call."""
+    """Number of the call."""
     result: Any
-    """None if the call raised."""
+    """Return value; None if the call raised."""
     error: Exception | None
-    """What the call raised."""
+    """Exception of the call; None if it returned."""
 
 
 class RemoteError(RuntimeError):
@@ -70,7 +70,7 @@ class _Method(Protocol):
 
 
 class ServerHandle(Protocol):
-    """`BatchingServer` of another process: the handle of a Ray actor."""
+    """Handle of a Ray actor with the calls of `BatchingServer`."""
 
     @property
     def exchange(self) -> _Method: ...
@@ -92,10 +92,10 @@ class BatchingClient(Generic[S]):
     """Calls the service of a server; used from one event loop.
 
     Args:
-        handle: of the server.
-        name: of this client, unique among all clients of the server.
-        server: what errors call the server.
-        timeout_s: how much later than `COLLECT_S` the server may give its sign of life.
+        handle: handle of the server.
+        name: name of this client, unique among all clients of the server.
+        server: name of the server in error texts.
+        timeout_s: longest delay of the server's sign of life beyond `COLLECT_S`.
         lost: makes the error of calls whose server died or is silent.
     """
 
@@ -111,7 +111,7 @@ class BatchingClient(Generic[S]):
         self._outbox: list[Call] = []
         self._cancelled: list[int] = []
         self._waiting: dict[int, _Waiting] = {}  # by number
-        self._sent: set[int] = set()  # those of them that the server has
+        self._sent: set[int] = set()  # waiting calls that were sent
         self._messages: set[asyncio.Task[None]] = set()
         self._send_scheduled = False
 
@@ -123,11 +123,11 @@ class BatchingClient(Generic[S]):
         If the caller is cancelled, a call that was sent is cancelled in the server too; it may have taken effect.
 
         Args:
-            method: of the class of the service, such as `QueueService.admit`.
+            method: method of the service's class, such as `QueueService.admit`.
 
         Raises:
-            Exception: a refusal of the server as it was raised, RemoteError for any other error of the method, or the
-                error that `lost` makes.
+            Exception: a refusal of the server, unchanged; RemoteError for any other error of the method; or the error
+                made by `lost`.
         """
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._outbox.append(Call(number, method.__name__, args, kwargs))
@@ -199,10 +199,10 @@ class BatchingClient(Generic[S]):
         for first in range(0, len(received), REPLIES_AT_ONCE):
             async with turn:
                 self._wake(received[first : first + REPLIES_AT_ONCE])
-                await asyncio.sleep(0)  # these callers run, and all else that is ready
+                await asyncio.sleep(0)  # lets these callers and other ready tasks run
 
     def _wake(self, replies: Sequence[Reply]) -> None:
-        """Have callers continue with their replies."""
+        """Wake callers with their replies."""
         for number, result, error in replies:
             if error is not None:
                 self._fail(number, error)
@@ -210,7 +210,7 @@ class BatchingClient(Generic[S]):
                 future.set_result(result)
 
     def _settled(self, number: int) -> asyncio.Future[Any] | None:
-        """Note that a call waits for no reply any more; its future if it waited until now."""
+        """Remove a call from the waiting ones; returns its future if that was pending."""
         self._sent.discard(number)
         waiting = self._waiting.pop(number, None)
         return None if waiting is None or waiting.future.done() else waiting.future
@@ -229,31 +229,31 @@ class BatchingClient(Generic[S]):
 
 
 def _first_line(error: Exception) -> str:
-    """Name and first line of an error; those of Ray have many."""
+    """Name and first line of an error; Ray's errors have many lines."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """What the server keeps of a client."""
+    """The server's state of a client."""
 
     heard_at: float
-    """Time of the loop at its last message, or at the end of the wait of that."""
+    """Loop time of its last message, or of the end of that message's wait."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, asyncio.Task[None]])
-    """Calls by number."""
+    """Running calls by number."""
     replies: list[Reply] = field(default_factory=list[Reply])
-    """Replies that were not sent."""
+    """Unsent replies."""
     has_reply: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set if there is one."""
+    """Set if there are unsent replies."""
     asked: bool = False
-    """Whether a message waits for a reply to send."""
+    """Whether a message of the client waits for replies."""
 
 
 class BatchingServer(Generic[S]):
     """Runs calls on a service, in one event loop.
 
     Args:
-        refusals: errors that travel unchanged; of others the traceback travels.
+        refusals: errors sent unchanged; other errors are sent as a traceback.
     """
 
     def __init__(self, service: S, *, refusals: tuple[type[Exception], ...]) -> None:
@@ -262,7 +262,7 @@ class BatchingServer(Generic[S]):
         self._clients: dict[str, _Client] = {}
 
     async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
-        """Start calls in order, cancel others, and answer as `collect`."""
+        """Start `calls` in order, cancel the calls in `cancelled`, and answer like `collect`."""
         self._forget_silent()
         state = self._client(client)
         for number in cancelled:
@@ -276,7 +276,7 @@ class BatchingServer(Generic[S]):
     async def collect(self, client: str) -> list[Reply]:
         """Replies for a client as soon as there is one, at the latest after `COLLECT_S`.
 
-        If another message of the client waits for that, this one only takes the replies that are about to come.
+        If another message of the client already waits, this one returns after the gathering iterations.
         """
         state = self._client(client)
         if not state.asked:
@@ -300,7 +300,7 @@ class BatchingServer(Generic[S]):
         return replies
 
     def forget_client(self, client: str) -> list[asyncio.Task[None]]:
-        """Cancel the calls of a client that died, which are returned, and drop its replies."""
+        """Drop the replies of a dead client and cancel its calls; returns their tasks."""
         state = self._clients.pop(client, None)
         calls = [] if state is None else list(state.running.values())
         for task in calls:

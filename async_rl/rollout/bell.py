@@ -1,4 +1,4 @@
-"""Something that happens again and again, to be waited for."""
+"""A repeatable event that tasks can wait for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 
 class Bell:
-    """Wakes all who wait at the time; who comes later waits for the next time."""
+    """Wakes all tasks that wait at the time of a ring; later tasks wait for the next ring."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     def ring(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting tasks."""
         rung, self._next = self._next, asyncio.Event()
         rung.set()
 

@@ -1,13 +1,14 @@
-"""Who decides when things happen in a run: nobody (`Free`), or the schedule of another run (`Conductor`).
+"""Timing of the events of a run: as early as possible (`Free`), or as in the schedule of another run (`Conductor`).
 
-    admit  a group starts on weights of as many updates as its like there
-    decode a trajectory samples as many tokens under each weights as its like there, and waits for the next; under the
-           last ones as many as it likes
-    load   weights are loaded when all that was sampled under the ones before has been
-    put    a group reaches the queue when the batches before its own were taken
+    admit  a group starts on weights with the same number of updates as its counterpart in the schedule
+    decode a trajectory samples as many tokens under each version as its counterpart, then waits for the next version;
+           under the last version the number is free
+    load   weights are loaded after all tokens of the versions before them were sampled
+    put    a group reaches the queue after the batches before its own were taken
 
-A trajectory that ends earlier than its like samples less. Aborts are not made but met: a decode is asked for as many
-tokens as it has left under the weights, and what ends there counts as aborted.
+A trajectory that ends earlier than its counterpart samples fewer tokens. The conductor reproduces aborts without
+aborting: a decode requests only the tokens that are left under the current weights, and a segment that ends at this
+limit counts as aborted.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ from message_queue.trajectory import PromptGroup, Trajectory
 
 
 class Conducts(Protocol):
-    """What the pipeline asks and tells. Prompts are by their index, weights by the optimizer updates they hold.
+    """Calls of the pipeline before and after each event.
 
-    free: things happen as they come, so that there is a schedule to record.
+    Prompts are named by their index, weights by the number of optimizer updates they hold.
     """
 
     @property
-    def free(self) -> bool: ...
+    def free(self) -> bool:
+        """Whether events happen as early as possible, so that there is a schedule to record."""
+        ...
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
-        """Go on with open `groups`, after `train_step` and the admission of all prompts before `cursor`.
+        """Continue open `groups`, after `train_step` and the admission of all prompts before `cursor`.
 
-        updates: `param_version` -> optimizer updates.
+        Args:
+            updates: `param_version` -> optimizer updates.
         """
         ...
 
@@ -50,20 +54,20 @@ class Conducts(Protocol):
     def dropped(self, group: int, *, reason: str) -> None: ...
 
     def finish(self) -> None:
-        """Nothing is admitted any more; what waits to be loaded may be."""
+        """Admissions have ended; weights that wait may be loaded."""
         ...
 
     def engine(self, engine: Engine) -> Engine:
-        """What rollouts decode on."""
+        """Engine on which rollouts decode."""
         ...
 
     def loop(self, loop: AgentLoop) -> AgentLoop:
-        """What rolls out prompts."""
+        """Agent loop that rolls out prompts."""
         ...
 
 
 class Free:
-    """Everything happens as soon as it can."""
+    """Every event happens as early as possible."""
 
     free = True
 
@@ -103,17 +107,19 @@ class Free:
 
 @dataclass(slots=True)
 class _Part:
-    """update: of the weights. left: tokens still to be sampled under them."""
+    """A part of a trajectory, sampled under one version of the weights."""
 
     update: int
+    """Optimizer updates in the weights."""
     left: int
+    """Tokens still to be sampled under these weights."""
 
 
 class Conductor:
     """Keeps a run to a schedule. A prompt's index is its position in it; see `RunSchedule.order`.
 
     Args:
-        session: names the rollout of (group, number of the trajectory).
+        session: (group, number of the trajectory) -> session name of the rollout.
     """
 
     free = False
@@ -129,7 +135,7 @@ class Conductor:
         self._finished = False
         self._parts: dict[str, list[_Part]] = {}
 
-    # ---- what the pipeline asks and tells
+    # ---- calls of the pipeline
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
         """See Conducts."""
@@ -143,11 +149,11 @@ class Conductor:
                     self._begin_session(group.group, number, spans, admitted_update=group.admitted_update)
 
     async def may_admit(self, prompt: int) -> None:
-        """Return when the weights serve on which the group at this position is admitted; never after the last one."""
+        """Return when the weights of the scheduled admission at this position serve; never after the last position."""
         await self._until(lambda: prompt < len(self._groups) and self._groups[prompt].admitted_update <= self._served)
 
     def admitted(self, admission: Admission) -> None:
-        """A group starts: its trajectories have their spans before them."""
+        """A group starts; its trajectories receive their scheduled spans."""
         scheduled = self._groups[admission.prompt]
         self._num_admitted = max(self._num_admitted, admission.prompt + 1)
         for number, spans in enumerate(scheduled.spans):
@@ -164,7 +170,7 @@ class Conductor:
         self._changed.ring()
 
     async def may_load(self, update: int) -> None:
-        """Return when all that belongs to weights before `update` has been admitted and sampled."""
+        """Return when all groups and tokens of weights before `update` were admitted and sampled."""
         await self._until(lambda: self._finished or self._done_before(update))
 
     def loaded(self, update: int) -> None:
@@ -173,10 +179,10 @@ class Conductor:
         self._changed.ring()
 
     def dropped(self, group: int, *, reason: str) -> None:
-        """Refuse to go on.
+        """Refuse to continue.
 
         Raises:
-            ScheduleError: always; a batch of the schedule would never be whole.
+            ScheduleError: always; a batch of the schedule would never be complete.
         """
         raise ScheduleError(f"group {group} was dropped in a run that keeps to a schedule: {reason}")
 
@@ -185,22 +191,22 @@ class Conductor:
         self._finished = True
         self._changed.ring()
 
-    # ---- what rollouts go through
+    # ---- calls of rollouts
 
     def engine(self, engine: Engine) -> Engine:
-        """An engine that stops each trajectory where its like stopped, and waits for the next weights."""
+        """An engine that stops each trajectory at its scheduled token counts, and waits for the next weights."""
         return _ConductedEngine(engine, self)
 
     def loop(self, loop: AgentLoop) -> AgentLoop:
-        """An agent loop that says when a trajectory is at its end."""
+        """An agent loop that reports the end of each trajectory."""
         return _ConductedLoop(loop, self)
 
     async def generate(self, engine: Engine, request: GenerateRequest) -> list[TokenOutput]:
-        """See `agent_loop.engine.Engine.generate`. Sessions that are in no schedule pass."""
+        """See `agent_loop.engine.Engine.generate`. Sessions without a schedule pass unchanged."""
         parts = self._parts.get(request.session)
         if parts is None:
             return await engine.generate(request)
-        while len(parts) > 1 and parts[0].update < self._served:  # a restart went past them
+        while len(parts) > 1 and parts[0].update < self._served:  # a restart passed them
             parts.pop(0)
         part = parts[0]
         await self._until(lambda: self._served >= part.update)
@@ -216,7 +222,7 @@ class Conductor:
         return answer
 
     def ended(self, session: str) -> None:
-        """A trajectory is at its end."""
+        """A trajectory has ended."""
         if self._parts.pop(session, None) is not None:
             self._changed.ring()
 
@@ -257,7 +263,10 @@ class _ConductedLoop:
 
 
 def _rest(spans: Sequence[Span], sampled: Sequence[Span]) -> list[Span]:
-    """What is left of `spans` where `sampled` was sampled: of the weights that sampled last, and those after."""
+    """The rest of `spans` after `sampled`: the part under the newest weights in `sampled`, and all later spans.
+
+    `spans` [(0, 10), (1, 5)] and `sampled` [(0, 4)] -> [(0, 6), (1, 5)].
+    """
     if not sampled:
         return list(spans)
     now, done = sampled[-1]

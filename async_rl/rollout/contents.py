@@ -1,4 +1,4 @@
-"""Content of the groups in flight: on disk as rollouts append it, in memory from the end of a group to its training."""
+"""Content of the groups in flight: on disk while rollouts append, in memory from a group's end to its training."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting
 
 ContentOrRef = GroupContent | Any
-"""Content of a group, or the reference of Ray to it."""
+"""Content of a group, or Ray's reference to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentPlace:
-    """Where rollouts of a run store their content, and how it is read."""
+    """Location of the stored rollouts of a run, and the settings to read them."""
 
     directory: Path
     """Folder of the files of all writers."""
     run: str
-    """Name that is the same at every restart, and no other run's."""
+    """Unique name of the run, the same at every restart."""
     fsync: bool
-    """Whether a loss of power costs nothing that was written."""
+    """Whether written content survives a loss of power."""
     trajectories: int
     """Rollouts of each group."""
     routing: RoutingSpec | None
-    """Of the routing rows; None if the run captures none."""
+    """Layout of the routing rows; None if the run captures none."""
     resume_routing: ResumeRouting
     """How rows of resumed requests are merged."""
 
@@ -44,16 +44,16 @@ class StoredContent:
     groups: Mapping[int, PromptGroup] = field(default_factory=dict[int, PromptGroup])
     """By id; a group without a record has empty trajectories."""
     incomplete: frozenset[int] = frozenset()
-    """Groups that were ready, and that miss a part of their content."""
+    """Groups that were ready but lack a part of their content."""
     notes: tuple[str, ...] = ()
-    """Damage that was found, for the user."""
+    """Descriptions of damage, for the user."""
 
 
 async def read_content(place: ContentPlace, restored: Restored) -> StoredContent:
     """Read the groups in flight.
 
     Raises:
-        JournalError: a file is of another run or format, or cannot be opened.
+        JournalError: a file belongs to another run, has another format, or cannot be opened.
     """
     found = await read_stored(place, (*restored.open, *restored.ready))
     incomplete = (a.group for a in restored.ready if a.group not in found.groups or not found.groups[a.group].closed)
@@ -61,10 +61,10 @@ async def read_content(place: ContentPlace, restored: Restored) -> StoredContent
 
 
 async def read_stored(place: ContentPlace, admissions: Iterable[Admission]) -> StoredContent:
-    """What is stored of groups; none of them is called incomplete.
+    """Stored content of groups; `incomplete` stays empty.
 
     Raises:
-        JournalError: as of `read_content`.
+        JournalError: see `read_content`.
     """
     wanted = {admission.group: admission for admission in admissions}
     if not wanted or not place.directory.is_dir():
@@ -82,7 +82,7 @@ async def read_stored(place: ContentPlace, admissions: Iterable[Admission]) -> S
 
 
 class GroupContents:
-    """Content of groups between their rollout and their training, as the driver has it.
+    """The driver's content of groups, from rollout to training.
 
     Args:
         unfinished: groups whose rollouts continue, by id.
@@ -121,7 +121,7 @@ class GroupContents:
         return [self._finished[group] for group in groups]
 
     async def drop(self, groups: Collection[int]) -> None:
-        """Forget groups that were given up."""
+        """Remove groups that were given up."""
         for group in groups:
             self.unfinished.pop(group, None)
             self._finished.pop(group, None)
@@ -129,13 +129,13 @@ class GroupContents:
             await self._forget(groups)
 
     def trained(self, groups: Iterable[int], *, train_step: int) -> None:
-        """The trainer does not need these any more, unless a restart trains them again."""
+        """Note that groups were trained; they are kept in case a restart trains them again."""
         for group in groups:
             del self._finished[group]
             self._trained[group] = train_step
 
     async def checkpointed(self, train_step: int) -> None:
-        """No restart trains again what was trained up to `train_step`."""
+        """Remove groups trained up to `train_step`: no restart trains them again."""
         settled = [group for group, step in self._trained.items() if step <= train_step]
         for group in settled:
             del self._trained[group]
@@ -148,11 +148,11 @@ async def fetched(contents: Iterable[ContentOrRef]) -> list[GroupContent]:
 
 
 def next_writer(directory: Path) -> int:
-    """Number of a writer that the directory has not seen, nor any after it; `writer_name` makes its name."""
+    """Lowest number above those of all writers in the directory; `writer_name` makes the name."""
     numbers = [int(path.stem.removeprefix("rollout-").partition("-")[0]) for path in directory.glob("rollout-*.sqlite")]
     return max(numbers, default=-1) + 1
 
 
 def writer_name(number: int) -> str:
-    """Of the files of a writer."""
+    """Name of a writer, which its files start with."""
     return f"rollout-{number:04d}"

@@ -1,11 +1,11 @@
-"""Hands groups to rollout workers, each to the one with the fewest; groups of a lost worker continue at another one.
+"""Dispatches each group to the rollout worker with the fewest groups; another worker continues those of a failed one.
 
 admitted prompt ──> worker with the fewest groups ──> head and content
                           │ dies
                           └──> its records are read ──> the next worker continues with these tokens
 
-Each hand-out of a group has a number, which is greater than that of every earlier one, also before a restart of the
-run. A worker that was taken for dead and still writes replaces nothing of its successor; see `content_reader`.
+Each hand-out of a group has a number. Numbers increase, also across restarts of the run. A worker that was declared
+dead but still writes overwrites nothing of its successor; see `content_reader`.
 """
 
 from __future__ import annotations
@@ -64,31 +64,31 @@ class Worker(Protocol):
 
 
 class ReplacesWorkers(Protocol):
-    """Ends and starts the processes of workers."""
+    """Starts and ends the processes of workers."""
 
     async def remove_worker(self, lost: Worker) -> None:
-        """End the process of a lost worker, and its requests in the engines; they are gone when this returns."""
+        """End the process of a failed worker and its requests in the engines; both are gone when this returns."""
         ...
 
     async def start_worker(self, *, slot: int, name: str) -> Worker:
-        """Start a worker in the place of a lost one."""
+        """Start a worker in the place of a failed one."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker that lives."""
+    """A worker and its groups."""
 
     worker: Worker
-    """The worker itself."""
+    """Live worker; for a failed one, the process to remove."""
     slot: int
-    """Its place among the workers that the run was given."""
+    """Index among the initial workers; a successor has the same one."""
     groups: dict[int, Admission] = field(default_factory=dict[int, Admission])
-    """Groups that it rolls out, by id."""
+    """Groups in its rollouts, by id."""
     may_restart: bool = False
-    """Whether the restart of a lost worker was counted; one that is cut off is not counted again."""
+    """Whether the restart of this failed worker was counted; an interrupted restart is not counted again."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once a lost worker's process has ended, and its requests have left the engines."""
+    """Set once a failed worker's process has ended, and its requests have left the engines."""
 
 
 class Dispatcher:
@@ -96,11 +96,12 @@ class Dispatcher:
 
     Args:
         fleet: the replicas; workers in other processes follow every change.
-        processes: of the workers; None if none can be lost.
+        processes: starts and ends worker processes; None if no worker can fail.
         config: bounds on restarts, for each worker on its own.
         note: called with each text for the user.
 
-    tokens: that were generated, by group.
+    Attributes:
+        tokens: number of generated tokens, by group.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class Dispatcher:
         self._processes = processes
         self._note = note
         self._fleet = fleet
-        self._followed: tuple[Member, ...] | None = None  # replicas that all workers know
+        self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
-        self._held: dict[int, Sequence[Trajectory]] = {}  # of groups of lost workers, once they are read
+        self._held: dict[int, Sequence[Trajectory]] = {}  # content of groups of failed workers, once read
         self._changed = Bell()
         self._place: ContentPlace | None = None
         self._num_writers = self._num_awaited = 0
@@ -130,7 +131,7 @@ class Dispatcher:
         self.tokens = TokenCount()
 
     async def open(self, place: ContentPlace, *, live: Collection[int]) -> None:
-        """Have the workers store content at `place`, each in files of its own. Files of settled groups are removed.
+        """Have each worker store content at `place`, in its own files. Files of settled groups are removed.
 
         Args:
             live: groups that may be read again.
@@ -140,7 +141,7 @@ class Dispatcher:
         """
         self._place, self.tokens = place, TokenCount()
         self._num_writers = await asyncio.to_thread(next_writer, place.directory)
-        self._handouts = itertools.count(self._num_writers * MAX_HANDOUTS)  # above those of each writer before
+        self._handouts = itertools.count(self._num_writers * MAX_HANDOUTS)  # above those of all earlier writers
         writers = {member.worker: number for number, member in enumerate(self._live, start=self._num_writers)}
         self._num_writers += len(writers)
         await self._all(lambda worker: worker.open(place, writer=writer_name(writers[worker])))
@@ -150,10 +151,10 @@ class Dispatcher:
     async def roll(
         self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
     ) -> tuple[GroupHead | DroppedGroup, ContentOrRef]:
-        """Roll out a group; see `Rollouter.roll`. If its worker is lost, another one continues from the records.
+        """Roll out a group; see `Rollouter.roll`. If its worker fails, another one continues from the records.
 
         Returns:
-            Head and content of a finished group, or why it was given up and None.
+            Head and content of a finished group, or a DroppedGroup and None.
         """
         group = admission.group
         while True:
@@ -171,7 +172,7 @@ class Dispatcher:
                 member.groups.pop(group, None)
 
     def cancel(self, group: int, *, reason: str) -> None:
-        """Give up a group that is rolled out; its `roll` returns a DroppedGroup. No effect on any other."""
+        """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
         for member in self._live:
             if group in member.groups:
                 cancel = asyncio.create_task(self._call(member, lambda worker: worker.cancel(group, reason=reason)))
@@ -208,7 +209,7 @@ class Dispatcher:
         return ValidationRound.joined(rounds)
 
     async def watch(self) -> None:
-        """Receive the reports of workers, and replace lost ones, forever.
+        """Receive the reports of workers, and replace failed ones, forever.
 
         Raises:
             WorkerLostError: no worker is left, and none may be started.
@@ -222,7 +223,7 @@ class Dispatcher:
                 tasks.create_task(self._replace(member, groups, error, tasks))
 
     async def end(self) -> None:
-        """End all rollouts where they are, and close the files of their content."""
+        """End all rollouts immediately, and close the files of their content."""
         await self._all(lambda worker: worker.end())
         self._held.clear()
         for _ in range(self._lost.qsize()):
@@ -237,7 +238,7 @@ class Dispatcher:
         return min(self._live, key=lambda member: len(member.groups))
 
     async def _stored(self, group: int) -> Sequence[Trajectory]:
-        """The stored trajectories of a group whose worker is lost."""
+        """The stored trajectories of a group whose worker failed."""
         while group not in self._held:
             await self._changed.wait()
         return self._held.pop(group)
@@ -253,7 +254,7 @@ class Dispatcher:
                 await member.gone.wait()  # the next worker makes requests of the same names
 
     def _lose(self, member: _Member, error: WorkerLostError) -> None:
-        """Take a worker out for good; `watch` does the rest."""
+        """Remove a worker permanently; `watch` replaces it."""
         if member in self._live:
             self._live.remove(member)
             self._lost.put_nowait((member, dict(member.groups), error))
@@ -279,7 +280,7 @@ class Dispatcher:
                 self._fleet.lose(member, reason=lost.reason, notes=lost.notes)
 
     async def _follow(self) -> None:
-        """Have the workers use the replicas that serve."""
+        """Have the workers use the live replicas."""
         while True:
             live = self._fleet.live_or_none
             if live == self._followed:
@@ -291,7 +292,7 @@ class Dispatcher:
     async def _replace(
         self, lost: _Member, groups: Mapping[int, Admission], error: WorkerLostError, tasks: asyncio.TaskGroup
     ) -> None:
-        """Start a worker in place of a lost one, whose process is gone before its files are read."""
+        """Start a worker in place of a failed one. The old process ends before its files are read."""
         name = lost.worker.name
         if self._processes is None:
             raise error
@@ -314,7 +315,7 @@ class Dispatcher:
             raise error
 
     async def _start_successor(self, processes: ReplacesWorkers, lost: _Member) -> _Member | None:
-        """A live worker in the place of a lost one; None if there may be no more restarts."""
+        """A live worker in the place of a failed one; None if no restart is left."""
         while lost.may_restart or self._limits[lost.slot].allows_one_more():
             lost.may_restart = True
             name = f"{lost.worker.name.rpartition('-')[0]}-{self._num_names}"
@@ -355,7 +356,7 @@ class Dispatcher:
         await asyncio.gather(*(self._call(member, call) for member in list(self._live)))
 
     async def _call(self, member: _Member, call: Callable[[Worker], Awaitable[None]]) -> None:
-        """Return once a worker has answered, or is lost."""
+        """Return once a worker has answered or failed."""
         try:
             await call(member.worker)
         except WorkerLostError as error:

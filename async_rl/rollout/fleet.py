@@ -1,10 +1,10 @@
-"""The replicas that serve, shared by router, publisher and busy clock. One that is lost leaves; another may join.
+"""The live replicas, shared by router, publisher and busy clock. A failed replica leaves; another may join.
 
     router     ReplicaLostError from generate                       \
-    publisher  the same from a control call, or none done in time    > lose(): all calls on that replica end at once
+    publisher  the same from a control call, or a timeout            > lose(): all calls on that replica end at once
     watch      the same from stats, or no answer in time            /
 
-So a replica that hangs holds nobody longer than until somebody notices, and what was on it goes to another replica.
+The first caller that detects a hanging replica thereby releases all others, and its requests move to another replica.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from message_queue.tokens import WeightVersion
 
 
 class FleetReplica(Engine, Protocol):
-    """What is used of a replica; see `async_rl.engines.replica.Replica` for the contract of each call."""
+    """Calls of the fleet's users on a replica; see `async_rl.engines.replica.Replica` for the contract of each call."""
 
     name: str
 
@@ -40,17 +40,18 @@ class FleetReplica(Engine, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A replica of the fleet.
-
-    slot: its place among the replicas that the run was given. in_flight: requests that the router has there.
-    busy_seconds: as last read. calls: what `lose` ends.
-    """
+    """A replica of the fleet."""
 
     replica: FleetReplica
+    """Handle of the replica."""
     slot: int
+    """Index among the initial replicas; a successor has the same one."""
     in_flight: int = 0
+    """Requests of the router on this replica."""
     busy_seconds: float = 0.0
-    calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])  # in the order they began
+    """Last reading of its counter."""
+    calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])
+    """Deadlines of the calls under way, in starting order; `lose` ends these calls."""
 
     @property
     def name(self) -> str:
@@ -58,15 +59,16 @@ class Member:
 
 
 class ReplicaFleet:
-    """Replicas with names of their own.
+    """Replicas with unique names.
 
     Args:
-        on_lost: called once per lost replica, with what a person should read.
+        on_lost: called once per failed replica, with a text for the user.
 
-    changed: rings when a replica joins or is lost.
+    Attributes:
+        changed: rings when a replica joins or fails.
 
     Raises:
-        ValueError: no replica, or two of one name.
+        ValueError: no replica, or two with the same name.
     """
 
     def __init__(self, replicas: Sequence[FleetReplica], *, on_lost: Callable[[str], None] | None = None) -> None:
@@ -87,31 +89,31 @@ class ReplicaFleet:
 
     @classmethod
     def of(cls, replicas: ReplicaFleet | Sequence[FleetReplica]) -> ReplicaFleet:
-        """A fleet as it is; bare replicas as a fleet that nobody shares."""
+        """`replicas` unchanged if it is a fleet, else an unshared fleet of them."""
         return replicas if isinstance(replicas, ReplicaFleet) else cls(replicas)
 
     @property
     def live(self) -> tuple[Member, ...]:
-        """Replicas that serve; empty only while one is being started.
+        """Live replicas; empty only while one is being started.
 
         Raises:
-            ReplicaLostError: none is left; names all of them with their reasons.
+            ReplicaLostError: none is left; names every replica with its reason.
         """
         self.require_any()
         return self._live
 
     @property
     def live_or_none(self) -> tuple[Member, ...]:
-        """Replicas that serve, if any."""
+        """Live replicas, if any."""
         return self._live
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All replicas, lost ones included."""
+        """All replicas, including failed ones."""
         return self._members
 
     async def serving(self) -> tuple[Member, ...]:
-        """Replicas that serve, as soon as there is one.
+        """Live replicas, as soon as there is one.
 
         Raises:
             ReplicaLostError: none is left, and none is being started.
@@ -121,40 +123,40 @@ class ReplicaFleet:
         return self._live
 
     def supervise(self) -> None:
-        """From now on somebody takes `next_lost` replicas, and has another `join` for each or does `give_up`."""
+        """Declare that a supervisor takes each `next_lost` replica and answers with `join` or `give_up`."""
         self._to_restart = asyncio.Queue()
 
     async def next_lost(self) -> Member:
-        """Wait for a replica to be lost that is to be started anew; without `supervise` there is none."""
+        """Wait for a failed replica that is to be restarted; without `supervise`, wait forever."""
         if self._to_restart is None:
             await asyncio.Event().wait()
         assert self._to_restart is not None
         return await self._to_restart.get()
 
     def put_back(self, member: Member) -> None:
-        """A lost replica was not started anew yet; `next_lost` returns it again."""
+        """Return a failed replica that was not restarted yet; `next_lost` returns it again."""
         assert self._to_restart is not None
         self._to_restart.put_nowait(member)
 
     def join(self, replica: FleetReplica, *, slot: int) -> None:
-        """A replica that was started in place of a lost one serves from now on."""
+        """Add a live replica that was started in place of a failed one."""
         member = Member(replica, slot)
         self._members, self._live = (*self._members, member), (*self._live, member)
         self._awaited -= 1
         self.changed.ring()
 
     def give_up(self) -> None:
-        """A lost replica is not started anew."""
+        """Note that a failed replica will not be restarted."""
         self._awaited -= 1
         self.changed.ring()
 
     @property
     def lost(self) -> dict[str, str]:
-        """Name -> reason of every lost replica."""
+        """Name -> reason of every failed replica."""
         return dict(self._lost)
 
     def require_any(self) -> None:
-        """Raise ReplicaLostError when none is left or being started; it names all of them with their reasons."""
+        """Raise ReplicaLostError if none is live or being started; it names every replica with its reason."""
         if not self._live and not self._awaited:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
             error = ReplicaLostError(f"all {len(self._members)} replicas are lost ({reasons})")
@@ -163,10 +165,10 @@ class ReplicaFleet:
             raise error
 
     def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
-        """Take a replica out for good and end every call on it. The first reason stands.
+        """Remove a replica permanently and end every call on it. Later reasons are ignored.
 
         Args:
-            notes: of the error that is the reason, as the end of a log.
+            notes: notes of the causing error, such as the end of a log.
         """
         if member.name in self._lost:
             return
@@ -176,7 +178,7 @@ class ReplicaFleet:
         self.changed.ring()
         now = asyncio.get_running_loop().time()
         for call in member.calls:
-            if not call.expired():  # else it is ending by itself
+            if not call.expired():  # an expired call ends by itself
                 call.reschedule(now)
         if self._to_restart is not None:
             self._awaited += 1
@@ -189,13 +191,14 @@ class ReplicaFleet:
     async def calling(
         self, member: Member, *, timeout_s: float | None = None, late: str = "did not answer"
     ) -> AsyncGenerator[None]:
-        """Around calls on one replica: a ReplicaLostError from them takes it out of the fleet.
+        """Context around calls on one replica: a ReplicaLostError in the block removes it from the fleet.
 
         Args:
-            timeout_s: bound on the block; a replica that exceeds it is lost. late: what it did not do, for the reason.
+            timeout_s: bound on the block; a replica that exceeds it counts as failed.
+            late: verb phrase for the reason of a timeout.
 
         Raises:
-            ReplicaLostError: from the block, or as soon as the replica is lost for another reason.
+            ReplicaLostError: from the block, or as soon as the replica fails for another reason.
         """
         self._require_live(member)
         deadline = asyncio.timeout(timeout_s)
@@ -209,16 +212,16 @@ class ReplicaFleet:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            self.lose(member, reason=f"{member.name} {late} within {timeout_s} s")  # unless it was lost before
+            self.lose(member, reason=f"{member.name} {late} within {timeout_s} s")  # no effect if it failed before
             self._require_live(member)
         except ReplicaLostError as error:
             self.lose(member, reason=str(error), notes=notes_of(error))
             raise
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
-        """Ask every replica for its counters, forever; one that does not answer in time is lost.
+        """Poll the counters of every replica, forever; one that does not answer in time counts as failed.
 
-        Without it a replica that hangs is noticed at the next publish, which may wait for its rollouts.
+        Without this task a hanging replica is detected at the next publish, which may wait for its rollouts.
         """
         while True:
             await asyncio.sleep(every_s)
@@ -227,7 +230,7 @@ class ReplicaFleet:
                     reads.create_task(self._read_busy(member, timeout_s=timeout_s))
 
     async def busy_seconds(self) -> float:
-        """Seconds with something in flight since the start, mean over the places of all replicas; lost ones idle."""
+        """Seconds with requests in flight since the start, mean over all slots; failed replicas count as idle."""
         async with asyncio.TaskGroup() as reads:
             for member in self._live:
                 reads.create_task(self._read_busy(member))
@@ -244,4 +247,4 @@ class ReplicaFleet:
             async with self.calling(member, timeout_s=timeout_s):
                 member.busy_seconds = (await member.replica.stats()).busy_seconds
         except ReplicaLostError:
-            return  # what was read last stands
+            return  # keep the last reading

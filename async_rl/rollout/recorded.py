@@ -1,4 +1,4 @@
-"""Rollouts that are written down as they grow, so that a restart goes on in the middle of them."""
+"""Rollouts that are stored while they grow, so that a restart continues unfinished ones."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from message_queue.trajectory import Trajectory
 
 
 class RolloutLogError(RuntimeError):
-    """Rollouts cannot be written down any more, which is no fault of theirs; the cause is chained."""
+    """Rollouts can no longer be stored; the cause is chained. The rollouts themselves are sound."""
 
 
 class RolloutLog(Protocol):
-    """Where rollouts are written down."""
+    """Storage of rollouts."""
 
     def append(self, record: RolloutRecord) -> None:
-        """Write it down soon, after all before it."""
+        """Store a record soon, after all earlier ones."""
         ...
 
     async def flush(self) -> None:
-        """Return once all that was appended before is written down.
+        """Return once all earlier records are stored.
 
         Raises:
-            RolloutLogError: writing failed; nothing is written any more.
+            RolloutLogError: writing failed; nothing more is written.
         """
         ...
 
 
 class NoRolloutLog:
-    """Writes nothing down."""
+    """Stores nothing."""
 
     def append(self, record: RolloutRecord) -> None:
         return
@@ -47,7 +47,7 @@ class StoresRecords(Protocol):
 
 
 class StoredRolloutLog:
-    """Stores records in order; those that come while a call is under way travel together in the next."""
+    """Stores records in order; records that arrive during a call are sent together in the next one."""
 
     def __init__(self, store: StoresRecords) -> None:
         self._store = store
@@ -81,7 +81,7 @@ class StoredRolloutLog:
                 await self._store.append(records)
                 self._num_written += len(records)
                 self._progress.ring()
-        except Exception as error:  # noqa: BLE001 - it is raised by every flush from now on
+        except Exception as error:  # noqa: BLE001 - every later flush raises it
             self._failure = error
         finally:
             self._sending = None
@@ -89,11 +89,11 @@ class StoredRolloutLog:
 
 
 class CountedTrajectory(Trajectory):
-    """A trajectory that tells how many tokens are sampled for it.
+    """A trajectory that reports the number of its sampled tokens.
 
     Args:
-        held: what it begins with, which it takes over.
-        count: is told the tokens of each segment.
+        held: initial content; this object takes it over.
+        count: called with the number of tokens of each segment.
     """
 
     def __init__(self, held: Trajectory, *, count: Callable[[int], None]) -> None:
@@ -107,12 +107,12 @@ class CountedTrajectory(Trajectory):
 
 
 class RecordedTrajectory(CountedTrajectory):
-    """A trajectory that tells what is appended to it.
+    """A trajectory that reports everything appended to it.
 
     Args:
-        held, count: as of CountedTrajectory.
-        record: is told each thing that was appended, and the number of tokens before it.
-        flush: returns once all that it was told is written down.
+        held, count: see CountedTrajectory.
+        record: called with the number of tokens before each appended step, and the step.
+        flush: returns once all recorded steps are stored.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RecordedTrajectory(CountedTrajectory):
         self._flush = flush
 
     async def begin_call(self, call: str) -> None:
-        """See Trajectory. It is written down when this returns."""
+        """See Trajectory. The call is stored when this returns."""
         self._record(len(self), CallBegun(call))
         if self._flush is not None:
             await self._flush()

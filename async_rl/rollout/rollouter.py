@@ -1,8 +1,8 @@
 """One admitted prompt -> one prompt group. A bad rollout is data (a typed drop with its reason), not a crash.
 
-A rollout that fails is tried again from what it holds: a reward is asked for again, a tool is called again, a decode
-goes on; no token is sampled twice. One that fails for good costs its group, or itself alone, or is made up for by
-another one of the same prompt.
+A failed rollout is retried from its current content: a reward or a tool is called again, a decode continues, and no
+token is sampled twice. A rollout that fails permanently is handled by `FailureConfig.on_failed`: the group is dropped,
+the rest is trained without it, or another rollout of the same prompt takes its place.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedGroup:
-    """A group that will not be trained, and why. segments and tokens were generated in vain.
-
-    lengths: (sampled tokens, whether it was finished) of each trajectory.
-    expired: it was cancelled from outside, because it can no longer be trained; otherwise a rollout failed.
-    """
+    """A group that will not be trained."""
 
     group: int
+    """Id of the group."""
     reason: str
+    """Cause of the drop."""
     segments: int
+    """Number of discarded segments."""
     lengths: tuple[tuple[int, bool], ...]
+    """(sampled tokens, whether it was finished) of each trajectory."""
     expired: bool = False
+    """Whether it was cancelled from outside, because it can no longer be trained; otherwise a rollout failed."""
 
     @property
     def tokens(self) -> int:
+        """Number of discarded sampled tokens."""
         return sum(tokens for tokens, _ in self.lengths)
 
 
@@ -46,17 +48,20 @@ OnFailed = Literal["drop", "rest", "fill"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureConfig:
-    """What a failed rollout costs.
-
-    max_retries: how often it is tried again, retry_wait_s after it failed. on_failed: what becomes of the group of one
-    that failed for good: `drop` (the others are cancelled), `rest` (they are trained without it, if two are left) or
-    `fill` (another rollout of the prompt takes its place, up to max_fills times in a group; then as `drop`).
-    """
+    """Handling of failed rollouts."""
 
     max_retries: int = 0
+    """Most retries of one rollout."""
     retry_wait_s: float = 0.0
+    """Seconds from a failure to its retry."""
     on_failed: OnFailed = "drop"
+    """Handling of a group with a permanently failed rollout.
+
+    `drop`: its other rollouts are cancelled. `rest`: they are trained without it, if at least two are left. `fill`:
+    another rollout of the prompt takes its place, up to `max_fills` times; then as `drop`.
+    """
     max_fills: int = 1
+    """Most rollouts that `fill` adds to one group."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -72,20 +77,20 @@ class FailureConfig:
 
 
 def session_name(group: int, number: int) -> str:
-    """Of the rollout of one trajectory of a group; without "#"."""
+    """Session name of one trajectory of a group; without "#"."""
     return f"g{group}-t{number}"
 
 
 @dataclass(slots=True, eq=False)
 class _Roll:
-    """A group that is rolled out."""
+    """A group in rollout."""
 
     task: asyncio.Task[object]
-    """Runs its agent loops."""
+    """Task of its agent loops."""
     handout: int
-    """Number of this hand-out of the group, which each of its records has."""
+    """Number of this hand-out of the group, written into each of its records."""
     cancelled: str | None = None
-    """Why it is given up."""
+    """Reason of a cancel; None if the group was not cancelled."""
 
 
 class Rollouter:
@@ -93,13 +98,15 @@ class Rollouter:
 
     Args:
         loop: complete agent loop; its engine waits, aborts and resumes by itself.
-        routing: what a routing row means; None when the run captures none.
-        trajectories_per_group: n.
-        resume_routing: what becomes of rows that a resumed generation computes again.
-        log: where rollouts are written down as they grow.
-        failure: what a failed rollout costs. note: is told of every failure.
+        routing: layout of the routing rows; None if the run captures none.
+        trajectories_per_group: rollouts of each prompt.
+        resume_routing: handling of rows that a resumed generation computes again.
+        log: stores rollouts while they grow.
+        failure: handling of failed rollouts.
+        note: called with a text for every failure.
 
-    tokens: that were sampled, by group.
+    Attributes:
+        tokens: number of sampled tokens, by group.
     """
 
     def __init__(
@@ -124,28 +131,28 @@ class Rollouter:
         self.tokens = TokenCount()
 
     def cancel(self, group: int, *, reason: str) -> None:
-        """Give up a group that is being rolled out; its `roll` returns a DroppedGroup. No effect on any other."""
+        """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
         roll = self._rolls.get(group)
         if roll is not None and roll.cancelled is None:
             roll.cancelled = reason
             roll.task.cancel()
 
     async def flush(self) -> None:
-        """Return once all that was generated so far is written down."""
+        """Return once all tokens generated so far are stored."""
         await self._log.flush()
 
     async def roll(
         self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = (), handout: int = 0
     ) -> PromptGroup | DroppedGroup:
-        """Run all trajectories of one prompt. Failed ones stay in the group, ended by an error.
+        """Run all trajectories of one prompt. Failed ones stay in the group, with stop reason `ERROR`.
 
         Args:
-            held: trajectories of the group from before a restart, which go on; closed ones are left as they are.
-            handout: number of this hand-out of the group, which each of its records has.
+            held: trajectories of the group from before a restart; open ones continue, closed ones stay unchanged.
+            handout: number of this hand-out of the group, written into each of its records.
 
         Raises:
-            EngineError: the engines cannot serve; that is a failed stage, not a failed rollout. RolloutLogError: the
-                same, where rollouts cannot be written down.
+            EngineError: the engines cannot serve; this is a failed stage, not a failed rollout.
+            RolloutLogError: rollouts cannot be stored; this is a failed stage too.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -181,7 +188,7 @@ class Rollouter:
         )
 
     def _trajectories(self, group: int, held: Sequence[Trajectory]) -> list[Trajectory]:
-        """All trajectories of a group, each as far as it is held."""
+        """All trajectories of a group, with their held content."""
         self.tokens.add(group, sum(t.num_sampled for t in held))
         begun = held or [self._new_trajectory() for _ in range(self._n)]
         return [self._watched(group, number, trajectory) for number, trajectory in enumerate(begun)]
@@ -190,7 +197,7 @@ class Rollouter:
         return Trajectory(routing=self._routing, resume_routing=self._resume_routing)
 
     def _watched(self, group: int, number: int, trajectory: Trajectory) -> Trajectory:
-        """A trajectory whose tokens are counted, and that is written down as it grows."""
+        """A trajectory whose tokens are counted and, if there is a log, stored while it grows."""
 
         def count(tokens: int) -> None:
             self.tokens.add(group, tokens)
@@ -205,7 +212,7 @@ class Rollouter:
         return RecordedTrajectory(trajectory, record=record, flush=self._log.flush, count=count)
 
     async def _run_all(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]) -> str | None:
-        """Fill all trajectories side by side; None, or why the group failed."""
+        """Fill all trajectories side by side. Returns None, or the reason if the group failed."""
         try:
             async with asyncio.TaskGroup() as rollouts:
                 for number, trajectory in enumerate(trajectories):
@@ -227,20 +234,20 @@ class Rollouter:
         return None
 
     def _grow(self, group: int, trajectories: list[Trajectory]) -> int:
-        """One more trajectory of a group; its number."""
+        """Add a trajectory to a group; returns its number."""
         trajectories.append(self._watched(group, len(trajectories), self._new_trajectory()))
         return len(trajectories) - 1
 
     async def _member(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int) -> None:
-        """One rollout, and whatever makes up for it where it fails for good."""
+        """Run one rollout and, with `fill`, its replacements after permanent failures."""
         while not await self._run(prompt, admission, trajectories, number) and self._failure.on_failed == "fill":
             number = self._grow(admission.group, trajectories)
 
     async def _run(self, prompt: Prompt, admission: Admission, trajectories: Sequence[Trajectory], number: int) -> bool:
-        """One rollout, as often as it may be tried; whether it did not fail.
+        """Run one rollout with its retries; returns whether it succeeded.
 
         Raises:
-            Exception: it failed for good, at the cost of its group.
+            Exception: it failed permanently, and so does its group.
         """
         trajectory, session = trajectories[number], session_name(admission.group, number)
         salt, policy = f"v{admission.admitted_version}", self._failure
@@ -263,7 +270,7 @@ class Rollouter:
         return False
 
     def _bears_failure(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether a group goes on without one of its rollouts."""
+        """Whether a group continues without one of its rollouts."""
         match self._failure.on_failed:
             case "drop":
                 return False

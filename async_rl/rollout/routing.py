@@ -1,8 +1,8 @@
-"""Which replica serves a request: the one that served its session before, unless that has too much to do.
+"""Dispatch of requests: to the replica that served the session before, unless its load is too high.
 
-Load is requests in flight, those included that wait at a pause. A session stays where its prefix cache is, and moves to
-the least loaded replica when its own has more than MAX_EXCESS times that load and MAX_AHEAD besides. A simulation with
-four replicas, one at half the speed, and 1,024 rollouts of long-tailed lengths that end together gives
+Load is requests in flight, including those that wait at a pause. A session stays at its prefix cache. It moves to the
+least loaded replica when the load of its own exceeds MAX_EXCESS times the least load plus MAX_AHEAD. Simulation with
+four replicas, one at half the speed, and 1,024 rollouts of long-tailed lengths in one batch:
 
                       until the last has ended    turns without their prefix cache
     always stay       494 s                       0 %
@@ -22,18 +22,19 @@ from agent_loop.engine import GenerateRequest, ReplicaLostError
 from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
 from message_queue.tokens import TokenOutput
 
-MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is routed anew
+MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is dispatched as a new one
 MAX_EXCESS, MAX_AHEAD = 1.25, 2
 
 
 class ReplicaRouter:
     """An Engine over the replicas of a fleet.
 
-    Sticky per session, so that a turn finds its prefix cache. When a replica is lost, what it had goes to another one,
-    as it was asked: nothing had been returned, so tokens, versions and rows held are those of the request.
+    Sticky per session, so that a turn finds its prefix cache. When a replica fails, its requests are sent unchanged to
+    another replica: none had returned a result, so held tokens, versions and rows are those of the request.
 
     Args:
-        max_excess: load of a session's replica, as a multiple of the least, up to which the session stays; inf: always.
+        max_excess: a session stays while the load of its replica is at most this multiple of the least load (plus
+            MAX_AHEAD); inf: always.
     """
 
     def __init__(self, replicas: ReplicaFleet | Sequence[FleetReplica], *, max_excess: float = MAX_EXCESS) -> None:
@@ -42,10 +43,10 @@ class ReplicaRouter:
         self._home: OrderedDict[str, Member] = OrderedDict()
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """Decode on the session's replica, or on another one when that is lost.
+        """Decode on the session's replica, or on another one if that replica failed.
 
         Raises:
-            ReplicaLostError: no replica is left; names all of them with their reasons.
+            ReplicaLostError: no replica is left; names every replica with its reason.
         """
         while True:
             member = self._choose(request.session, await self._fleet.serving())
@@ -54,7 +55,7 @@ class ReplicaRouter:
                 async with self._fleet.calling(member):
                     answer = await member.replica.generate(request)
             except ReplicaLostError:
-                continue  # the fleet has noted it
+                continue  # `calling` removed it from the fleet
             else:
                 return answer
             finally:

@@ -1,10 +1,11 @@
-"""What happened when in a run, apart from what was sampled: `schedule.jsonl`, one line per batch.
+"""Schedule of a run, without its tokens: `schedule.jsonl`, one line per batch.
 
-A line names the groups of the batch, in the order of the trainer: the prompt of each, the optimizer updates in the
-weights on which it was admitted, and of each of its trajectories how many tokens were sampled under which weights. That
-is all of admissions, aborts, resumes, publishes and batches that shows in the data, so a run that keeps to it
-(`async_rl.rollout.conductor`) trains on tokens of the same prompts, of the same age at the same step. `train_step` is
-the last optimizer step of the batch, `optimizer_steps` says how many there are (trainer.updates_per_batch).
+A line lists the groups of the batch, in the order of the trainer. Each entry has the prompt, the optimizer updates in
+the weights at its admission, and for each trajectory the number of tokens sampled under each version of the weights.
+This covers every effect of admissions, aborts, resumes, publishes and batches on the data. A run under the schedule
+(`async_rl.rollout.conductor`) therefore trains on tokens of the same prompts, with the same age at the same step.
+`train_step` is the last optimizer step of the batch, `optimizer_steps` the number of its optimizer steps
+(trainer.updates_per_batch).
 """
 
 from __future__ import annotations
@@ -30,30 +31,33 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledGroup:
-    """group: its id in the run that is recorded; ids go up in the order of admission. prompt: its index there.
-
-    train_step: last optimizer step of its batch. spans: of each trajectory, in the order in which they were sampled.
-    """
+    """A trained group of the recorded run."""
 
     group: int
+    """Id in the recorded run; ids increase in the order of admission."""
     prompt: int
+    """Index of the prompt in the recorded run."""
     admitted_update: int
+    """Optimizer updates in the weights at its admission."""
     train_step: int
+    """Last optimizer step of its batch."""
     spans: tuple[tuple[Span, ...], ...]
+    """Spans of each trajectory, in the order of sampling."""
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be read, or does not suit the run."""
+    """A schedule cannot be read, or does not fit the run."""
 
 
 class RunSchedule:
-    """The groups of a run that were trained. A position is a place among them in the order of admission.
+    """The trained groups of a run. A position is an index among them in the order of admission.
 
     Args:
-        groups: in any order. updates_per_batch: optimizer steps per batch.
+        groups: in any order.
+        updates_per_batch: optimizer steps per batch.
 
     Raises:
-        ScheduleError: train steps that do not go from the first without a gap, or batches of different sizes.
+        ScheduleError: train steps with a gap or a late start, or batches of different sizes.
     """
 
     def __init__(self, groups: Sequence[ScheduledGroup], *, updates_per_batch: int = 1) -> None:
@@ -72,12 +76,12 @@ class RunSchedule:
         self.trajectories_per_group = max(len(group.spans) for group in self.groups)
 
     def batch_of(self, position: int) -> int:
-        """Number of the batch, from 0, of the group at a position."""
+        """Batch number, from 0, of the group at a position."""
         return self.groups[position].train_step // self.updates_per_batch - 1
 
     @property
     def max_staleness(self) -> int:
-        """Of the oldest weights that sampled a token, at the last optimizer step of its batch."""
+        """Highest staleness of a token at the last optimizer step of its batch."""
         return max(g.train_step - 1 - update for g in self.groups for spans in g.spans for update, _ in spans)
 
     def check(
@@ -90,13 +94,13 @@ class RunSchedule:
         max_staleness: int,
         every: int,
     ) -> None:
-        """Refuse a run that cannot keep to it.
+        """Refuse a run that cannot follow the schedule.
 
         Args:
             every: optimizer updates from one published version to the next.
 
         Raises:
-            ScheduleError: names the field, its value and what it must be.
+            ScheduleError: names the field, its value and the required value.
         """
         updates = {g.admitted_update for g in self.groups} | {u for g in self.groups for s in g.spans for u, _ in s}
         for field, value, wanted in (
@@ -126,10 +130,10 @@ class RunSchedule:
 
 
 def read_schedule(path: Path) -> RunSchedule:
-    """Of a run directory, or of the file in it.
+    """Read the schedule of a run directory, or a schedule file.
 
     Raises:
-        ScheduleError: there is none, or it is malformed; names file, line and cause.
+        ScheduleError: the file is missing or malformed; names file, line and cause.
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
@@ -156,7 +160,8 @@ def read_schedule(path: Path) -> RunSchedule:
 def scheduled_groups(groups: Sequence[GroupHead], *, version_updates: Mapping[int, int]) -> list[dict[str, Any]]:
     """`groups` of a line of `schedule.jsonl`.
 
-    version_updates: `param_version` -> optimizer updates it holds.
+    Args:
+        version_updates: `param_version` -> optimizer updates in it.
     """
     return [
         {
@@ -170,7 +175,7 @@ def scheduled_groups(groups: Sequence[GroupHead], *, version_updates: Mapping[in
 
 
 def spans_of(sampled: Iterable[tuple[int, int]], version_updates: Mapping[int, int]) -> tuple[Span, ...]:
-    """Tokens that were sampled under each number of updates, from (`param_version`, tokens) in order."""
+    """Tokens sampled under each number of updates, from (`param_version`, tokens) in order."""
     return merged_spans((version_updates[version], tokens) for version, tokens in sampled if tokens)
 
 
@@ -190,6 +195,6 @@ class _ScheduledOrder:
         self._prompts = prompts
 
     def train_prompt(self, index: int) -> Prompt:
-        """The prompt at position `index`; after the end any one, which is never admitted."""
+        """The prompt at position `index`; after the end an arbitrary prompt, which is never admitted."""
         prompt = self._prompts[min(index, len(self._prompts) - 1)]
         return replace(self._order.train_prompt(prompt), index=index)

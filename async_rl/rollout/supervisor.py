@@ -1,8 +1,8 @@
-"""Starts a lost replica anew while the rest goes on.
+"""Replaces failed replicas while the run continues.
 
-    fleet: a replica is lost -> start another in its place -> it loads the newest weights -> it joins the fleet
+    fleet: a replica fails -> start another in its place -> it loads the newest weights -> it joins the fleet
 
-What the lost one had in flight goes to another replica at once, or waits for the new one where none is left.
+Requests in flight on the failed replica move to another one at once. If none is left, they wait for the new one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from async_rl.weights.publisher import Publisher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
-    """Bounds on restarts; trainer and queue are counted together, each replica on its own.
-
-    max_restarts: most restarts within window_s; 0 restarts nothing.
-    """
+    """Bounds on restarts; trainer and queue are counted together, each replica on its own."""
 
     max_restarts: int = 3
+    """Most restarts within `window_s`; 0 disables restarts."""
     window_s: float = 600.0
+    """Length in seconds of the sliding window."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -44,7 +43,7 @@ class RestartLimit:
         self._restarts: deque[float] = deque()
 
     def allows_one_more(self) -> bool:
-        """Whether there may be another restart, which is counted then."""
+        """Whether another restart is allowed; if so, it is counted."""
         now = asyncio.get_running_loop().time()
         while self._restarts and self._restarts[0] <= now - self.window_s:
             self._restarts.popleft()
@@ -56,7 +55,7 @@ class RestartLimit:
 
 class StartsReplica(Protocol):
     def __call__(self, lost: FleetReplica, /, *, slot: int, name: str) -> Awaitable[FleetReplica]:
-        """Remove what is left of `lost` and start a replica called `name` in its place.
+        """Remove the remains of `lost` and start a replica called `name` in its place.
 
         Raises:
             EngineError: it did not start.
@@ -65,10 +64,10 @@ class StartsReplica(Protocol):
 
 
 class Supervisor:
-    """The replicas as the pipeline sees them, with those that are lost started anew.
+    """The pipeline's view of the replicas; replaces failed ones.
 
     Args:
-        note: is told what a person should read.
+        note: called with each text for the user.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Supervisor:
         self._start = start
         self._limits = [RestartLimit(config) for _ in fleet.live]
         """One per slot, so that the failure of one node uses up no restarts of replicas on others."""
-        self._cut_off: set[Member] = set()  # whose restart was counted
+        self._cut_off: set[Member] = set()  # members whose counted restart was interrupted
         self._note = note
         self._num_names = len(fleet.live)
         if config.max_restarts:
@@ -96,7 +95,7 @@ class Supervisor:
         return await self._fleet.busy_seconds()
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
-        """Look for replicas that hang, and start anew those that are lost, forever."""
+        """Detect hanging replicas, and replace failed ones, forever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._fleet.watch(every_s=every_s, timeout_s=timeout_s))
             while True:
@@ -109,7 +108,7 @@ class Supervisor:
             await self._replace(member)
         except asyncio.CancelledError:
             self._cut_off.add(member)
-            self._fleet.put_back(member)  # for whoever watches next
+            self._fleet.put_back(member)  # for the next `watch`
             raise
 
     async def _replace(self, member: Member) -> None:

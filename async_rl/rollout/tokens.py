@@ -1,6 +1,7 @@
-"""Sampled tokens of the groups that are rolled out, counted as engines give them.
+"""Sampled tokens of the groups in rollout, counted when engines return them.
 
-The queue counts the tokens of what it is handed. Where the two differ for a group, tokens were lost or made up.
+The queue counts the tokens of the groups it receives. If the two counts of a group differ, tokens are missing or were
+counted twice.
 """
 
 from __future__ import annotations
@@ -11,23 +12,27 @@ from message_queue.ledger import LedgerCounts, LedgerRecord
 
 
 class TokenCount:
-    """num_generated: tokens since this start, and those held from before it."""
+    """Sampled tokens by group.
+
+    Attributes:
+        num_generated: tokens since this start, including those held from before it.
+    """
 
     def __init__(self) -> None:
         self.num_generated = 0
         self._of: dict[int, int] = {}
 
     def add(self, group: int, tokens: int) -> None:
-        """An engine gave `tokens` more for a group, or they were held from before a restart."""
+        """Count `tokens` of a group, from an engine or held from before a restart."""
         self._of[group] = self._of.get(group, 0) + tokens
         self.num_generated += tokens
 
     def pop(self, group: int) -> int:
-        """Tokens of a group, which is forgotten."""
+        """Remove a group; returns its tokens."""
         return self._of.pop(group, 0)
 
     def settle(self, records: Iterable[LedgerRecord]) -> list[str]:
-        """Where the queue says otherwise of groups that ended; those of an earlier start are not known here."""
+        """Describe differences to the queue's counts of ended groups; groups of an earlier start are skipped."""
         wrong: list[str] = []
         for record in records:
             counted = self._of.pop(record["group"], None)
@@ -37,10 +42,13 @@ class TokenCount:
 
 
 def require_closed(counts: LedgerCounts, *, wrong: Sequence[str]) -> None:
-    """Stop a run whose ledger does not close; `wrong`: as of `TokenCount.settle`.
+    """Stop a run whose ledger does not close.
+
+    Args:
+        wrong: result of `TokenCount.settle`.
 
     Raises:
-        RuntimeError: a group or a token was lost or counted twice; the message has the counts.
+        RuntimeError: a group or a token is missing or was counted twice; the message has the counts.
     """
     if counts.error:
         raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")

@@ -1,4 +1,4 @@
-"""When held-out prompts are rolled: before the first step, every few of them while training goes on, and at the end."""
+"""Schedule of validation rounds: before the first step, every `every` steps during training, and at the end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Validations:
     """One round at a time.
 
     Args:
-        validate: a round with a number; None if there are no held-out prompts, and then nothing ever happens.
-        every: train steps from one to the next; 0 is none but the first and the last. last: train step of the last.
-        per_batch: train steps that are made from one batch, see `is_due`.
+        validate: runs the round with the given number; None if there are no held-out prompts, which disables rounds.
+        every: train steps between rounds; 0 for only the first and the last round.
+        last: train step of the last round.
+        per_batch: train steps of one batch, see `is_due`.
     """
 
     def __init__(
@@ -44,17 +45,17 @@ class Validations:
         self._last = last
         self._recorder = recorder
         self._trace = trace
-        self._newest: int | None = None  # train step after which the newest round was
+        self._newest: int | None = None  # train step of the newest round
         self._requests: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
 
     async def run(self) -> None:
-        """The stage: serve requests, for ever."""
+        """The stage: serve requests, forever."""
         while True:
             await self.now(await self._requests.get())
             self._requests.task_done()
 
     def request(self, step: int) -> None:
-        """Ask for a round where one is due after train step `step`."""
+        """Request a round if one is due after train step `step`."""
         if self._validate is None or step == self._last:
             return
         if not is_due(step, every=self._every, per_batch=self._per_batch):
@@ -65,7 +66,7 @@ class Validations:
             self._requests.put_nowait(step)
 
     async def now(self, step: int) -> None:
-        """A round after train step `step`."""
+        """Run a round after train step `step`."""
         if self._validate is None:
             return
         with self._trace.span("validate", f"step {step}"):
@@ -80,9 +81,9 @@ class Validations:
             )
 
     async def finish(self, step: int) -> None:
-        """The last round, after those that were asked for; `run` has to go on meanwhile.
+        """Run the last round, after all requested ones; `run` must stay active meanwhile.
 
-        With no train steps the round before the first one is the last one too.
+        In a run without train steps, the first round is also the last one.
         """
         if self._validate is not None:
             await self._requests.join()

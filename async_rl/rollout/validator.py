@@ -1,4 +1,4 @@
-"""Held-out prompts through the same engines, while training goes on."""
+"""Validation rollouts of held-out prompts on the same engines, during training."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ class ValidationResult:
     """
 
     success_rate: float
-    """Mean reward of the rollouts that finished; NaN if none did."""
+    """Mean reward of the finished rollouts; NaN if none finished."""
     prompts: int
-    """Rollouts, failed ones included."""
+    """Number of rollouts, including failed ones."""
     failed: int
-    """Rollouts that raised an error; they are neither right nor wrong."""
+    """Rollouts that raised an error; excluded from `success_rate`."""
     cut_off: int
     """Finished rollouts whose last turn hit a token limit."""
     mean_tokens: float
-    """Tokens per rollout that finished, prompt and tool replies included; NaN if none did."""
+    """Tokens per finished rollout, including prompt and tool replies; NaN if none finished."""
     min_version: int
     """Oldest weights that sampled a token; -1 if none was sampled."""
     max_version: int
     """Newest weights that sampled a token; -1 if none was sampled."""
     first_error: str | None = None
-    """Of the failed rollouts, that of the first prompt."""
+    """Error of the first prompt with a failed rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRound:
-    """Rollouts of held-out prompts on one worker; an entry of each list per prompt."""
+    """Rollouts of held-out prompts on one worker; each list has one entry per prompt."""
 
     rewards: list[float]
-    """0 where a rollout failed."""
+    """Reward; 0 if the rollout failed."""
     lengths: list[int]
-    """Tokens, prompt and tool replies included."""
+    """Number of tokens, including prompt and tool replies."""
     cut_off: list[bool]
     """Whether the last turn hit a token limit."""
     errors: list[str | None]
-    """Why a rollout failed; None if it finished."""
+    """Error of a failed rollout; None if it finished."""
     min_version: int
     """Oldest weights that sampled a token; -1 if none was sampled."""
     max_version: int
@@ -95,8 +95,8 @@ class Validator:
         """Roll out each prompt once.
 
         Args:
-            prompts: each with its place among all prompts of the round.
-            number: of the round.
+            prompts: each with its index among all prompts of the round.
+            number: number of the round.
 
         Raises:
             ExceptionGroup: of EngineError and ContractError: the engines cannot serve.
@@ -118,14 +118,14 @@ class Validator:
         )
 
     async def _roll(self, prompt: Prompt, trajectory: Trajectory, session: str) -> str | None:
-        """None, or why the rollout failed."""
+        """Run one rollout; returns None, or its error."""
         try:
             await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)
             if not trajectory.closed:
                 raise RolloutError(f"the agent loop returned without closing the trajectory of prompt {prompt.index}")
         except (EngineError, ContractError):
             raise
-        except Exception as error:  # noqa: BLE001 - a failed rollout is data, whatever the task raised
+        except Exception as error:  # noqa: BLE001 - a failed rollout is data, for any error of the task
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -21,7 +21,7 @@ from message_queue.heads import GroupHead, head_of
 from message_queue.sequence import GroupContent, content_of
 from message_queue.trajectory import Trajectory
 
-APPEND_TURNS = 20  # iterations of the event loop in which rollouts append the answers that they got
+APPEND_TURNS = 20  # event-loop iterations in which rollouts append received answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,37 +29,37 @@ class RolledGroup:
     """Result of the rollouts of a group, without its content."""
 
     outcome: GroupHead | DroppedGroup
-    """Head of a finished group, or why it was given up."""
+    """Head of a finished group, or a DroppedGroup."""
     generated: int
-    """Sampled tokens, those held from before the hand-out included."""
+    """Number of sampled tokens, including those held from before the hand-out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostReplica:
-    """A replica that a worker found lost."""
+    """A replica failure detected by a worker."""
 
     name: str
-    """Of the replica."""
+    """Name of the replica."""
     reason: str
-    """Why it counts as lost."""
+    """Cause of the failure."""
     notes: tuple[str, ...]
-    """Such as the end of its log."""
+    """Further lines for the user, such as the end of its log."""
 
 
 WorkerEvent = str | LostReplica
-"""A warning for the user, or a replica that was lost."""
+"""A warning for the user, or a failed replica."""
 
 
 class RolloutWorker:
     """Lives on one event loop; each call is made by the dispatcher.
 
     Args:
-        name: of the worker.
-        rollouter: makes a rollouter that writes to a log; None stores nothing.
+        name: name of the worker.
+        rollouter: makes a rollouter that writes to the given log; with None it stores nothing.
         validator: rolls out held-out prompts; None if there are none.
-        gate: passed before each tool call.
-        fleet: the replicas as this worker sees them.
-        replies_s: how long a flush waits for the replies of replicas.
+        gate: gate before each tool call.
+        fleet: this worker's view of the replicas.
+        replies_s: longest wait of a flush for the replies of replicas.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RolloutWorker:
     async def roll(
         self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, GroupContent | None]:
-        """Roll out a group; see `Rollouter.roll`. The content of a finished one is the second value."""
+        """Roll out a group; see `Rollouter.roll`. The second value is the content of a finished group."""
         task = asyncio.current_task()
         assert task is not None
         self._rolls[admission.group] = task
@@ -119,7 +119,7 @@ class RolloutWorker:
             task.cancel()
 
     async def flush(self) -> None:
-        """Return once all answers of engines so far are stored, except those of a silent replica."""
+        """Return once all engine answers so far are stored, except those of a silent replica."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._replies_s):
                 await self._fleet.busy_seconds()  # these replies come after those of all requests that have ended
@@ -128,7 +128,7 @@ class RolloutWorker:
         await self._rollouter.flush()
 
     async def forget(self, groups: Collection[int]) -> None:
-        """Remove the content that this worker stored of groups that will not be read again."""
+        """Remove this worker's stored content of groups that will not be read again."""
         if self._writer is not None:
             await self._writer.forget(groups)
 
@@ -141,12 +141,12 @@ class RolloutWorker:
         self._gate.resume()
 
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
-        """Roll out held-out prompts, each with its place among all, in round `number`."""
+        """Roll out held-out prompts, each with its index among all, in round `number`."""
         assert self._validator is not None
         return await self._validator.run(prompts, number=number)
 
     async def follow(self, replicas: Sequence[FleetReplica]) -> None:
-        """Use exactly these replicas; a worker in the process of the driver has its fleet."""
+        """Use exactly these replicas; no effect here, because a worker in the driver's process shares its fleet."""
 
     async def events(self) -> list[WorkerEvent]:
         """Events since the last call, as soon as there is one."""
@@ -160,7 +160,7 @@ class RolloutWorker:
         self._events.put_nowait(event)
 
     async def end(self) -> None:
-        """End all rollouts where they are, and close the files of their content. Idempotent."""
+        """End all rollouts immediately, and close the files of their content. Idempotent."""
         rolls = list(self._rolls.values())
         for task in rolls:
             task.cancel()
