@@ -98,7 +98,7 @@ class Seen:
     cpu_s: list[float] = field(default_factory=list[float])
     """CPU seconds of the driver in each step, less those of the same time while nothing happens."""
     windows: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    """Of each step: begin of the publish, and time at which all requests were in flight again."""
+    """Of each step: start of the publish, and time at which all requests were in flight again."""
     rss_bytes: int = 0
     """Resident memory of the driver after the last step."""
     lags: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
@@ -107,7 +107,7 @@ class Seen:
     """Of the driver and one worker, if asked for."""
 
     def lag_ms(self, name: str, *, own: bool = False) -> float:
-        """99th percentile during publishes, in the slowest of the processes whose names begin with `name`."""
+        """99th percentile during publishes, in the slowest of the processes whose names start with `name`."""
         return max(percentile(self.lags[n], self.windows, column=2 if own else 1) for n in self.lags if name in n)
 
 
@@ -232,7 +232,7 @@ class Steps:
         self._profile = profile
 
     async def measure(self, *, steps: int) -> Seen:
-        """Fill, see what the driver uses while nothing happens, then make the steps."""
+        """Fill, measure the idle driver, then make the steps."""
         await self._all_in_flight()
         cpu, begun = time.process_time(), time.monotonic()
         await asyncio.sleep(IDLE_S)

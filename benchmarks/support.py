@@ -103,7 +103,7 @@ class CpuClock:
             self._processes |= {name: [actor], f"engine of {name}": actor.children(recursive=True)}
 
     def seconds(self) -> dict[str, float]:
-        """Since each process began."""
+        """Since the start of each process."""
         return {name: sum(sum(p.cpu_times()[:2]) for p in group) for name, group in self._processes.items()}
 
 

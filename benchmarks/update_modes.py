@@ -106,7 +106,7 @@ class Rollouts:
     async def roll(
         self, count: int, *, cell: tuple[OnUpdate, KeptKV, ResumeRouting], update_after_s: float | None
     ) -> tuple[list[PromptGroup], float]:
-        """Groups of one trajectory that begin under A, and the seconds taken; B arrives after `update_after_s`."""
+        """Groups of one trajectory that start under A, and the seconds taken; B arrives after `update_after_s`."""
         on_update, kv, resume_routing = cell
         gate, timeout_s = PauseGate(), self._config.sync.timeout_s
         tools = RolloutsHere(gate)

@@ -85,7 +85,7 @@ class Disk:
         return self._broken[0] if self.is_broken and self._broken is not None else None
 
     def journal_removed(self) -> None:
-        """The directory of the journal is gone, and what was damaged in it."""
+        """The directory of the journal is gone, and all damage in it."""
         self.damaged_groups.clear()
         self.damaged_events = False
 

@@ -84,7 +84,7 @@ class GroupAccount:
         self._returned: deque[int] = deque()  # prompts that the driver admits before new ones
         self._next_prompt = 0
 
-    # ---- what the queue does
+    # ---- actions of the queue
 
     def followed(self, event: Event) -> None:
         """The state of the queue changed."""
@@ -138,7 +138,7 @@ class GroupAccount:
         return [self.admissions[group].prompt for group, ended in self._ends.items() if ended == end]
 
     def answered(self, method: str, args: tuple[Any, ...], result: Any) -> None:
-        """The queue answered a call, hence what it changed is written."""
+        """The queue answered a call, hence its changes are written."""
         match method, args, result:
             case "admit", _, Admission(group=group):
                 require("exactly once", result == self.admissions.get(group), "{} was handed out", result)
@@ -236,7 +236,7 @@ class GroupAccount:
                 self.check_stored(group, held, notes=found.stored.notes)
         self._check_answered(found)
         self._ends = {g: end for g, end in self._ends.items() if g < restored.next_group and g not in live}
-        if restored.began:  # the checkpoint counts what was requeued before it
+        if restored.began:  # the checkpoint counts the requeues before it
             self._ends = {
                 group: end
                 for group, end in self._ends.items()

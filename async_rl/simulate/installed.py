@@ -89,7 +89,7 @@ async def _read_stored(world: World, place: ContentPlace, admissions: Collection
 
 
 async def _open_writer(world: World, *args: Any, **options: Any) -> ContentWriter:
-    """A writer that tells the world what is stored."""
+    """A writer that reports each stored record to the world."""
     writer = await ContentWriter.open(*args, **options)
     append = writer.append
 

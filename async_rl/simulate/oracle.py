@@ -122,14 +122,14 @@ class Oracle:
                     rollout.tool_calls = min(calls, rollout.tool_calls)
 
     def moved(self, groups: Collection[int], stored: StoredContent) -> None:
-        """Groups of a dead worker continue with what is stored of them."""
+        """Groups of a dead worker continue with their stored records."""
         for group in groups:
             for i in range(2 * self._scenario.trajectories_per_group):
                 self._of(session_name(group, i)).interrupted = True
             held = stored.groups[group].trajectories if group in stored.groups else ()
             self.groups.check_stored(group, held, notes=stored.notes)
 
-    # ---- what the parts told each other
+    # ---- messages between the parts
 
     def weights(self, digest: str) -> model.Weights:
         """Weights by their digest."""
@@ -160,7 +160,7 @@ class Oracle:
         self._loaded[replica] = weights.version
 
     def asked(self, request: GenerateRequest) -> None:
-        """An engine is to continue: not before what is kept, and with rows that some version gave."""
+        """An engine is to continue: not before the kept tokens, and with rows that some version gave."""
         tokens, kept = len(request.token_ids), self._of(request.session).kept
         text = "{} is generated again from {}; {} were held"
         require("exactly once", tokens >= kept, text, request.session, tokens, kept)
@@ -202,7 +202,7 @@ class Oracle:
         self.groups.followed(event)
         self.groups.check_ledger(snapshot)
 
-    # ---- what is trained
+    # ---- trained batches
 
     def taken(self, batch: Batch) -> None:
         """The queue handed out a batch."""

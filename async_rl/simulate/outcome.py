@@ -78,7 +78,7 @@ def run_scenario(scenario: Scenario) -> World:
     torch.set_num_threads(1)
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     collects = gc.isenabled()
-    gc.disable()  # what is closed when it is collected would be closed at another time in another process
+    gc.disable()  # objects that close when they are collected would close at another time in another process
     try:
         with tempfile.TemporaryDirectory(prefix="async_rl-simulate-", dir=base) as directory:
             loop = VirtualTimeLoop()

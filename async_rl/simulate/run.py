@@ -188,7 +188,7 @@ class Run:
             process.cut_off()
 
     def close_files(self) -> None:
-        """Close what is still open."""
+        """Close all that is still open."""
         self.recorder.close()
         for process in self._all:
             for file in process.files:

@@ -61,7 +61,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.is_dead: Callable[[], bool] = lambda: False  # whether the process that runs now was killed
         self.on_result: Callable[[object], None] = lambda result: None  # of work given to a thread
         self.on_task: Callable[[NumberedTask], None] = lambda task: None
-        self.on_turn: Callable[[], None] = lambda: None  # before each turn; what it raises ends the loop
+        self.on_turn: Callable[[], None] = lambda: None  # before each turn; an exception ends the loop
         self.set_task_factory(self._number_task)
 
     def time(self) -> float:

@@ -92,7 +92,7 @@ class World:
         loop.on_turn = self._on_turn
         loop.set_exception_handler(lambda _loop, _context: None)
 
-    # ---- what the parts ask and tell
+    # ---- calls of the parts
 
     def fault(self, point: str) -> Fault | None:
         """What goes wrong at `point` this time."""
@@ -115,7 +115,7 @@ class World:
             self.fail(violation)
 
     def progressed(self) -> None:
-        """A train step is made, or a run begins."""
+        """A train step is made, or a run starts."""
         self._progress = (self._loop.time(), self._turn)
 
     def called(self, process: str, method: str, args: tuple[Any, ...], result: Any) -> None:
@@ -168,7 +168,7 @@ class World:
         self.oracle.tool_called(session)
 
     def moved(self, groups: Collection[int], stored: StoredContent) -> None:
-        """The driver has read what is stored of the groups of a dead worker."""
+        """The driver has read the stored records of a dead worker's groups."""
         self.note("driver", "moves", *groups)
         self.judge(self.oracle.moved, groups, stored)
 
