@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from agent_loop.control_tokens import ChatTemplateError, ControlTokens
+from agent_loop.decoder import FindStop
 from agent_loop.loop import Message
-from agent_loop.segments import FindStop
 from message_queue.tokens import Int32Array
 
 # Long and odd enough not to occur in a template. Two stand-ins show whether a reply depends on the turn before it.
@@ -128,7 +128,7 @@ class Chat:
     # ---- inside
 
     def _find_stop(self, turn: Int32Array) -> int | None:
-        """See `agent_loop.segments.FindStop`."""
+        """See `agent_loop.decoder.FindStop`."""
         if self._stop_end(self._decode(turn)) is None:
             return None
         counts = range(1, len(turn) + 1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from agent_loop.chat import Chat
+from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
-from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from message_queue.trajectory import Trajectory
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agent_loop.chat import Chat
+from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
-from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.tools import MalformedCall, ToolCall, ToolReply, ToolRunner, parse_tool_calls, truncate
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory

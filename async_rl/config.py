@@ -6,6 +6,7 @@ value is refused before any process starts, with the field, the value and the wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -17,26 +18,26 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from async_rl.actors import ClusterConfig
-from async_rl.batch.advantage import AdvantageConfig
-from async_rl.checkpoints import CheckpointConfig
-from async_rl.config_rules import problems
-from async_rl.data.task import TaskConfig
-from async_rl.engines.replica import KeptKV
-from async_rl.engines.select import EngineConfig
+from async_rl.files.validation import explain
+from async_rl.inference.publisher import OnUpdate
+from async_rl.inference.replica import KeptKV
+from async_rl.inference.select import EngineConfig, check_engine, own_variables
+from async_rl.inference.serving import known_device
+from async_rl.inference.sglang.config import MAX_KEPT, SglangConfig
+from async_rl.inference.supervisor import SupervisionConfig
+from async_rl.inference.vllm.config import VllmConfig
 from async_rl.rollout.rollouter import FailureConfig
-from async_rl.rollout.supervisor import SupervisionConfig
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
-from async_rl.validation import explain
-from async_rl.warm_start import WarmStartConfig
-from async_rl.weights.probe import MismatchConfig
-from async_rl.weights.publisher import OnUpdate
+from async_rl.rollout.task import TaskConfig
+from async_rl.trainer.batch.advantage import AdvantageConfig
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.families import read_shape
+from async_rl.trainer.model.model import TrainerConfig, rank_environment
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_info import CheckpointError, read_model_info
 from message_queue.journal import JournalConfig
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
@@ -45,6 +46,14 @@ Config = TypeVar("Config")
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 RECIPES = ROOT / "recipes"
+
+
+FLOAT32_MAX_K3 = 1e-4
+"""20 times the k3 of 5e-6 that is expected with TF32: its rounding error is 8 times smaller than with bfloat16, and k3
+grows with the square of the error. Float32 has a k3 of about 1e-12."""
+HALF_MAX_K3 = 5e-2
+"""For bfloat16 and float16; the models of benchmarks/equal_weights.py have at most 3.4e-4."""
+EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
 
 
 class ConfigError(ValueError):
@@ -154,6 +163,121 @@ class QueueConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchConfig:
+    """Comparison of engines and trainer at equal weights, after each publish."""
+
+    max_k3: float | Literal["auto"] | None = "auto"
+    """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` depends on the dtype; null only
+    reports."""
+    prompts: int = 4
+    """Sequences that each replica decodes; 0 disables the comparison."""
+    tokens: int = 16
+    """Sampled tokens per sequence."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_k3, float | int) and not self.max_k3 > 0:
+            raise ValueError(f"mismatch.max_k3 is {self.max_k3}; must be > 0, auto, or null to only report")
+        if self.prompts < 0:
+            raise ValueError(f"mismatch.prompts is {self.prompts}; must be >= 0 (0 disables the comparison)")
+        if self.tokens < 1:
+            raise ValueError(f"mismatch.tokens is {self.tokens}; must be >= 1")
+
+    def bound(self, *, dtypes: Sequence[str], same_experts: bool) -> float:
+        """Largest accepted k3; infinite if there is no bound.
+
+        Args:
+            dtypes: of engine and trainer.
+            same_experts: whether both compute with the same experts: a dense model, or trainer.router_replay=R3.
+                Otherwise `auto` has no bound, because a near-tie in a router that resolves differently can cause a
+                k3 of any size.
+        """
+        if self.max_k3 != "auto":
+            return math.inf if self.max_k3 is None else self.max_k3
+        if not same_experts:
+            return math.inf
+        return FLOAT32_MAX_K3 if set(dtypes) == {"float32"} else HALF_MAX_K3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Schedule and number of checkpoints."""
+
+    every: int = 0
+    """Train steps between checkpoints; 0 for only at the end or on a stop.
+
+    A checkpoint is taken after the batch that reaches a multiple of `every`.
+    """
+    keep: int = 2
+    """Number of checkpoints kept on disk."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every is {self.every}; must be >= 0 (0: only at the end or on a stop)")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep is {self.keep}; must be >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartConfig:
+    """steps of `batch` demonstrations each; 0 steps skips it. cache: folder of finished warm starts."""
+
+    steps: int
+    batch: int
+    optimizer: OptimizerConfig
+    cache: Path
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch < 1:
+            raise ValueError(f"warm_start.steps={self.steps}, warm_start.batch={self.batch}; need >= 0 and >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The Ray cluster, and the resources and time bounds of its actors."""
+
+    address: str | None = None
+    """Address of a running Ray cluster; None starts one on this machine."""
+    num_cpus: int = 16
+    """Logical CPUs of a started cluster; may exceed the cores, because it only counts actors."""
+    object_store_bytes: int = 256 << 20
+    """Shared memory of a started cluster."""
+    cpus_per_rank: float = 1.0
+    """CPUs of one trainer rank."""
+    gpus_per_rank: float = 0.0
+    """GPUs of one trainer rank."""
+    cpus_per_replica: float = 1.0
+    """CPUs of one engine replica."""
+    gpus_per_replica: float | None = None
+    """GPUs of one engine replica.
+
+    None is engine.tensor_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank > 0 with
+    engine.device=auto), else 0.
+    """
+    rank_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
+    """Environment variables of the processes of trainer ranks."""
+    replica_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
+    """Environment variables of the processes of replicas and their engines."""
+    strategy: str = "PACK"
+    """Ray's placement strategy."""
+    start_timeout_s: float = 300.0
+    """Bound on placing and starting all actors."""
+    call_timeout_s: float = 600.0
+    """Bound on one call of a trainer or rollout worker."""
+    stop_timeout_s: float = 20.0
+    """Bound on ending the rollouts of a worker, and on closing one actor."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
+            raise ValueError(f"cluster.strategy is {self.strategy!r}; use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
+        for name in ("start_timeout_s", "call_timeout_s", "stop_timeout_s", "object_store_bytes", "num_cpus"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"cluster.{name} is {getattr(self, name)}; must be > 0")
+        for name in ("cpus_per_rank", "gpus_per_rank", "cpus_per_replica", "gpus_per_replica"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"cluster.{name} is {getattr(self, name)}; must be >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run. Paths are absolute: processes, also on other nodes, have different working directories."""
 
@@ -189,7 +313,7 @@ class RunConfig:
     cluster: ClusterConfig
 
     def __post_init__(self) -> None:
-        for problem in problems(self):
+        for problem in _problems(self):
             raise ValueError(problem)
 
     @property
@@ -319,3 +443,180 @@ def _one_line(error: Exception) -> str:
         line for line in lines if not line.startswith(("To append", "Set the environment", "full_key", "object_type"))
     ]
     return " ".join(kept) or repr(error)
+
+
+# ---- rules over several fields; each names the fields, their values and the fix
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    """Problems of a config; empty if the run can be started."""
+    yield from _rollout_problems(config)
+    yield from _trainer_problems(config)
+    yield from _cluster_problems(config)
+    yield from _unused_options(config)
+    if isinstance(config.resume, Path) and not (config.resume / "run.json").is_file():
+        yield f"resume is {config.resume}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
+    yield from _model_problems(config)
+
+
+def _rollout_problems(config: RunConfig) -> Iterator[str]:
+    """What is rolled out, and when."""
+    rollout, every, per_batch = config.rollout, config.sync.every, config.trainer.updates_per_batch
+    if every % per_batch:
+        yield (
+            f"sync.every is {every} with trainer.updates_per_batch={per_batch}: weights are published between batches, "
+            f"each of {per_batch} optimizer steps; set sync.every to a multiple of it"
+        )
+    elif config.staleness.max_staleness < every - 1:
+        yield (
+            f"staleness.max_staleness is {config.staleness.max_staleness} with sync.every={every} and "
+            f"trainer.updates_per_batch={per_batch}: at the last optimizer step of a batch its weights are up to "
+            f"{every - 1} steps old before any wait; raise the bound to at least that (to {every + per_batch - 1} so "
+            "that rollouts run one batch ahead), publish more often, or make fewer updates per batch"
+        )
+    if rollout.workers > 1 and config.schedule is not None:
+        yield (
+            f"rollout.workers is {rollout.workers} with a schedule, to which only rollouts in the process of the "
+            "driver keep; set rollout.workers=1"
+        )
+    if config.total_train_steps % per_batch:
+        yield (
+            f"total_train_steps is {config.total_train_steps} with trainer.updates_per_batch={per_batch}; train steps "
+            f"are optimizer steps, and each batch makes {per_batch} of them: set a multiple of it"
+        )
+    if rollout.groups_per_batch % per_batch:
+        yield (
+            f"rollout.groups_per_batch is {rollout.groups_per_batch} with trainer.updates_per_batch={per_batch}; a "
+            "batch is split into as many mini-batches of equal size by its groups: set a multiple of it"
+        )
+    if rollout.trajectories_per_group == 1 and config.advantage.name != "reinforce_plus_plus":
+        yield (
+            f"rollout.trajectories_per_group is 1 with advantage.name={config.advantage.name}, which compares the "
+            "trajectories of a group, so nothing would be trained; use more, or advantage.name=reinforce_plus_plus"
+        )
+    if rollout.failure.on_failed == "fill" and rollout.failure.max_fills > rollout.trajectories_per_group:
+        yield (
+            f"rollout.failure.max_fills is {rollout.failure.max_fills} with rollout.trajectories_per_group="
+            f"{rollout.trajectories_per_group}; a group makes up for each of its rollouts once at most: lower it"
+        )
+    if config.schedule is not None and config.staleness.policy != "wait":
+        yield (
+            f"staleness.policy is {config.staleness.policy!r} with schedule={config.schedule}; a run that keeps to a "
+            "schedule trains all of it: use staleness=wait"
+        )
+    if rollout.limits.max_tokens > config.engine.max_model_len:
+        yield (
+            f"rollout.limits.max_tokens is {rollout.limits.max_tokens}, more than "
+            f"engine.max_model_len={config.engine.max_model_len}; lower the one or raise the other"
+        )
+
+
+def _trainer_problems(config: RunConfig) -> Iterator[str]:
+    """What is trained, and what training needs of a rollout."""
+    rollout, trainer = config.rollout, config.trainer
+    trajectories = rollout.groups_per_batch * rollout.trajectories_per_group // trainer.updates_per_batch
+    if trajectories % trainer.data_parallel:
+        yield (
+            f"a mini-batch has {trajectories} trajectories (rollout.groups_per_batch={rollout.groups_per_batch} x "
+            f"rollout.trajectories_per_group={rollout.trajectories_per_group} / trainer.updates_per_batch="
+            f"{trainer.updates_per_batch}), which do not divide over {trainer.data_parallel} data-parallel ranks; "
+            "change one of them"
+        )
+    if rollout.failure.on_failed == "rest" and trainer.data_parallel > 1:
+        yield (
+            f"rollout.failure.on_failed is 'rest' with {trainer.data_parallel} data-parallel ranks, over which "
+            "a batch with failed rollouts does not divide; use rollout.failure.on_failed=fill or drop"
+        )
+    if config.loss.temperature != rollout.sampling.temperature:
+        yield (
+            f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
+            f"{rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
+        )
+    if isinstance(config.engine, SglangConfig) and rollout.sampling.top_k >= MAX_KEPT:
+        yield (
+            f"rollout.sampling.top_k is {rollout.sampling.top_k} with engine.name=sglang, which returns fewer than "
+            f"{MAX_KEPT} kept tokens; lower it, set it to -1, or use engine=vllm"
+        )
+    if trainer.router_replay != "R3" and rollout.resume_routing != "append":
+        yield (
+            f"rollout.resume_routing is {rollout.resume_routing!r} with trainer.router_replay="
+            f"{trainer.router_replay}; rows are only captured for R3, so set trainer.router_replay=R3, or "
+            "rollout.resume_routing=append"
+        )
+
+
+def _cluster_problems(config: RunConfig) -> Iterator[str]:
+    """What the processes of a run are given."""
+    engine, cluster = config.engine, config.cluster
+    gpus = config.gpus_per_replica
+    asked = f"cluster.gpus_per_replica is {cluster.gpus_per_replica}"
+    if engine.device == "cpu" and gpus > 0:
+        yield f"{asked} with engine.device=cpu, which uses none; set cluster.gpus_per_replica=null, or engine.device"
+    elif engine.device == "cuda" and gpus == 0:
+        yield f"{asked} with engine.device=cuda; set cluster.gpus_per_replica=null, or engine.device=cpu"
+    elif engine.device == "auto" and gpus == 0 and cluster.gpus_per_rank > 0:
+        yield (
+            f"{asked} with engine.device=auto and cluster.gpus_per_rank={cluster.gpus_per_rank}; set "
+            "cluster.gpus_per_replica=null for replicas on GPUs, or engine.device=cpu"
+        )
+    elif gpus > 0 and (gpus > 1 or engine.tensor_parallel > 1) and (gpus % 1 or gpus < engine.tensor_parallel):
+        yield (
+            f"{asked} with engine.tensor_parallel={engine.tensor_parallel}: a replica needs one whole GPU per worker, "
+            "and only a replica of one worker may take a part of one; set cluster.gpus_per_replica=null"
+        )
+    for name, given, own in (
+        ("rank_env", cluster.rank_env, set(rank_environment(config.trainer))),
+        ("replica_env", cluster.replica_env, own_variables(engine)),
+    ):
+        if taken := sorted(own & set(given)):
+            yield f"cluster.{name} sets {', '.join(taken)}, which the run sets itself; leave out {taken[0]}"
+    device = known_device(engine, on_this_machine=cluster.address is None)
+    if config.captures_routing and isinstance(engine, VllmConfig) and not engine.enforce_eager and device == "cpu":
+        yield (
+            "engine.enforce_eager is false with trainer.router_replay=R3 on the CPU, where compiled graphs return "
+            "wrong expert ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
+        )
+
+
+def _unused_options(config: RunConfig) -> Iterator[str]:
+    """Options that another option switches off. A value equal to its default is accepted."""
+    failure = config.rollout.failure
+    for path, section, name, used, with_it in (
+        ("staleness", config.staleness, "max_recycles", config.staleness.policy == "recycle", "staleness=recycle"),
+        ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
+        ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
+        ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
+    ):
+        value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
+        if not used and value != default:
+            yield f"{path}.{name} is {value}, which does nothing without {with_it}; set that, or leave it at {default}"
+
+
+def _model_problems(config: RunConfig) -> Iterator[str]:
+    """What the model's own config rules out."""
+    if config.model.checkpoint is None:
+        return
+    try:
+        info = read_model_info(config.model.checkpoint)
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"
+        return
+    if info.routing is None and config.trainer.router_replay != "none":
+        yield (
+            f"trainer.router_replay is {config.trainer.router_replay}, but model.checkpoint "
+            f"{config.model.checkpoint} is dense ({info.family}); use trainer.router_replay=none"
+        )
+    try:
+        check_engine(
+            config.engine,
+            checkpoint=config.model.checkpoint,
+            capture=config.captures_routing,
+            force=config.forces_routing,
+            on_this_machine=config.cluster.address is None,
+        )
+    except ValueError as error:
+        yield str(error)
+    try:
+        read_shape(config.model.checkpoint)
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from async_rl.train.model import ParallelConfig, TrainerConfig
+from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
 
 EXIT_REFUSED = 2
 
@@ -58,11 +58,11 @@ def export_checkpoint(directory: Path, *, step: int | None = None, out: Path | N
 
 
 def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -> None:
-    from async_rl.train.checkpoint import fields_of, load_state, read_manifest  # imports megatron
-    from async_rl.train.distributed import ProcessGroups
-    from async_rl.train.gpt import build_model
-    from async_rl.train.shards import copy_into, live_tensors, model_shards
-    from async_rl.weights.export import export_pretrained
+    from async_rl.trainer.distributed import ProcessGroups
+    from async_rl.trainer.export import export_pretrained
+    from async_rl.trainer.model.gpt import build_model
+    from async_rl.trainer.state.checkpoint import fields_of, load_state, read_manifest  # imports megatron
+    from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards
 
     groups = ProcessGroups(config, rank=0, world_size=1, rendezvous=None)
     try:
@@ -107,7 +107,7 @@ def _checkpoint(checkpoints: Path, step: int | None) -> Path:
     Raises:
         ExportError: there is none; names those that there are.
     """
-    from async_rl.checkpoints import CheckpointConfig, Checkpoints
+    from async_rl.controller.checkpoints import CheckpointConfig, Checkpoints
 
     steps = Checkpoints(checkpoints, config=CheckpointConfig()).steps()
     if step is None and steps:

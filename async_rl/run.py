@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from async_rl.logs import notes_of
+from async_rl.files.logs import notes_of
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config_name=arguments.config_name,
             config_dir=arguments.config_dir or CONFIGS,
         )
-        from async_rl.program import Program
+        from async_rl.controller.launcher import Program
 
         program = Program(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
     except ValueError as error:

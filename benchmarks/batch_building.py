@@ -26,19 +26,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.advantage import AdvantageConfig
-from async_rl.batch.micro_batch import Coordinates
-from async_rl.batch.prepare import prepare
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import TrainerConfig
-from async_rl.train.planning import BatchPlan, Planner
-from async_rl.train.step import MicroBatch, MicroBatchBuilder
+from async_rl.controller.prepare import prepare
+from async_rl.trainer.batch.advantage import AdvantageConfig
+from async_rl.trainer.batch.micro_batch import Coordinates
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.planning import BatchPlan, Planner
+from async_rl.trainer.step import MicroBatch, MicroBatchBuilder
 from benchmarks.support import markdown_table, show
 from message_queue.contract import Batch
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
-from message_queue.rows import RowRun
-from message_queue.sequence import GroupContent, SampledRun, TrainingSequence
+from message_queue.routing_rows import RowRun
 from message_queue.tokens import RoutingSpec, StopReason
+from message_queue.training_sequence import GroupContent, SampledRun, TrainingSequence
 
 ROUTING = RoutingSpec(layers=tuple(range(48)), num_experts=128, top_k=8)
 MEDIAN, SIGMA, LONGEST = 1250, 0.85, 9800
@@ -114,7 +114,7 @@ def plan_of(heads: Sequence[GroupHead], contents: Sequence[Any], *, ranks: int) 
 
 
 class NoRotary:
-    """Stands for `async_rl.train.attention.Rotary`."""
+    """Stands for `async_rl.trainer.model.attention.Rotary`."""
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return positions, positions

@@ -36,11 +36,11 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.engine import GenerateRequest
-from async_rl.batch.training_batch import TrainingBatch
 from async_rl.config import RunConfig, load_config
-from async_rl.data.task import build_task
-from async_rl.engines.vllm import VllmReplica, engine_environment
-from async_rl.model_info import read_model_info
+from async_rl.inference.vllm.engine import VllmReplica, engine_environment
+from async_rl.rollout.task import build_task
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.weights.model_info import read_model_info
 from benchmarks.routing_mismatch import LOG_2, against_engine, changed_rows, choices_of, evaluate, roll_out, tensors
 from benchmarks.support import (
     FloatArray,
@@ -56,8 +56,8 @@ from benchmarks.support import (
     start_rank,
 )
 from benchmarks.train_steps import with_sequences
-from message_queue.sequence import TrainingSequence
 from message_queue.tokens import StopReason
+from message_queue.training_sequence import TrainingSequence
 from message_queue.trajectory import PromptGroup, Trajectory
 
 PROMPT, SAMPLED = 32, 96  # tokens of a trajectory under random weights

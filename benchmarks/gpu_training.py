@@ -32,13 +32,13 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.training_batch import TrainingBatch
-from async_rl.model_info import read_model_info
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
-from async_rl.train.planning import Planner
-from async_rl.train.worker import TrainerRank
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.planning import Planner
+from async_rl.trainer.rank import TrainerRank
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_info import read_model_info
 from benchmarks.support import Variant, markdown_table, show, trainers_side_by_side
 from benchmarks.train_steps import random_batch
 from benchmarks.train_throughput import bare_step, build_micro_batches

@@ -35,14 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.engine import EngineError
 from agent_loop.tools import PauseGate
-from async_rl.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.config import RunConfig, load_config
-from async_rl.engines import sglang_server, vllm, vllm_worker
-from async_rl.engines.select import actor_environment, start_replica
-from async_rl.engines.sglang_config import SglangConfig
-from async_rl.engines.vllm_worker import LoadsUpdates
-from async_rl.weights.probe import MismatchConfig
-from async_rl.weights.publisher import Publisher
+from async_rl.config import MismatchConfig, RunConfig, load_config
+from async_rl.inference.publisher import Publisher
+from async_rl.inference.select import actor_environment, start_replica
+from async_rl.inference.sglang import server as sglang_server
+from async_rl.inference.sglang.config import SglangConfig
+from async_rl.inference.vllm import engine as vllm_engine
+from async_rl.inference.vllm import worker as vllm_worker
+from async_rl.inference.vllm.worker import LoadsUpdates
+from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.weights.transport import WeightUpdate, write_update
 from benchmarks import load_checks_sglang
 from benchmarks.support import Interval, RolloutsHere, figure, markdown_table, save_calculator, say, show, start_rank
@@ -63,7 +64,7 @@ class SwitchedLoads(LoadsUpdates):
     originals: tuple[Any, Any] | None = None
 
     def compute_checksums(self, on: bool) -> None:
-        cpu: Any = importlib.import_module("async_rl.engines.vllm_cpu")  # imports vLLM, which this process does not
+        cpu: Any = importlib.import_module("async_rl.compat.vllm")  # imports vLLM, which this process does not
         first = SwitchedLoads.originals = SwitchedLoads.originals or (vllm_worker.model_checksums, cpu.checksum)
         without = (lambda model: load_checks_sglang.no_checksums(), lambda tensor: str(time.perf_counter_ns()))
         vllm_worker.model_checksums, cpu.checksum = first if on else without
@@ -84,12 +85,12 @@ async def start(config: RunConfig, *, checkpoint: Path, folder: Path) -> tuple[A
         with mock.patch.object(sglang_server, "server_environment", with_plugin):
             replica = await start_replica(config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True)
         return replica, switch_sglang
-    arguments = vllm.engine_args
+    arguments = vllm_engine.engine_args
 
     def with_extension(*args: Any, **options: Any) -> dict[str, Any]:
         return arguments(*args, **options) | {"worker_extension_cls": EXTENSION}
 
-    with mock.patch.object(vllm, "engine_args", with_extension):
+    with mock.patch.object(vllm_engine, "engine_args", with_extension):
         started: Any = await start_replica(config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True)
 
     async def switch_vllm(on: bool) -> None:

@@ -27,11 +27,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.packing import plan_micro_batches
-from async_rl.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.model_info import read_model_info
-from async_rl.train.model import TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.batch.packing import plan_micro_batches
+from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_info import read_model_info
 from benchmarks.support import Variant, markdown_table, save_calculator, show, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time_in_turns
 

@@ -23,9 +23,9 @@ from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead, head_of
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.queue import TrajectoryQueue
-from message_queue.sequence import GroupContent, content_of
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.training_sequence import GroupContent, content_of
 from message_queue.trajectory import PromptGroup, Trajectory
 
 PROMPT_TOKENS = 256

@@ -23,12 +23,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.model_info import read_model_info
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import RouterReplayMode, TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
-from async_rl.train.worker import TrainerRank
+from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
+from async_rl.trainer.rank import TrainerRank
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_info import read_model_info
 from benchmarks.equal_weights import save_random
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.support import Variant, markdown_table, save_calculator, show, trainers_side_by_side

@@ -33,11 +33,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from agent_loop.decoder import SegmentDecoder, observe_prompt
 from agent_loop.engine import GenerateRequest, SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.segments import SegmentDecoder, observe_prompt
-from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
-from async_rl.model_info import ModelInfo, read_model_info
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.weights.model_info import ModelInfo, read_model_info
 from benchmarks.support import show
 from message_queue.trajectory import Trajectory
 

@@ -42,20 +42,20 @@ from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tools import Gate
-from async_rl.actors import start_ray
+from async_rl.cluster.actors import start_ray
+from async_rl.cluster.clients import ReplicaHandle
+from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import RunConfig, load_config
-from async_rl.data.task import TaskConfig, build_task
-from async_rl.engines.vllm import engine_environment
-from async_rl.engines.vllm_config import VllmConfig, check_engine, engine_args
-from async_rl.engines.vllm_process import start_engine
-from async_rl.engines.vllm_segment import sampling_params
-from async_rl.handles import ReplicaHandle
-from async_rl.model_info import ModelInfo, read_model_info
-from async_rl.rollout.contents import ContentPlace
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.vllm.config import VllmConfig, check_engine, engine_args
+from async_rl.inference.vllm.engine import engine_environment
+from async_rl.inference.vllm.process import start_engine
+from async_rl.inference.vllm.segment import sampling_params
 from async_rl.rollout.dispatcher import Dispatcher
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout_workers import WorkerHandle
+from async_rl.rollout.task import TaskConfig, build_task
+from async_rl.weights.model_info import ModelInfo, read_model_info
 from benchmarks.support import CpuClock, markdown_table, say, show
 from message_queue.contract import Admission
 from message_queue.tokens import Int32Array

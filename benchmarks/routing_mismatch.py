@@ -33,14 +33,14 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.tools import OpenGate
-from async_rl.batch.advantage import compute_advantages
-from async_rl.batch.micro_batch import Coordinates
-from async_rl.batch.training_batch import TrainingBatch, training_batch
 from async_rl.config import RunConfig, load_config
-from async_rl.data.task import Task, build_task
-from async_rl.engines.vllm import VllmReplica, engine_environment
-from async_rl.model_info import read_model_info
+from async_rl.inference.vllm.engine import VllmReplica, engine_environment
 from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.task import Task, build_task
+from async_rl.trainer.batch.advantage import compute_advantages
+from async_rl.trainer.batch.micro_batch import Coordinates
+from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
+from async_rl.weights.model_info import read_model_info
 from benchmarks.support import (
     BoolArray,
     FloatArray,
@@ -57,7 +57,7 @@ from benchmarks.support import (
     start_rank,
 )
 from message_queue.heads import head_of
-from message_queue.sequence import content_of
+from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup
 
 WARM_STEPS = 120
@@ -89,7 +89,7 @@ def evaluate(
     The mode is chosen here and not by the rank's own configuration, so that one set of weights serves all modes.
     experts: those replayed (R3), those that the live router chose (R2), -1 (none).
     """
-    from async_rl.train.step import MicroBatchBuilder, Objective
+    from async_rl.trainer.step import MicroBatchBuilder, Objective
 
     info, model = rank._info, rank.model
     plan = rank._planner.whole(batch)

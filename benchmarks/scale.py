@@ -42,19 +42,19 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.actors import MAX_ROLLOUTS, ClusterConfig, start_ray
-from async_rl.cluster.queue_handle import QueueHandle, start_queue
-from async_rl.config import RunConfig, load_config
-from async_rl.handles import ReplicaAddress, ReplicaHandle
-from async_rl.lives import Lasting, Lives, supervised
-from async_rl.observe.recorder import Recorder
-from async_rl.observe.trace import Trace
-from async_rl.resume import Resume
-from async_rl.rollout.conductor import Free
+from async_rl.cluster.actors import MAX_ROLLOUTS, start_ray
+from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
+from async_rl.cluster.queue_client import QueueHandle, start_queue
+from async_rl.cluster.rollout_workers import WorkerHandle, addresses
+from async_rl.config import ClusterConfig, RunConfig, load_config
+from async_rl.controller.recovery import Lasting, Lives, supervised
+from async_rl.controller.resume import Resume
+from async_rl.inference.pool import FleetReplica, ReplicaFleet
+from async_rl.metrics.recorder import Recorder
+from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher
-from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
-from async_rl.rollout_workers import WorkerHandle, addresses
-from async_rl.train.planning import Planner
+from async_rl.rollout.schedule_replay import Free
+from async_rl.trainer.planning import Planner
 from benchmarks.scale_processes import (
     FIRST_WORD,
     PROMPT_TOKENS,
@@ -128,7 +128,7 @@ class Parts:
 
 
 class QueueOfSize:
-    """Starts the queue of a run; see `async_rl.workers.Workers`."""
+    """Starts the queue of a run; see `async_rl.controller.processes.Workers`."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

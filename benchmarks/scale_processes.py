@@ -16,11 +16,11 @@ import ray
 from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
-from async_rl.actors import ReplicaHost, RolloutHost
-from async_rl.engines.replica import Flight, KeptKV, ReplicaStats, RequestGate
-from async_rl.engines.spans import cut_into_segments
-from async_rl.handles import TrainerHandle
-from async_rl.train.planning import BatchPlan
+from async_rl.cluster.actors import ReplicaHost, RolloutHost
+from async_rl.cluster.clients import TrainerHandle
+from async_rl.inference.replica import Flight, KeptKV, ReplicaStats, RequestGate
+from async_rl.inference.spans import cut_into_segments
+from async_rl.trainer.planning import BatchPlan
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 
@@ -103,7 +103,7 @@ class IdleHost(Metered):
 
 
 class ScriptedReplica:
-    """See `async_rl.engines.replica.Replica`. Its requests decode until their group is released, or are aborted.
+    """See `async_rl.inference.replica.Replica`. Its requests decode until their group is released, or are aborted.
 
     The gate is the real one. Tokens, logprobs and rows are parts of arrays that are made once.
     """

@@ -32,10 +32,10 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.simulate.processes import current_process
-from async_rl.simulate.scenario import Fault, Scenario
-from async_rl.simulate.virtual_time import VirtualTimeLoop
-from async_rl.simulate.world import STANDSTILL_TURNS, World, run_to_end
+from async_rl.simulator.processes import current_process
+from async_rl.simulator.scenario import Fault, Scenario
+from async_rl.simulator.virtual_time import VirtualTimeLoop
+from async_rl.simulator.world import STANDSTILL_TURNS, World, run_to_end
 from benchmarks.support import markdown_table, say, show
 
 GROUP = 50  # trajectories

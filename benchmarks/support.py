@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
-from async_rl.batch.training_batch import TrainingBatch
 from async_rl.config import RunConfig
-from async_rl.data.task import Task
-from async_rl.model_info import read_model_info
+from async_rl.controller.warm_start import run_warm_start
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
-from async_rl.warm_start import run_warm_start
+from async_rl.rollout.task import Task
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_info import read_model_info
 from message_queue.queue import Admission
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup
@@ -144,7 +144,7 @@ def trainers_side_by_side(
 
 
 def _start(variant: Variant, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
-    from async_rl.train.worker import TrainerRank  # megatron takes seconds to import
+    from async_rl.trainer.rank import TrainerRank  # megatron takes seconds to import
 
     return TrainerRank(
         config=variant.config, optimizer=optimizer, loss=variant.loss, checkpoint=checkpoint, rank=0, world_size=1

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from async_rl.batch.training_batch import TrainingBatch, supervised_batch
+from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
 from benchmarks.support import FloatArray, Interval, bootstrap
-from message_queue.rows import RowRun
-from message_queue.sequence import TrainingSequence
-from message_queue.support import SamplingSupport
+from message_queue.routing_rows import RowRun
+from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ExpertArray, RoutingSpec
+from message_queue.training_sequence import TrainingSequence
 
 
 @dataclass(slots=True)

@@ -23,15 +23,15 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.batch.micro_batch import Coordinates
-from async_rl.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.model_info import read_model_info
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import TrainerConfig
-from async_rl.train.optimizer import Optimizer, OptimizerConfig
-from async_rl.train.planning import Planner
-from async_rl.train.step import MicroBatch, MicroBatchBuilder
-from async_rl.train.worker import TrainerRank
+from async_rl.trainer.batch.micro_batch import Coordinates
+from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.planning import Planner
+from async_rl.trainer.rank import TrainerRank
+from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
+from async_rl.trainer.step import MicroBatch, MicroBatchBuilder
+from async_rl.weights.model_info import read_model_info
 from benchmarks.support import Variant, save_calculator, show, trainers_side_by_side
 from benchmarks.train_steps import as_rollouts, paired_ratio, time_in_turns, with_support
 from message_queue.tokens import RoutingSpec

@@ -37,15 +37,15 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.tools import PauseGate
-from async_rl.batch.advantage import compute_advantages
-from async_rl.batch.training_batch import TrainingBatch, training_batch
 from async_rl.config import RunConfig, load_config
-from async_rl.data.task import Task, build_task
-from async_rl.engines.replica import KeptKV
-from async_rl.engines.select import actor_environment, start_replica
-from async_rl.model_info import read_model_info
+from async_rl.inference.publisher import OnUpdate, Publisher
+from async_rl.inference.replica import KeptKV
+from async_rl.inference.select import actor_environment, start_replica
 from async_rl.rollout.rollouter import Rollouter
-from async_rl.weights.publisher import OnUpdate, Publisher
+from async_rl.rollout.task import Task, build_task
+from async_rl.trainer.batch.advantage import compute_advantages
+from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
+from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate
 from benchmarks.support import (
     FloatArray,
@@ -62,7 +62,7 @@ from benchmarks.support import (
     start_rank,
 )
 from message_queue.heads import head_of
-from message_queue.sequence import content_of
+from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup, ResumeRouting
 
 WARM_STEPS = 120

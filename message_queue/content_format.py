@@ -22,7 +22,7 @@ from xxhash import xxh3_64
 
 from message_queue.disk_errors import JournalFormatError
 from message_queue.progress import CallBegun, RolloutStep, Sampled, TrajectoryClosed
-from message_queue.support import SamplingSupport
+from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 FORMAT = 2

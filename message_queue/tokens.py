@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from message_queue.support import SamplingSupport
+    from message_queue.sampling_support import SamplingSupport
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]

@@ -24,8 +24,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from message_queue.rows import HeldRows
-from message_queue.sequence import SampledRun, TrainingSequence, runs_of, training_sequence
+from message_queue.routing_rows import HeldRows
 from message_queue.tokens import (
     ContractError,
     Int32Array,
@@ -34,6 +33,7 @@ from message_queue.tokens import (
     StopReason,
     TokenOutput,
 )
+from message_queue.training_sequence import SampledRun, TrainingSequence, runs_of, training_sequence
 
 ResumeRouting = Literal["append", "force", "replace", "split"]
 

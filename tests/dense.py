@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from message_queue.rows import NOT_SAMPLED
-from message_queue.sequence import BoolArray
+from message_queue.routing_rows import NOT_SAMPLED
 from message_queue.tokens import Float32Array, Int32Array, TokenOutput
+from message_queue.training_sequence import BoolArray
 from message_queue.trajectory import Trajectory
 
 

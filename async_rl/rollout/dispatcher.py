@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent_loop.loop import Prompt
-from async_rl.logs import with_notes
-from async_rl.rollout.bell import Bell
-from async_rl.rollout.contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
-from async_rl.rollout.fleet import FleetReplica, Member, ReplicaFleet
+from async_rl.files.logs import with_notes
+from async_rl.inference.notifier import Notifier
+from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
+from async_rl.metrics.recorder import ValidationResult
+from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.supervisor import RestartLimit, SupervisionConfig
-from async_rl.rollout.tokens import TokenCount
-from async_rl.rollout.validator import ValidationResult, ValidationRound
+from async_rl.rollout.token_count import TokenCount
+from async_rl.rollout.validator import ValidationRound
 from async_rl.rollout.worker import LostReplica, RolledGroup, WorkerEvent
 from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission
@@ -122,7 +123,7 @@ class Dispatcher:
         self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
         self._held: dict[int, Sequence[Trajectory]] = {}  # content of groups of failed workers, once read
-        self._changed = Bell()
+        self._changed = Notifier()
         self._place: ContentPlace | None = None
         self._num_writers = self._num_awaited = 0
         self._handouts = itertools.count()
@@ -335,8 +336,8 @@ class Dispatcher:
                 continue
             self._live.append(member := _Member(worker, lost.slot))
             self._followed = None
-            self._fleet.changed.ring()
-            self._changed.ring()
+            self._fleet.changed.notify_all()
+            self._changed.notify_all()
             return member
         return None
 
@@ -349,7 +350,7 @@ class Dispatcher:
                 self._held[group] = stored.groups[group].trajectories if group in stored.groups else ()
         else:
             self._held |= dict.fromkeys(groups, ())
-        self._changed.ring()
+        self._changed.notify_all()
 
     async def _all(self, call: Callable[[Worker], Awaitable[None]]) -> None:
         """Call all live workers."""

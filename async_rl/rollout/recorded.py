@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from async_rl.rollout.bell import Bell
+from async_rl.inference.notifier import Notifier
 from message_queue.progress import CallBegun, RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
@@ -53,7 +53,7 @@ class StoredRolloutLog:
         self._store = store
         self._waiting: list[RolloutRecord] = []
         self._num_appended = self._num_written = 0
-        self._progress = Bell()
+        self._progress = Notifier()
         self._sending: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
@@ -80,12 +80,12 @@ class StoredRolloutLog:
                 records, self._waiting = self._waiting, []
                 await self._store.append(records)
                 self._num_written += len(records)
-                self._progress.ring()
+                self._progress.notify_all()
         except Exception as error:  # noqa: BLE001 - every later flush raises it
             self._failure = error
         finally:
             self._sending = None
-            self._progress.ring()
+            self._progress.notify_all()
 
 
 class CountedTrajectory(Trajectory):

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
 from async_rl.rollout.recorded import CountedTrajectory, NoRolloutLog, RecordedTrajectory, RolloutLog, RolloutLogError
-from async_rl.rollout.tokens import TokenCount
+from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.tokens import ContractError, RoutingSpec, StopReason

@@ -3,7 +3,7 @@
 A line lists the groups of the batch, in the order of the trainer. Each entry has the prompt, the optimizer updates in
 the weights at its admission, and for each trajectory the number of tokens sampled under each version of the weights.
 This covers every effect of admissions, aborts, resumes, publishes and batches on the data. A run under the schedule
-(`async_rl.rollout.conductor`) therefore trains on tokens of the same prompts, with the same age at the same step.
+(`async_rl.rollout.schedule_replay`) therefore trains on tokens of the same prompts, with the same age at the same step.
 `train_step` is the last optimizer step of the batch, `optimizer_steps` the number of its optimizer steps
 (trainer.updates_per_batch).
 """
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from agent_loop.loop import Prompt
-from async_rl.data.prompts import PromptOrder
-from async_rl.jsonl import read_lines
+from async_rl.files.jsonl import read_lines
+from async_rl.rollout.prompts import PromptOrder
 from message_queue.heads import GroupHead, merged_spans
 
 FILE_NAME = "schedule.jsonl"

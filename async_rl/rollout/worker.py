@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
-from async_rl.rollout.contents import ContentPlace
-from async_rl.rollout.fleet import FleetReplica, ReplicaFleet
+from async_rl.inference.pool import FleetReplica, ReplicaFleet
+from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import ValidationRound, Validator
@@ -18,7 +18,7 @@ from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.disk_errors import JournalError
 from message_queue.heads import GroupHead, head_of
-from message_queue.sequence import GroupContent, content_of
+from message_queue.training_sequence import GroupContent, content_of
 from message_queue.trajectory import Trajectory
 
 APPEND_TURNS = 20  # event-loop iterations in which rollouts append received answers

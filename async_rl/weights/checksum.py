@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
+PACKED = "_async_rl_packed"  # attribute of a layer: checksum of a weight that its CPU kernel holds in packed form
 _Words = NDArray[np.int64] | NDArray[np.uint8]
 _LANES = 256  # 64-bit words per row, see `_sums`
 

@@ -9,7 +9,7 @@ sides are compared by module, whose names all engines share:
 
 If the digest of a module differs from the previous load, its live checksum must differ too. A module with unchanged
 tensors (frozen layers, learning rate 0) is not checked. Swapped tensors change the checksum as well, so this check does
-not find them; the comparison with other replicas and `async_rl.weights.probe` do.
+not find them; the comparison with other replicas and `async_rl.controller.probe` do.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from async_rl.folders import make_folder, partial_folder, publish_folder, recover_folder
+from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folder
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in huggingface_hub; its writer is not used because it needs all tensors at once
 INDEX = "model.safetensors.index.json"

@@ -14,8 +14,8 @@ import numpy as np
 from agent_loop.chat import Chat, Tokenizer
 from agent_loop.loop import Message
 from agent_loop.tools import MalformedCall, ToolError, parse_tool_calls
-from message_queue.sequence import BoolArray
 from message_queue.tokens import Int32Array
+from message_queue.training_sequence import BoolArray
 from recipes.calculator.calculator import ERROR_TEXT, NAME, calculate
 from recipes.calculator.problems import Problem, make_prompt
 from recipes.calculator.reward import answer_text

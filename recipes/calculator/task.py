@@ -1,4 +1,4 @@
-"""The calculator task: implements `async_rl.data.task.Task`."""
+"""The calculator task: implements `async_rl.rollout.task.Task`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import Gate, ToolRunner, describe_tool
-from async_rl.validation import explain
-from message_queue.sequence import BoolArray
+from async_rl.files.validation import explain
 from message_queue.tokens import Int32Array
+from message_queue.training_sequence import BoolArray
 from recipes.calculator.calculator import ERROR_TEXT, Calculator, LatencyConfig
 from recipes.calculator.demonstrator import Demonstrator
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint

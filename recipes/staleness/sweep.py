@@ -24,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from async_rl.config import ConfigError, load_config
-from async_rl.observe.report import RunRecord, read_run
+from async_rl.metrics.report import RunRecord, read_run
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
 SETTINGS_FILE = "settings.json"

@@ -9,7 +9,10 @@ import pytest
 
 from tests.architecture.test_imports import MODULES, PACKAGES, ROOT, imports, name_of
 
-SERVER_SIDE = "async_rl/engines/sglang_side/"  # runs in the virtualenv of the SGLang server
+SERVER_SIDE = (
+    "async_rl/inference/sglang/plugin/",
+    "async_rl/compat/sglang/",
+)  # run in the virtualenv of the SGLang server
 DISTRIBUTIONS = {  # if the name differs from that of the import
     "annotated_types": "annotated-types",
     "hydra": "hydra-core",

@@ -53,8 +53,8 @@ def test_imports_stay_where_they_belong(path):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("async_rl/program.py", "def f():\n    from omegaconf import DictConfig"),
-        ("async_rl/program.py", "import hydra.utils"),
+        ("async_rl/controller/launcher.py", "def f():\n    from omegaconf import DictConfig"),
+        ("async_rl/controller/launcher.py", "import hydra.utils"),
         ("message_queue/client.py", "import ray"),
         ("message_queue/queue.py", "from agent_loop.loop import Prompt"),
         ("agent_loop/chat.py", "from transformers import AutoTokenizer"),

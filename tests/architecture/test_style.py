@@ -7,7 +7,7 @@ import pytest
 from tests.architecture.test_imports import MODULES, ROOT, name_of
 
 BLOCKING = {"ray.get", "ray.wait", "ray.util.wait", "time.sleep"}
-ACTORS = "async_rl/actors.py"
+ACTORS = "async_rl/cluster/actors.py"
 
 
 def aliases(tree: ast.AST) -> dict[str, str]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from agent_loop.engine import SamplingConfig
-from async_rl.engines.spans import cut_into_segments
-from message_queue.sequence import TrainingSequence
+from async_rl.inference.spans import cut_into_segments
 from message_queue.tokens import RoutedExperts
+from message_queue.training_sequence import TrainingSequence
 from message_queue.trajectory import Trajectory
 from tests.conformance.engines import EngineUnderTest, Exchange
 from tests.conformance.reference import Reference, logprob_gap, routing_mismatches, settled_rows

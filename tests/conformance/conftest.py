@@ -18,12 +18,12 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines import sglang_server as sglang_server_module
-from async_rl.engines import vllm
-from async_rl.engines.sglang import SglangReplica
-from async_rl.engines.sglang_config import server_environment
-from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
-from async_rl.model_info import read_model_info
+from async_rl.inference.sglang import server as sglang_server_module
+from async_rl.inference.sglang.config import server_environment
+from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.vllm import engine as vllm
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput, WeightVersion
 from tests import numerics

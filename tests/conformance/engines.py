@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.segments import SegmentDecoder
-from async_rl.engines.replica import KeptKV
-from async_rl.rollout.fleet import FleetReplica
-from async_rl.weights.publisher import OnUpdate, Publisher, PublishReport
+from async_rl.inference.pool import FleetReplica
+from async_rl.inference.publisher import OnUpdate, Publisher, PublishReport
+from async_rl.inference.replica import KeptKV
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import ResumeRouting, Trajectory

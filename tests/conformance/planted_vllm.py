@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from async_rl.engines.vllm_worker import LoadsUpdates
+from async_rl.inference.vllm.worker import LoadsUpdates
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.transport import read_update
 from tests.conformance.planted import LOADS

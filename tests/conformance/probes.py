@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines import vllm_decode
-from async_rl.engines.sglang import SglangReplica
-from async_rl.engines.vllm import VllmReplica
+from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.vllm import decode as vllm_decode
+from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import Int32Array, RoutingSpec, TokenOutput
 from tests import numerics
 from tests.conformance.reference import Reference, reference_of_parts

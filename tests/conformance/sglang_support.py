@@ -14,8 +14,8 @@ import pytest
 import transformers
 
 from agent_loop.engine import EngineError, GenerateRequest
-from async_rl.engines.sglang import SglangConfig, SglangReplica
-from async_rl.engines.sglang_server import interpreter
+from async_rl.inference.sglang.engine import SglangConfig, SglangReplica
+from async_rl.inference.sglang.server import interpreter
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput
 from tests import numerics

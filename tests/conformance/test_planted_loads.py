@@ -13,15 +13,16 @@ import pytest_asyncio
 import torch
 
 from agent_loop.engine import EngineError
-from async_rl.batch.training_batch import TrainingBatch
-from async_rl.engines.sglang import SglangReplica
-from async_rl.engines.vllm import VllmReplica
-from async_rl.model_info import read_model_info
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.weights.probe import FLOAT32_MAX_K3, MismatchConfig, MismatchError, Probe
+from async_rl.config import FLOAT32_MAX_K3, MismatchConfig
+from async_rl.controller.probe import MismatchError, Probe
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.vllm.engine import VllmReplica
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate
-from message_queue.sequence import SampledRun, TrainingSequence
 from message_queue.tokens import RoutingSpec
+from message_queue.training_sequence import SampledRun, TrainingSequence
 from tests.conformance import sglang_support
 from tests.conformance.conftest import Models, prompt
 from tests.conformance.planted import FAULT

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import EngineError, ReplicaLostError
-from async_rl.engines.replica import Flight, RequestGate
+from async_rl.inference.replica import Flight, RequestGate
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 

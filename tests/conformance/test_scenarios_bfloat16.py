@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from async_rl.engines.sglang import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_merged, rows_sent, versions_of, whole
 from tests.conformance.conftest import CONFIG, Report, sglang_under_test, start_vllm, vllm_under_test

@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.engine import GenerateRequest, ReplicaLostError
-from async_rl.engines.vllm import VllmReplica
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.routing import ReplicaRouter
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import TokenOutput
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of

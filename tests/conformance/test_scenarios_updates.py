@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.engines.sglang import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica
 from message_queue.tokens import StopReason
 from tests.conformance.checks import (
     assert_merged,

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.rollout.contents import ContentPlace, next_writer, read_content, writer_name
+from async_rl.rollout.group_contents import ContentPlace, next_writer, read_content, writer_name
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
 from message_queue.content import ContentWriter
 from message_queue.heads import head_of
 from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.recovery import JournalPlace, Restored, open_queue
-from message_queue.sequence import content_of
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutingSpec, StopReason
+from message_queue.training_sequence import content_of
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
 from tests.conformance.engines import EngineUnderTest, tokens

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.engine import EngineError
-from async_rl.engines.sglang import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.sglang_support import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import AnswerError, SamplingConfig
-from async_rl.engines.sglang import SglangReplica
-from async_rl.engines.sglang_server import CallError
+from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.sglang.server import CallError
 from message_queue.tokens import RoutedExperts, StopReason
 from tests.conformance.reference import reference, routing_mismatches
 from tests.conformance.sglang_support import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from async_rl.engines.sglang import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica
 from message_queue.tokens import StopReason, TokenOutput
 from tests import numerics
 from tests.conformance.reference import Reference, logprob_gap, reference, routing_mismatches

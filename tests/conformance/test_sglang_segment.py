@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest, SamplingConfig
-from async_rl.engines.checks import weight_label
-from async_rl.engines.sglang_config import MAX_KEPT
-from async_rl.engines.sglang_segment import check_generate, generate_body, to_segments
-from async_rl.model_info import ModelInfo
+from async_rl.inference.checks import weight_label
+from async_rl.inference.sglang.config import MAX_KEPT
+from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
+from async_rl.weights.model_info import ModelInfo
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from tests.unit.groups import sets_of
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import AnswerError
-from async_rl.engines import vllm_decode
-from async_rl.engines.vllm import VllmReplica
+from async_rl.inference.vllm import decode as vllm_decode
+from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import generate, prompt, request
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import EngineError, GenerateRequest, SamplingConfig
-from async_rl.engines import vllm_decode
-from async_rl.engines.vllm import VllmReplica
+from async_rl.inference.vllm import decode as vllm_decode
+from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, generate, prompt, publish, request, slowly, until_sampled
 from tests.conformance.reference import gap_with_rows, logprob_gap, reference

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop.engine import EngineError
-from async_rl.engines.replica import KeptKV
-from async_rl.engines.vllm import VllmReplica
+from async_rl.inference.replica import KeptKV
+from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.conftest import Models, generate, prompt, request, until_sampled

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from async_rl.engines.replica import KeptKV
-from async_rl.engines.vllm import VllmReplica
-from async_rl.model_info import read_model_info
+from async_rl.inference.replica import KeptKV
+from async_rl.inference.vllm.engine import VllmReplica
+from async_rl.weights.model_info import read_model_info
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from tests.conformance.conftest import CONFIG, Models, generate, prompt, request, samples, until_sampled

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent_loop.engine import EngineError
-from async_rl.engines.vllm import VllmReplica
+from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.conftest import CONFIG, Models, generate, prompt, publish, request, slowly, until_sampled

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import SamplingConfig
-from async_rl.engines.vllm import VllmReplica
+from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import StopReason
 from tests.conformance.conftest import Models, generate, prompt, request
 from tests.conformance.reference import reference

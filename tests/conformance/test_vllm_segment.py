@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import GenerateRequest, SamplingConfig
-from async_rl.engines.checks import check_request, weight_label
-from async_rl.engines.vllm_segment import (
+from async_rl.inference.checks import check_request, weight_label
+from async_rl.inference.vllm.segment import (
     _top_k,
     cache_salt,
     forced_args,
     recorded_rows,
     to_segments,
 )
-from async_rl.model_info import ModelInfo
+from async_rl.weights.model_info import ModelInfo
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from tests.unit.groups import sets_of
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines.replica import KeptKV
-from async_rl.engines.vllm import VllmReplica
+from async_rl.inference.replica import KeptKV
+from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, prompt, request, slowly

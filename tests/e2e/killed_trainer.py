@@ -26,7 +26,7 @@ def save_over(model, state, number):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    import async_rl.train.worker  # noqa: F401 - once for all
+    import async_rl.trainer.rank  # noqa: F401 - once for all
     from tests.parallel.ranks import ADAM
 
     model, directory, *numbers = sys.argv[1:]

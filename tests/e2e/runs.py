@@ -14,9 +14,9 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.model_info import read_model_info
-from async_rl.resume import Resume
-from async_rl.rollout.contents import read_content
+from async_rl.controller.resume import Resume
+from async_rl.rollout.group_contents import read_content
+from async_rl.weights.model_info import read_model_info
 from message_queue.contract import QueueError
 from message_queue.disk_errors import JournalError
 from message_queue.recovery import open_queue

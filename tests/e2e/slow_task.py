@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt
+from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from message_queue.tokens import StopReason
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
 

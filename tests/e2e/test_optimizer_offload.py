@@ -7,7 +7,7 @@ moves gradients and weights between them. Whether CUDA streams are in order is n
 import pytest
 import torch
 
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests import numerics
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import assert_near, make_batch, save_tiny_moe, start_trainer

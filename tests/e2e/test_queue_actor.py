@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import ray
 
-from async_rl.actors import ClusterConfig, start_ray
-from async_rl.cluster.queue_handle import start_queue
+from async_rl.cluster.actors import start_ray
+from async_rl.cluster.queue_client import start_queue
 from async_rl.cluster.queue_host import QueueUnavailable
-from async_rl.rollout.contents import ContentPlace, read_content
+from async_rl.config import ClusterConfig
+from async_rl.rollout.group_contents import ContentPlace, read_content
 from message_queue.disk_errors import JournalRunError
 from message_queue.heads import head_of
 from message_queue.recovery import JournalPlace

@@ -17,11 +17,12 @@ import ray
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from agent_loop.loop import Message, Prompt
-from async_rl.actors import ClusterConfig, ReplicaHost, start_ray
-from async_rl.engines.replica import Replica
-from async_rl.handles import ReplicaAddress, ReplicaHandle
+from async_rl.cluster.actors import ReplicaHost, start_ray
+from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
+from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.config import ClusterConfig
+from async_rl.inference.replica import Replica
 from async_rl.rollout.dispatcher import WorkerLostError
-from async_rl.rollout_workers import WorkerHandle
 from message_queue.contract import Admission
 from message_queue.tokens import StopReason
 from tests.fakes import FakeEngine, fake_weights

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines.checkpoint_weights import digest_checkpoint
-from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
 from async_rl.export import main
+from async_rl.inference.checkpoint_weights import digest_checkpoint
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
 from tests.conformance.reference import logprob_gap, reference
 from tests.e2e.runs import finish, k3_bound, lines, spawn, start, wait_for_step
 

@@ -23,9 +23,10 @@ import pytest
 import ray
 
 from agent_loop.engine import EngineError, GenerateRequest
-from async_rl.actors import ClusterConfig, start_ray
-from async_rl.engines.sglang import SglangReplica
-from async_rl.handles import ReplicaHandle
+from async_rl.cluster.actors import start_ray
+from async_rl.cluster.clients import ReplicaHandle
+from async_rl.config import ClusterConfig
+from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.conformance.sglang_support import config, mixtral, require_sglang

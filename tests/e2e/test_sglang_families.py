@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from async_rl.engines.sglang import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.sglang_support import (
     Models,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from async_rl.train.losses import LossConfig
+from async_rl.trainer.loss.losses import LossConfig
 from tests.parallel.support import (
     assert_equal_steps,
     gradients,

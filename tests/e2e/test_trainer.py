@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from async_rl.batch.training_batch import TrainingBatch
-from async_rl.observe.metrics import LAGS
-from async_rl.train.checkpoint import TrainerCheckpointError
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import ParallelConfig
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.metrics.registry import LAGS
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import ParallelConfig
+from async_rl.trainer.state.checkpoint import TrainerCheckpointError
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
 from tests import numerics
 from tests.parallel.support import (
@@ -272,7 +272,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(checkpoint
 def test_a_trainer_of_another_size_is_refused(checkpoint, changes, message):
     from dataclasses import replace
 
-    from async_rl.train.worker import TrainerRank
+    from async_rl.trainer.rank import TrainerRank
     from tests.parallel.support import NO_UPDATE, TRAINER
 
     with pytest.raises(RuntimeError, match=message):

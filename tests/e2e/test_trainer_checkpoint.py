@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from async_rl.train.checkpoint import TrainerCheckpointError
-from async_rl.train.losses import LossConfig
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import make_batch, save_tiny_moe, start_trainer

@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from async_rl.model_info import CheckpointError
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import ParallelConfig
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import ParallelConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_info import CheckpointError
 from tests import numerics, tiny_models
 from tests.parallel.support import (
     NO_UPDATE,
@@ -111,7 +111,7 @@ def case(request, tmp_path_factory):
 
 
 def exported(trainer):
-    from async_rl.train.convert import export_weights
+    from async_rl.trainer.model.convert import export_weights
 
     return dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
 
@@ -123,8 +123,8 @@ def saved(folder):
 
 def run_forward(trainer, batch, *, packing, replay="none"):
     """([logits of each sequence], routing as recorded) of one micro-batch with all sequences."""
-    from async_rl.batch.micro_batch import Coordinates
-    from async_rl.train.step import MicroBatchBuilder
+    from async_rl.trainer.batch.micro_batch import Coordinates
+    from async_rl.trainer.step import MicroBatchBuilder
 
     plan = trainer._planner.whole(training_batch_of(batch))
     builder = MicroBatchBuilder(
@@ -255,8 +255,8 @@ def test_the_correction_bias_stays_float32_in_a_bfloat16_model(case):
 
 
 def test_family_names_are_those_of_model_info(case):
-    from async_rl.model_info import read_model_info
-    from async_rl.train.families import FAMILIES
+    from async_rl.trainer.model.families import FAMILIES
+    from async_rl.weights.model_info import read_model_info
 
     info = read_model_info(case.checkpoint)
     assert info.family in FAMILIES
@@ -290,8 +290,8 @@ def test_weights_of_another_shape_than_the_config_says_are_refused(process_group
 
 
 def test_a_layout_that_shared_experts_do_not_divide_into_is_refused(tmp_path):
-    from async_rl.train.families import read_shape
-    from async_rl.train.gpt import _check_divides
+    from async_rl.trainer.model.families import read_shape
+    from async_rl.trainer.model.gpt import _check_divides
 
     tiny_models.qwen2_moe_config(shared_expert_intermediate_size=95).save_pretrained(tmp_path)
     config = replace(TRAINER, ranks=2, parallel=ParallelConfig(tensor=2))

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tensordict import TensorDict
 
-from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
 from message_queue.tokens import TokenOutput
 from tests import numerics, tiny_models
@@ -73,7 +73,7 @@ async def assert_agrees(replica: VllmReplica, trainer: Any, model: Any, *, name:
 async def test_exported_checkpoints_and_updates_of_a_family_agree_with_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ):
-    from async_rl.train.convert import export_weights
+    from async_rl.trainer.model.convert import export_weights
 
     checkpoint = tiny_models.save_checkpoint(CONFIGS[family](), tmp_path / "model", seed=2, vectors=True)
     trainer = start_trainer(checkpoint, optimizer=OptimizerConfig(lr=5e-3))

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests import numerics
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import make_batch, save_tiny_moe, start_trainer

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_rl.train.losses import LossConfig
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests import numerics, tiny_models
 from tests.e2e.test_trainer_families import exported, saved
 from tests.parallel.support import (
@@ -93,7 +93,7 @@ def test_a_model_of_either_spec_is_what_the_checkpoint_holds_and_gives_the_same(
 
 
 def test_transformer_engine_is_refused_where_it_cannot_be_used(tmp_path):
-    from async_rl.train.layers import uses_transformer_engine
+    from async_rl.trainer.model.layers import uses_transformer_engine
 
     cpu = torch.device("cpu")
     asked = replace(TRAINER, dtype="bfloat16", layer_spec="transformer_engine")
@@ -107,7 +107,7 @@ def test_transformer_engine_is_refused_where_it_cannot_be_used(tmp_path):
 
 
 def test_auto_is_transformer_engine_where_it_is_installed_and_new_enough(monkeypatch):
-    from async_rl.train import layers
+    from async_rl.trainer.model import layers
 
     gpu, auto = torch.device("cuda"), replace(TRAINER, dtype="bfloat16")
     monkeypatch.setattr(layers.gpt_layer_specs, "HAVE_TE", True)

@@ -5,9 +5,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from async_rl.batch.routed_experts import RoutingError
-from async_rl.model_info import CheckpointError
-from async_rl.train.losses import LossConfig
+from async_rl.trainer.batch.routed_experts import RoutingError
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import read_update
 from tests import numerics
 from tests.parallel.support import (
@@ -104,8 +104,8 @@ def test_logprobs_equal_those_of_transformers(trainer, reference, checkpoint):
 
 
 def test_logits_equal_those_of_transformers(trainer, reference, checkpoint):
-    from async_rl.batch.micro_batch import Coordinates
-    from async_rl.train.step import MicroBatchBuilder
+    from async_rl.trainer.batch.micro_batch import Coordinates
+    from async_rl.trainer.step import MicroBatchBuilder
 
     batch = make_batch((40,), routed=False)
     plan = trainer._planner.whole(training_batch_of(batch))

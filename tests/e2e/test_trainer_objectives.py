@@ -7,13 +7,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from async_rl.observe.metrics import LAGS, metric_of
-from async_rl.train.losses import (
+from async_rl.metrics.registry import LAGS, metric_of
+from async_rl.trainer.loss.losses import (
     OBJECTIVE_FIELDS,
     LossConfig,
     LossName,
 )
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests import numerics
 from tests.parallel.support import (
     assert_equal_gradients,

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from async_rl.train.losses import LossConfig
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests import numerics
 from tests.parallel.support import (
     assert_equal_gradients,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from async_rl.train.losses import LossConfig
+from async_rl.trainer.loss.losses import LossConfig
 from tests import numerics
 from tests.parallel.support import (
     EXPERTS,

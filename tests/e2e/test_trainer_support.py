@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from async_rl.train.losses import LossConfig
-from async_rl.train.optimizer import OptimizerConfig
-from message_queue.support import SamplingSupport
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ContractError
 from tests import numerics
 from tests.parallel.support import (

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from agent_loop.engine import EngineError, GenerateRequest
-from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from async_rl.engines.vllm import VllmConfig, VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import RoutedExperts
 from tests import numerics

@@ -14,9 +14,10 @@ import ray
 import torch
 
 from agent_loop.engine import EngineError, ReplicaLostError
-from async_rl.actors import ClusterConfig, Placement, PlacementError, start_ray
-from async_rl.engines.vllm import VllmConfig, engine_environment
-from async_rl.handles import ReplicaHandle
+from async_rl.cluster.actors import Placement, PlacementError, start_ray
+from async_rl.cluster.clients import ReplicaHandle
+from async_rl.config import ClusterConfig
+from async_rl.inference.vllm.engine import VllmConfig, engine_environment
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import StopReason
 from tests import numerics

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
-from async_rl.engines.replica import ReplicaStats
-from async_rl.engines.spans import cut_into_segments
+from async_rl.inference.replica import ReplicaStats
+from async_rl.inference.spans import cut_into_segments
 from async_rl.weights.transport import WeightUpdate
-from message_queue.support import SamplingSupport
+from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
     RoutedExperts,

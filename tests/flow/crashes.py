@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from async_rl.checkpoints import RunState, read_run_state
+from async_rl.controller.checkpoints import RunState, read_run_state
 from message_queue import content
 from message_queue.disk_errors import JournalBroken
 from message_queue.journal import EventStore

@@ -13,31 +13,32 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.segments import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.tools import PauseGate
-from async_rl.batch.advantage import AdvantageConfig
-from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
-from async_rl.cluster.queue_handle import QueueClient
+from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
-from async_rl.data.prompts import PromptSource
-from async_rl.observe.recorder import Recorder
-from async_rl.observe.trace import Trace
-from async_rl.pipeline import Pipeline, PipelineConfig
-from async_rl.resume import failed_prompts
-from async_rl.rollout.conductor import Conductor, Free
-from async_rl.rollout.contents import ContentPlace, GroupContents, read_content
+from async_rl.config import CheckpointConfig, MismatchConfig
+from async_rl.controller.checkpoints import Checkpoints, RunState
+from async_rl.controller.controller import Pipeline, PipelineConfig
+from async_rl.controller.probe import Probe
+from async_rl.controller.resume import failed_prompts
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.publisher import Publisher
+from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.supervisor import SupervisionConfig, Supervisor
+from async_rl.metrics.recorder import Recorder
+from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.group_contents import ContentPlace, GroupContents, read_content
+from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.rollouter import FailureConfig, Rollouter, session_name
-from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.schedule import RunSchedule
-from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
+from async_rl.rollout.schedule_replay import Conductor, Free
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
-from async_rl.weights.probe import MismatchConfig, Probe
-from async_rl.weights.publisher import Publisher
+from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.weights.transport import WeightUpdate
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, state_of_checkpoint

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from agent_loop.loop import RolloutError
-from async_rl.data.prompts import FailedPrompts, PromptSource
-from async_rl.resume import failed_prompts
+from async_rl.controller.resume import failed_prompts
+from async_rl.rollout.prompts import FailedPrompts, PromptSource
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.run import causes
 from message_queue.tokens import StopReason

@@ -9,7 +9,7 @@ import pytest
 
 from agent_loop.loop import TurnLimits
 from async_rl.run import causes
-from async_rl.simulate.virtual_time import run_in_virtual_time
+from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.heads import head_of
 from message_queue.trajectory import PromptGroup
 from tests.dense import behaviour_logprobs, loss_mask, param_versions

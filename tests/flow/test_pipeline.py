@@ -8,8 +8,8 @@ import pytest
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import RolloutError
-from async_rl.checkpoints import read_run_state
-from async_rl.observe.report import read_run, write_report
+from async_rl.controller.checkpoints import read_run_state
+from async_rl.metrics.report import read_run, write_report
 from async_rl.run import causes
 from tests.flow.harness import FakeTrainer, Harness
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from agent_loop.engine import AnswerError
-from async_rl.batch.training_batch import supervised_batch
-from async_rl.parts import StageError
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.config import FLOAT32_MAX_K3, HALF_MAX_K3, MismatchConfig
+from async_rl.controller.interfaces import StageError
+from async_rl.controller.probe import MismatchError, Probe, k3_of_replicas
+from async_rl.inference.pool import ReplicaFleet
 from async_rl.rollout.schedule import read_schedule
-from async_rl.weights.probe import FLOAT32_MAX_K3, HALF_MAX_K3, MismatchConfig, MismatchError, Probe, k3_of_replicas
-from message_queue.sequence import content_of
+from async_rl.trainer.batch.training_batch import supervised_batch
+from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup
 from tests.fakes import SPEC, FakeEngine, SeededScript
 from tests.flow.harness import FakeTrainer, Harness

@@ -9,9 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from async_rl.checkpoints import read_run_state
+from async_rl.controller.checkpoints import read_run_state
 from async_rl.run import causes
-from async_rl.simulate.virtual_time import run_in_virtual_time
+from async_rl.simulator.virtual_time import run_in_virtual_time
 from tests.flow.crashes import STEPS
 from tests.flow.harness import FakeTrainer, Harness
 from tests.flow.test_crashes import BATCH, check_batches, check_tokens, lives_of

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.supervisor import SupervisionConfig, Supervisor
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.supervisor import SupervisionConfig, Supervisor
 from async_rl.run import causes
 from tests.flow.harness import FakeReplica, FakeTrainer, Harness
 from tests.flow.test_faulty_engines import check_trained, record_groups

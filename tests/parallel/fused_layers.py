@@ -21,8 +21,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from async_rl.train import gpt
-from async_rl.train.attention import RMSNorm
+from async_rl.trainer.model import gpt
+from async_rl.trainer.model.attention import RMSNorm
 
 
 @contextlib.contextmanager

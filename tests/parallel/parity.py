@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_rl.train.distributed import open_store
-from async_rl.train.losses import LossConfig
+from async_rl.trainer.distributed import open_store
+from async_rl.trainer.loss.losses import LossConfig
 from tests import numerics, tiny_models
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
@@ -156,7 +156,7 @@ def run_cells(cells: list[Cell], folder: Path) -> Iterator[tuple[Cell, Differenc
 
 def make_references(cells: list[Cell], folder: Path) -> None:
     """Checkpoints and what one rank, this process, gives, where `folder` has them not."""
-    from async_rl.train.distributed import ProcessGroups
+    from async_rl.trainer.distributed import ProcessGroups
 
     absent = {c.reference: Cell(family=c.family, layout="single", replay=c.replay, support=c.support) for c in cells}
     absent = {name: cell for name, cell in absent.items() if not (folder / name).exists()}
@@ -230,7 +230,7 @@ class _Ranks:
 
 
 def _rank(rank, ranks, cells, folder, addresses, sending):
-    from async_rl.train.distributed import ProcessGroups
+    from async_rl.trainer.distributed import ProcessGroups
 
     warnings.simplefilter("ignore")
     groups, layout = None, None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from async_rl.train.model import ParallelConfig, TrainerConfig
+from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
 from tests import numerics, tiny_models
 
 

@@ -6,7 +6,7 @@ import os
 import torch
 import torch.multiprocessing
 
-IMPORTED = ["async_rl.train.worker", "tests.parallel.support"]
+IMPORTED = ["async_rl.trainer.rank", "tests.parallel.support"]
 
 
 def rank_processes():

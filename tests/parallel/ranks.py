@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from async_rl.train.distributed import open_store
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.distributed import open_store
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.parallel.processes import rank_processes
 from tests.parallel.support import (
     assert_equal_gradients,
@@ -34,7 +34,7 @@ BALANCE = {"supervised_aux_loss_coefficient": 0.5, "micro_batch_tokens": 4096}
 
 def run_case(trainer, batch, *, folder: Path | None = None):
     """What a layout must not change: logprobs, metrics, gradients, and the weights after two updates."""
-    from async_rl.train.convert import export_weights
+    from async_rl.trainer.model.convert import export_weights
 
     logprobs = trainer.logprobs(batch)
     metrics = [trainer.train(batch)]
@@ -68,7 +68,7 @@ def run_balance_case(trainer, batch):
 @contextlib.contextmanager
 def counted_reads():
     """Sizes of what is read of checkpoints inside the block, in elements."""
-    from async_rl.train.convert import _Reader
+    from async_rl.trainer.model.convert import _Reader
 
     sizes, read = [], _Reader.read
 
@@ -86,7 +86,7 @@ def counted_reads():
 
 def look_at_export(trainer):
     """Sizes in elements: what this rank holds, and of an export the largest tensor, all, and most at one time."""
-    from async_rl.train.convert import export_weights, named_weights
+    from async_rl.trainer.model.convert import export_weights, named_weights
 
     model = trainer.model
     weights = [weight for _, weight in named_weights(model.chunks)]

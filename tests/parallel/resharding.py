@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from async_rl.folders import partial_folder
-from async_rl.train.distributed import open_store
-from async_rl.train.model import ParallelConfig
+from async_rl.files.atomic_dir import partial_folder
+from async_rl.trainer.distributed import open_store
+from async_rl.trainer.model.model import ParallelConfig
 from tests.parallel.processes import rank_processes
 from tests.parallel.ranks import ADAM, LIMIT_S
 from tests.parallel.support import make_batch, make_supervised_batch, start_trainer
@@ -41,7 +41,7 @@ def pretrained_folder(folder):
 
 def next_steps(trainer, layers):
     """Random numbers, metrics of the next updates and the weights after them."""
-    from async_rl.train.convert import export_weights
+    from async_rl.trainer.model.convert import export_weights
 
     draw = torch.rand(3)
     metrics = [trainer.train(make_batch(seed=seed, layers=layers)) for seed in NEXT_SEEDS]

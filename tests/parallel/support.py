@@ -13,14 +13,14 @@ import torch
 import transformers
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from async_rl.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.train.losses import LossConfig, TokenLogprobs, Trajectories, policy_loss, token_weights
-from async_rl.train.model import TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
-from async_rl.train.ratios import second_moment_bound
-from message_queue.rows import RowRun
-from message_queue.sequence import TrainingSequence, sampled_runs
-from message_queue.support import SamplingSupport
+from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
+from async_rl.trainer.loss.losses import LossConfig, TokenLogprobs, Trajectories, policy_loss, token_weights
+from async_rl.trainer.loss.ratios import second_moment_bound
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from message_queue.routing_rows import RowRun
+from message_queue.sampling_support import SamplingSupport
+from message_queue.training_sequence import TrainingSequence, sampled_runs
 from tests import numerics
 from tests.tiny_models import qwen3_moe_config, save_checkpoint
 
@@ -215,7 +215,7 @@ def given_reference(passes, batch):
 @functools.cache
 def padded_rank():
     """A TrainerRank that takes padded batches too, and answers them with padded logprobs."""
-    from async_rl.train.worker import TrainerRank
+    from async_rl.trainer.rank import TrainerRank
 
     class PaddedRank(TrainerRank):
         def train(self, batch):
@@ -236,7 +236,7 @@ def padded_rank():
 
 def gradients(trainer):
     """Hugging Face name -> gradient of the last update, on the CPU."""
-    from async_rl.train.convert import export_weights
+    from async_rl.trainer.model.convert import export_weights
 
     model = trainer.model
     for chunk in model.wrapped:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import ParallelConfig
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import ParallelConfig
 from tests import numerics
 from tests.parallel.ranks import ADAM, BALANCE, assert_equal_cases, run_balance_case, run_case, run_on_ranks
 from tests.parallel.support import (

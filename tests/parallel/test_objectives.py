@@ -2,8 +2,8 @@
 
 import pytest
 
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import ParallelConfig
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import ParallelConfig
 from tests.parallel.ranks import ADAM, assert_equal_cases, run_case, run_on_ranks
 from tests.parallel.support import (
     load_reference,

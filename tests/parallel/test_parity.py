@@ -6,7 +6,7 @@ The cells are mixes of layouts on four ranks, one or more for each replay mode, 
 import pytest
 import torch
 
-from async_rl.train.model import TrainerConfig
+from async_rl.trainer.model.model import TrainerConfig
 from tests.parallel import parity_table
 from tests.parallel.broken_replay import FAULTS, ROUNDED
 from tests.parallel.parity import TOLERANCE, Difference, compare, relative, run_cells

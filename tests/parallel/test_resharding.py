@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 import torch
 
-from async_rl.engines.checkpoint_weights import digest_checkpoint
 from async_rl.export import main
-from async_rl.train.losses import LossConfig
-from async_rl.train.model import ParallelConfig
+from async_rl.inference.checkpoint_weights import digest_checkpoint
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import ParallelConfig
 from async_rl.weights.pretrained import keep_model_files
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import NEXT_SEEDS, Chain, pretrained_folder, run_chains, whole_tensors

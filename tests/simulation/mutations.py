@@ -2,21 +2,21 @@
 
 from dataclasses import dataclass, replace
 
-from agent_loop.segments import SegmentDecoder
+from agent_loop.decoder import SegmentDecoder
 from agent_loop.tools import PauseGate, ToolRunner
-from async_rl.checkpoints import RunState
 from async_rl.cluster.rpc import BatchingClient
-from async_rl.observe.recorder import Recorder
-from async_rl.pipeline import Pipeline
+from async_rl.controller.checkpoints import RunState
+from async_rl.controller.controller import Pipeline
+from async_rl.inference.publisher import Publisher
+from async_rl.metrics.recorder import Recorder
 from async_rl.rollout.validator import Validator
-from async_rl.simulate import engine
-from async_rl.weights.publisher import Publisher
+from async_rl.simulator import engine
 from message_queue.events import Loaded
 from message_queue.queue import TrajectoryQueue
-from message_queue.rows import HeldRows
+from message_queue.routing_rows import HeldRows
+from message_queue.sampling_support import SamplingSupport
 from message_queue.staleness import StalenessBudget
 from message_queue.state import QueueState
-from message_queue.support import SamplingSupport
 from message_queue.trajectory import Trajectory
 from tests.simulation.restart_mutations import RESTART_MUTATIONS
 from tests.simulation.staleness_mutations import STALENESS_MUTATIONS
@@ -74,7 +74,7 @@ def rows_that_a_resumed_request_brings_again_are_appended(patch):
 
 
 def _blocks_of(experts, version):
-    from message_queue.rows import _Block
+    from message_queue.routing_rows import _Block
 
     if len(experts):
         yield _Block(len(experts), version, experts)
@@ -126,7 +126,7 @@ def a_replica_that_is_left_out_of_a_publish(patch):
             )
         return await whole(self, replica, update, **options)
 
-    from async_rl.weights.publisher import _Load as publisher_load
+    from async_rl.inference.publisher import _Load as publisher_load
 
     patch.setattr(Publisher, "_load", load)
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import msgspec
 
-from async_rl import lives
-from async_rl.data.prompts import PromptSource
-from async_rl.resume import Resume
-from async_rl.rollout import contents
-from async_rl.rollout.contents import GroupContents
+from async_rl.controller import recovery as controller_recovery
+from async_rl.controller.resume import Resume
+from async_rl.inference import publisher
+from async_rl.inference.publisher import Publisher
+from async_rl.inference.supervisor import RestartLimit
+from async_rl.rollout import group_contents
+from async_rl.rollout.group_contents import GroupContents
+from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
-from async_rl.rollout.supervisor import RestartLimit
-from async_rl.weights import publisher
-from async_rl.weights.publisher import Publisher
 from message_queue import content, content_reader, journal, recovery
 from message_queue.content import ContentWriter
 from message_queue.journal import EventJournal
@@ -78,7 +78,7 @@ def _patch_restarted(patch, *, edit=list, after=lambda state: None):
 
 
 def a_recovery_that_forgets_what_was_generated(patch):
-    whole = contents.read_groups
+    whole = group_contents.read_groups
 
     def read(directory, groups, **of):
         found = whole(directory, groups, **of)
@@ -87,7 +87,7 @@ def a_recovery_that_forgets_what_was_generated(patch):
                 group.trajectories = [Trajectory(routing=of["routing"]) for _ in group.trajectories]
         return found
 
-    patch.setattr(contents, "read_groups", read)
+    patch.setattr(group_contents, "read_groups", read)
 
 
 def a_bad_checksum_of_an_event_that_is_ignored(patch):
@@ -101,7 +101,7 @@ def a_bad_checksum_of_content_that_is_ignored(patch):
 
 def damage_that_is_not_reported(patch):
     whole = content_reader.read_groups
-    patch.setattr(contents, "read_groups", lambda *args, **of: whole(*args, **of)._replace(notes=[]))
+    patch.setattr(group_contents, "read_groups", lambda *args, **of: whole(*args, **of)._replace(notes=[]))
 
 
 def a_restart_that_trains_again_what_the_checkpoint_holds(patch):
@@ -162,13 +162,13 @@ def a_journal_that_fails_and_costs_a_group(patch):
 
 
 def a_queue_that_is_lost_at_the_end_and_nobody_notices(patch):
-    whole = lives.Lives._close
+    whole = controller_recovery.Lives._close
 
     async def close(self, queue):
         with contextlib.suppress(Exception):
             await whole(self, queue)
 
-    patch.setattr(lives.Lives, "_close", close)
+    patch.setattr(controller_recovery.Lives, "_close", close)
 
 
 def a_lost_trainer_that_ends_the_run(patch):

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from itertools import count
 
-from async_rl.batch import prepare
-from async_rl.pipeline import Pipeline
+from async_rl.controller import prepare
+from async_rl.controller.controller import Pipeline
 from async_rl.rollout import worker
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import QueueSnapshot

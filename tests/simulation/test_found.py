@@ -7,9 +7,9 @@ import pytest
 
 from agent_loop.engine import ReplicaLostError
 from agent_loop.loop import Message, Prompt, RolloutError
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.inference.pool import ReplicaFleet
 from async_rl.rollout.validator import ValidationRound, Validator
-from async_rl.simulate.virtual_time import run_in_virtual_time
+from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.tokens import StopReason
 from tests.fakes import SPEC
 

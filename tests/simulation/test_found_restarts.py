@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_host import QueueUnavailable
-from async_rl.handles import TrainerLostError
-from async_rl.lives import _lost_part
-from async_rl.observe.rewind import rewind
+from async_rl.controller.recovery import _lost_part
+from async_rl.metrics.truncation import rewind
 from async_rl.rollout.recorded import RolloutLogError, StoredRolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import Admission, QueueSnapshot

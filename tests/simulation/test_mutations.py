@@ -4,9 +4,9 @@ import gc
 
 import pytest
 
-from async_rl.simulate.outcome import run_seed
-from async_rl.simulate.scenario import draw_scenario
-from async_rl.simulate.violations import INVARIANTS
+from async_rl.simulator.outcome import run_seed
+from async_rl.simulator.scenario import draw_scenario
+from async_rl.simulator.violations import INVARIANTS
 from tests.simulation.mutations import MUTATIONS
 
 pytestmark = pytest.mark.mutations

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from async_rl.simulate import outcome as outcome_module
-from async_rl.simulate.__main__ import main
-from async_rl.simulate.outcome import run_seed, shrink
+from async_rl.simulate import main
+from async_rl.simulator import outcome as outcome_module
+from async_rl.simulator.outcome import run_seed, shrink
 from tests.simulation.restart_mutations import a_queue_that_answers_before_it_writes as plant
 
 

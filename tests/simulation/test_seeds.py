@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.simulate.__main__ import main, run_seeds
-from async_rl.simulate.outcome import Tally, run_scenario, run_seed
-from async_rl.simulate.scenario import KINDS, Fault, draw_scenario
+from async_rl.simulate import main, run_seeds
+from async_rl.simulator.outcome import Tally, run_scenario, run_seed
+from async_rl.simulator.scenario import KINDS, Fault, draw_scenario
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 1000
-HASHES = "from async_rl.simulate.outcome import run_seed; print([run_seed(seed).trace_hash for seed in range({})])"
+HASHES = "from async_rl.simulator.outcome import run_seed; print([run_seed(seed).trace_hash for seed in range({})])"
 A_SET_OF_NAMES = """
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.inference.pool import ReplicaFleet
 whole = ReplicaFleet.__init__
 ReplicaFleet.__init__ = lambda self, replicas, **of: whole(
     self, [next(r for r in replicas if r.name == name) for name in {r.name for r in replicas}], **of)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from async_rl.simulate.virtual_time import Deadlock, VirtualTimeLoop, run_in_virtual_time
+from async_rl.simulator.virtual_time import Deadlock, VirtualTimeLoop, run_in_virtual_time
 
 
 def test_a_wait_costs_no_time_and_moves_the_clock():

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 
-from async_rl.handles import ReplicaHandle
+from async_rl.cluster.clients import ReplicaHandle
+from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.rollout import dispatcher
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
-from async_rl.rollout_workers import WorkerHandle
 from message_queue.content_reader import _Stored
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from message_queue.contract import Admission
 from message_queue.heads import head_of
-from message_queue.support import SamplingSupport
+from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory
 

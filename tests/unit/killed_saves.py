@@ -11,7 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState
+from async_rl.config import CheckpointConfig
+from async_rl.controller.checkpoints import Checkpoints, RunState
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir"}
 REMOVALS = {"os.remove", "os.rmdir"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.advantage import (
+from async_rl.trainer.batch.advantage import (
     AdvantageConfig,
     AdvantageName,
     Advantages,

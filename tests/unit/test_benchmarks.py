@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.segments import SegmentDecoder
-from async_rl.batch.training_batch import supervised_batch
 from async_rl.cluster.queue_host import QueueHost
-from async_rl.engines.sglang_config import PLUGIN_PATH
+from async_rl.config import MismatchConfig
+from async_rl.inference.sglang.config import PLUGIN_PATH
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.weights.probe import MismatchConfig
+from async_rl.trainer.batch.training_batch import supervised_batch
 from async_rl.weights.transport import WeightUpdate
 from benchmarks import (
     load_checks,

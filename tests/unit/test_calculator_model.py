@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from async_rl.model_info import read_model_info
+from async_rl.weights.model_info import read_model_info
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.task import CalculatorConfig, CalculatorTask
 from recipes.calculator.tokenizer import build_tokenizer

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
-from async_rl.rollout.validations import is_due
+from async_rl.config import CheckpointConfig
+from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.rollout.validator import is_due
 from message_queue.queue import Admission, QueueSnapshot
 from tests.unit.killed_saves import BEFORE, NoRecords
 

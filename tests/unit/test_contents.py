@@ -7,21 +7,21 @@ from types import SimpleNamespace
 import pytest
 
 from agent_loop.tools import PauseGate
-from async_rl.cluster.queue_handle import QueueClient
+from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.config import load_config
-from async_rl.lives import Lives
-from async_rl.resume import Resume
-from async_rl.rollout.contents import ContentPlace, GroupContents, fetched, read_content
+from async_rl.controller.recovery import Lives
+from async_rl.controller.resume import Resume
+from async_rl.inference.pool import ReplicaFleet
 from async_rl.rollout.dispatcher import Dispatcher
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.group_contents import ContentPlace, GroupContents, fetched, read_content
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.worker import RolloutWorker
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.recovery import Restored
-from message_queue.sequence import content_of
+from message_queue.training_sequence import content_of
 from tests.fakes import FakeEngine, SeededScript
 from tests.flow.harness import DirectHandle
 from tests.stored import records_of

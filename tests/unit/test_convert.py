@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from async_rl.model_info import CheckpointError
-from async_rl.train.convert import _Reader, _Split
+from async_rl.trainer.model.convert import _Reader, _Split
+from async_rl.weights.model_info import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

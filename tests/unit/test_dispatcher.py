@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from async_rl.rollout.contents import ContentPlace, read_stored
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.rollout.group_contents import ContentPlace, read_stored
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.supervisor import SupervisionConfig
 from async_rl.rollout.validator import ValidationRound
 from async_rl.rollout.worker import LostReplica, RolledGroup
 from message_queue.content import ContentWriter

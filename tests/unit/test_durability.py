@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_rl.checkpoints import CheckpointConfig, Checkpoints, RunState, read_run_state
-from async_rl.config import load_config
-from async_rl.folders import partial_folder, publish_folder
-from async_rl.observe.recorder import Recorder, StepRecord
-from async_rl.observe.rewind import ENDED_UNSEEN, RECORD_LOST, missing_records
-from async_rl.resume import Resume
-from async_rl.rollout.contents import StoredContent
+from async_rl.config import CheckpointConfig, load_config
+from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.controller.resume import Resume
+from async_rl.files.atomic_dir import partial_folder, publish_folder
+from async_rl.metrics.recorder import Recorder, StepRecord
+from async_rl.metrics.truncation import ENDED_UNSEEN, RECORD_LOST, missing_records
+from async_rl.rollout.group_contents import StoredContent
 from message_queue.contract import QueueSnapshot
 from message_queue.ledger import LedgerCounts
 from tests.unit.power_loss import Disk
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class Saver:
-    """A trainer that writes two files as `async_rl.train.checkpoint` does."""
+    """A trainer that writes two files as `async_rl.trainer.state.checkpoint` does."""
 
     def __init__(self, word):
         self._word = word
@@ -113,18 +113,18 @@ def break_sync_of_records(patch):
 
 
 def break_sync_of_files(patch):
-    patch.setattr("async_rl.folders._sync_tree", lambda folder: None)
+    patch.setattr("async_rl.files.atomic_dir._sync_tree", lambda folder: None)
 
 
 def break_sync_of_names(patch):
-    from async_rl import folders
+    from async_rl.files import atomic_dir
 
-    whole = folders.sync_path
-    patch.setattr(folders, "sync_path", lambda path: None if path.name == "checkpoints" else whole(path))
+    whole = atomic_dir.sync_path
+    patch.setattr(atomic_dir, "sync_path", lambda path: None if path.name == "checkpoints" else whole(path))
 
 
 def break_making_of_folders(patch):
-    patch.setattr("async_rl.observe.recorder.make_folder", lambda folder: folder.mkdir(parents=True))
+    patch.setattr("async_rl.metrics.recorder.make_folder", lambda folder: folder.mkdir(parents=True))
 
 
 @pytest.mark.parametrize(

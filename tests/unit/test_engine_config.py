@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from agent_loop.engine import EngineError
-from async_rl.engines import vllm_plugin
-from async_rl.engines.checkpoint_weights import digest_checkpoint, weight_files
-from async_rl.engines.vllm import VllmConfig, VllmReplica, check_engine, engine_environment
-from async_rl.engines.vllm_config import OWN_VARIABLES, engine_args
-from async_rl.model_info import CheckpointError
+from async_rl.inference.checkpoint_weights import digest_checkpoint, weight_files
+from async_rl.inference.vllm import plugin as vllm_plugin
+from async_rl.inference.vllm.config import OWN_VARIABLES, engine_args
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, check_engine, engine_environment
+from async_rl.weights.model_info import CheckpointError
 
 QWEN = {
     "model_type": "qwen3_moe",
@@ -232,7 +232,7 @@ def test_the_plugin_is_declared_and_imports_nothing_when_not_wanted():
     (entry,) = entry_points(group="vllm.general_plugins", name="async_rl")
     assert entry.load() is vllm_plugin.register
     script = (
-        "import sys, async_rl.engines.vllm_plugin as plugin\n"
+        "import sys, async_rl.inference.vllm.plugin as plugin\n"
         "plugin.register()\n"
         "assert not {'vllm', 'torch'} & set(sys.modules), 'costs every vLLM process of the environment'\n"
     )
@@ -240,7 +240,7 @@ def test_the_plugin_is_declared_and_imports_nothing_when_not_wanted():
 
 
 def test_importing_the_replica_does_not_import_vllm():
-    script = "import sys, async_rl.engines.vllm; assert 'vllm' not in sys.modules"
+    script = "import sys, async_rl.inference.vllm.engine; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 

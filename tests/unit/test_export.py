@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from async_rl.export import EXIT_REFUSED, main
-from async_rl.train.model import TrainerConfig
+from async_rl.trainer.model.model import TrainerConfig
 
 
 @pytest.fixture

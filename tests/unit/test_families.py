@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import modeling_rope_utils
 
-from async_rl.model_info import CheckpointError, read_model_info
-from async_rl.train.families import FAMILIES, read_shape, weight_names
+from async_rl.trainer.model.families import FAMILIES, read_shape, weight_names
+from async_rl.weights.model_info import CheckpointError, read_model_info
 from tests import numerics, tiny_models
 
 pytestmark = pytest.mark.numerics

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.jsonl import read_lines
+from async_rl.files.jsonl import read_lines
 
 
 def test_lines_end_at_newline_characters_only(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from async_rl.train.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
+from async_rl.trainer.loss.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
 from tests import numerics
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -19,7 +19,7 @@ LOSS_ROWS = torch.tensor([3, 0, 14, 9, 10, 1, 7])  # of 15 rows; any order, not 
 @pytest.fixture(autouse=True)
 def few_rows_at_a_time(monkeypatch):
     """Two rows of 11 columns, so that 7 rows are worked on in four parts, the last one smaller."""
-    monkeypatch.setattr("async_rl.train.logprobs.ELEMENTS_AT_ONCE", 22)
+    monkeypatch.setattr("async_rl.trainer.loss.logprobs.ELEMENTS_AT_ONCE", 22)
 
 
 def example(dtype=torch.float32):
@@ -231,7 +231,7 @@ def test_no_copy_of_all_logits_is_made(monkeypatch):
 
     logits = torch.randn(400, 50).bfloat16().requires_grad_()
     rows, at_once = torch.arange(400), 4 * 50
-    monkeypatch.setattr("async_rl.train.logprobs.ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr("async_rl.trainer.loss.logprobs.ELEMENTS_AT_ONCE", at_once)
     with LiveTensors(known=[logits]) as live:
         logprobs, entropy = logprobs_and_entropy(logits, rows, torch.zeros(400, dtype=torch.int64))
         forward = live.most

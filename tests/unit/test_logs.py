@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from async_rl.config import load_config
-from async_rl.logs import TAIL_LINES, log_end, notes_of, with_notes
-from async_rl.workers import Workers
+from async_rl.controller.processes import Workers
+from async_rl.files.logs import TAIL_LINES, log_end, notes_of, with_notes
 
 SCRIPT = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from async_rl.logs import log_failure, open_log
+from async_rl.files.logs import log_failure, open_log
 print("before")
 open_log(Path(sys.argv[1]))
 print("printed")

@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.segments import SegmentDecoder
-from async_rl.rollout.routing import ReplicaRouter
+from async_rl.inference.router import ReplicaRouter
 from message_queue.trajectory import Trajectory
 from tests.dense import param_versions
 from tests.fakes import SPEC, FakeEngine, SeededScript, fake_weights, true_rows

@@ -11,11 +11,11 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, ToolError, ToolRunner, describe_tool
-from async_rl.rollout.fleet import ReplicaFleet
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.publisher import Publisher
+from async_rl.inference.router import ReplicaRouter
 from async_rl.rollout.rollouter import Rollouter
-from async_rl.rollout.routing import ReplicaRouter
 from async_rl.rollout.validator import Validator
-from async_rl.weights.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
 from message_queue.queue import Admission
 from message_queue.tokens import StopReason

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.train.losses import (
+from async_rl.trainer.loss.losses import (
     OBJECTIVE_FIELDS,
     LossConfig,
     LossName,

@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from async_rl.train import megatron_cpu
-from async_rl.train.megatron_cpu import rewrite_source
+from async_rl.compat import megatron as megatron_cpu
+from async_rl.compat.megatron import rewrite_source
 
 
 @pytest.mark.parametrize(

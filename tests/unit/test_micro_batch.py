@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.micro_batch import Coordinates, pack_rows, take_rows
+from async_rl.trainer.batch.micro_batch import Coordinates, pack_rows, take_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 PARTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3)])

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.advantage import AdvantageConfig
-from async_rl.batch.prepare import mini_batches_of, prepare
+from async_rl.controller.prepare import mini_batches_of, prepare
+from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.contract import Admission, Batch
 from message_queue.heads import head_of
-from message_queue.sequence import content_of
+from message_queue.training_sequence import content_of
 from tests.unit.groups import group_for
 
 

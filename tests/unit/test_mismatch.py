@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.observe.metrics import LAGS, METRICS
-from async_rl.train.metrics import TokenSums
-from async_rl.train.mismatch import BINS, lag_buckets, quantile, token_sums
-from async_rl.train.ratios import Trajectories
+from async_rl.metrics.registry import LAGS, METRICS
+from async_rl.trainer.loss.mismatch import BINS, lag_buckets, quantile, token_sums
+from async_rl.trainer.loss.ratios import Trajectories
+from async_rl.trainer.metrics import TokenSums
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

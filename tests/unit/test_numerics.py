@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from async_rl.train.losses import LossConfig
+from async_rl.trainer.loss.losses import LossConfig
 from tests import numerics, tiny_models
 from tests.conformance.reference import gap_with_rows, logprob_gap, reference
 from tests.conformance.sglang_support import glm4_moe, mixtral

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.train.losses import (
+from async_rl.trainer.loss.losses import (
     OBJECTIVE_FIELDS,
     LossConfig,
     LossName,
@@ -17,7 +17,7 @@ from async_rl.train.losses import (
     policy_loss,
     surrogate,
 )
-from async_rl.train.ratios import second_moment_bound
+from async_rl.trainer.loss.ratios import second_moment_bound
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.observe.console import _Clock
-from async_rl.observe.lengths import Lengths, survival
-from async_rl.observe.metrics import METRICS, batch_metrics, of_layer, staleness_histogram
-from async_rl.observe.recorder import Recorder, StepRecord
-from async_rl.observe.report import draw_curves, draw_layers, read_run, write_report
-from async_rl.observe.trace import Trace
+from async_rl.metrics.console import _Clock
+from async_rl.metrics.lengths import Lengths, survival
+from async_rl.metrics.recorder import Recorder, StepRecord, ValidationResult
+from async_rl.metrics.registry import METRICS, batch_metrics, of_layer, staleness_histogram
+from async_rl.metrics.report import draw_curves, draw_layers, read_run, write_report
+from async_rl.metrics.trace import Trace
 from async_rl.report import main as report
-from async_rl.rollout.validator import ValidationResult
 from message_queue.heads import head_of
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory

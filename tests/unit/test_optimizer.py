@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from async_rl.train.model import ParallelConfig, TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
+from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
 
 
 def test_the_rate_rises_over_the_warm_up_then_falls_to_the_minimum_and_stays():

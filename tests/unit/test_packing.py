@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.packing import plan_micro_batches
+from async_rl.trainer.batch.packing import plan_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 

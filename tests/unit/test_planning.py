@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.batch.micro_batch import Coordinates
-from async_rl.train.losses import LossConfig, token_weights
-from async_rl.train.model import ParallelConfig
-from async_rl.train.planning import Planner
-from async_rl.train.step import MicroBatchBuilder
+from async_rl.trainer.batch.micro_batch import Coordinates
+from async_rl.trainer.loss.losses import LossConfig, token_weights
+from async_rl.trainer.model.model import ParallelConfig
+from async_rl.trainer.planning import Planner
+from async_rl.trainer.step import MicroBatchBuilder
 from message_queue.tokens import RoutingSpec
 from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, add_random_support, make_batch, training_batch_of
 

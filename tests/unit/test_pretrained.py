@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from async_rl import folders
-from async_rl.engines.checkpoint_weights import digest_checkpoint
+from async_rl.files import atomic_dir
+from async_rl.inference.checkpoint_weights import digest_checkpoint
 from async_rl.weights import pretrained
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.pretrained import keep_model_files, save_pretrained
@@ -129,8 +129,8 @@ def test_save_pretrained_goes_through_the_folder_that_appears_whole(tmp_path, mo
     seen = []
 
     def publish(folder):
-        seen.append((folder.exists(), names(folders.partial_folder(folder))))
-        folders.publish_folder(folder)
+        seen.append((folder.exists(), names(atomic_dir.partial_folder(folder))))
+        atomic_dir.publish_folder(folder)
 
     monkeypatch.setattr(pretrained, "publish_folder", publish)
     save_pretrained(tmp_path / "final", tensors(), like=model)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from async_rl.data.prompts import PromptFile, PromptSource
+from async_rl.rollout.prompts import PromptFile, PromptSource
 
 
 class Numbers:

@@ -7,8 +7,8 @@ import pytest
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools import PauseGate
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.weights.publisher import Publisher
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.fakes.rollouts import RolloutsHere

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.actors import ReplicaHost
+from async_rl.cluster.actors import ReplicaHost
 from async_rl.cluster.rpc import Call
 from tests.fakes import FakeEngine, SeededScript
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.segments import SegmentDecoder
 from message_queue.trajectory import Trajectory
 from tests.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_row
 from tests.stored import stored

@@ -2,7 +2,7 @@
 
 import json
 
-from async_rl.observe.rewind import ENDED_UNSEEN, rewind, unseen_groups
+from async_rl.metrics.truncation import ENDED_UNSEEN, rewind, unseen_groups
 
 
 def write(path, *lines, tail=""):

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from ray.exceptions import RayActorError
 
-from async_rl import rollout_workers
+from async_rl.cluster import rollout_workers
+from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.inference.pool import ReplicaFleet
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout_workers import WorkerHandle
 from tests.fakes import FakeEngine, SeededScript
 
 SCRIPT = SeededScript(0, vocab_size=40, stop_token=1, mean_length=8)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.batch.routed_experts import RoutingError, replayed_rows
-from async_rl.observe.metrics import metric_of
-from async_rl.train.metrics import routing_metrics, routing_sums
-from async_rl.train.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, layer_tables
-from message_queue.rows import RowRun
-from message_queue.sequence import TrainingSequence
+from async_rl.metrics.registry import metric_of
+from async_rl.trainer.batch.routed_experts import RoutingError, replayed_rows
+from async_rl.trainer.metrics import routing_metrics, routing_sums
+from async_rl.trainer.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, layer_tables
+from message_queue.routing_rows import RowRun
 from message_queue.tokens import RoutingSpec
+from message_queue.training_sequence import TrainingSequence
 from tests import numerics
 
 pytestmark = pytest.mark.numerics

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.segments import SegmentDecoder
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.routing import ReplicaRouter
-from async_rl.weights.publisher import Publisher
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.publisher import Publisher
+from async_rl.inference.router import ReplicaRouter
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from tests.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_weights, true_rows

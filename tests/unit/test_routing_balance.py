@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.rollout.fleet import ReplicaFleet
-from async_rl.rollout.routing import ReplicaRouter
-from async_rl.simulate.virtual_time import run_in_virtual_time
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.router import ReplicaRouter
+from async_rl.simulator.virtual_time import run_in_virtual_time
 
 PROMPT = 200
 STAY, RULE = math.inf, 1.25

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from message_queue.rows import HeldRows, RowRun
+from message_queue.routing_rows import HeldRows, RowRun
 from message_queue.tokens import RoutedExperts, RoutingSpec
 
 SPEC = RoutingSpec(layers=(0, 1), num_experts=8, top_k=2)

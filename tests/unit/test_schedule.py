@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
-from async_rl.rollout.conductor import Conductor
 from async_rl.rollout.schedule import (
     RunSchedule,
     ScheduledGroup,
@@ -21,6 +20,7 @@ from async_rl.rollout.schedule import (
     scheduled_groups,
     spans_of,
 )
+from async_rl.rollout.schedule_replay import Conductor
 from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_loop.decoder import SegmentDecoder, observe_prompt
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.loop import PromptError, RolloutError, TurnLimits
-from agent_loop.segments import SegmentDecoder, observe_prompt
 from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from tests.dense import loss_mask

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from agent_loop.engine import EngineError
-from async_rl.engines.sglang import SglangConfig, SglangReplica, check_engine
-from async_rl.engines.sglang_config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
-from async_rl.engines.sglang_server import check_version, interpreter
-from async_rl.engines.sglang_update import HOOKS, REPORTED, Load, first_load, reported_load
+from async_rl.inference.sglang.config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
+from async_rl.inference.sglang.engine import SglangConfig, SglangReplica, check_engine
+from async_rl.inference.sglang.server import check_version, interpreter
+from async_rl.inference.sglang.update import HOOKS, REPORTED, Load, first_load, reported_load
 from message_queue.tokens import ContractError
 
 QWEN = {
@@ -255,7 +255,7 @@ def test_the_plugin_is_found_by_its_path_alone_and_names_the_hooks_that_are_requ
 
 
 def test_importing_the_replica_imports_no_engine():
-    script = "import sys, async_rl.engines.sglang; assert not {'sglang', 'vllm', 'ray'} & set(sys.modules)"
+    script = "import sys, async_rl.inference.sglang.engine; assert not {'sglang', 'vllm', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 

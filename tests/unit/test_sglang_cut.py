@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from async_rl.engines.sglang_config import PLUGIN_PATH
+from async_rl.inference.sglang.config import PLUGIN_PATH
 
 LIMIT = 1 << 14
 OFF = {"top_k": LIMIT, "top_p": 1.0, "min_p": 0.0}

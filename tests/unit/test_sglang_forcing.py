@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.engines.sglang_config import PLUGIN_PATH
+from async_rl.inference.sglang.config import PLUGIN_PATH
 from tests import numerics
 
 pytestmark = pytest.mark.numerics

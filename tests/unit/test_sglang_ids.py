@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.engine import EngineError
-from async_rl.engines.sglang_ids import PrefixFreeIds
+from async_rl.inference.sglang.ids import PrefixFreeIds
 
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=5)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest
-from async_rl.engines.spans import continued, cut_into_segments, joined
+from async_rl.inference.spans import continued, cut_into_segments, joined
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.unit.groups import sets_of, support_of

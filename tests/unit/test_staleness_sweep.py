@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from async_rl.config import load_config
-from async_rl.observe.report import RunRecord
+from async_rl.metrics.report import RunRecord
 from recipes.staleness import sweep
 
 RECIPE = yaml.safe_load(sweep.RECIPE.read_text())

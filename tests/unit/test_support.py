@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from message_queue.support import SamplingSupport
+from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ContractError
 from tests.unit.groups import sets_of, support_of
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from ray.exceptions import ObjectLostError, RayTaskError
 
-from async_rl import actors, handles
-from async_rl.train.checkpoint import FORMAT
-from async_rl.train.losses import LossConfig
-from async_rl.train.planning import Planner
+from async_rl.cluster import actors, clients
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.planning import Planner
+from async_rl.trainer.state.checkpoint import FORMAT
 from tests.parallel.support import TRAINER, make_batch, make_supervised_batch, training_batch_of
 
 
@@ -52,8 +52,8 @@ class Stored:
 def puts(monkeypatch):
     """What goes to the object store."""
     seen = []
-    monkeypatch.setattr(handles.ray, "put", lambda value: seen.append(Stored(value)) or seen[-1])
-    monkeypatch.setattr(handles.ray, "ObjectRef", Stored)
+    monkeypatch.setattr(clients.ray, "put", lambda value: seen.append(Stored(value)) or seen[-1])
+    monkeypatch.setattr(clients.ray, "ObjectRef", Stored)
     return seen
 
 
@@ -61,7 +61,7 @@ def handle_of(count, **changes):
     """A handle of fake ranks, and these."""
     ranks = [FakeRank(i) for i in range(count)]
     planner = Planner(config=replace(TRAINER, ranks=count, **changes), loss=LossConfig())
-    return handles.TrainerHandle(ranks, planner=planner, timeout_s=5), ranks
+    return clients.TrainerHandle(ranks, planner=planner, timeout_s=5), ranks
 
 
 async def test_trainer_handle_gives_all_ranks_one_plan_and_references_to_content(puts):
@@ -125,8 +125,8 @@ async def test_a_rank_that_raises_shows_the_end_of_its_log(puts, tmp_path):
 
     ranks = [FakeRank(0), FailingRank(1)]
     planner = Planner(config=replace(TRAINER, ranks=2), loss=LossConfig())
-    handle = handles.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=tmp_path)
-    with pytest.raises(handles.TrainerError, match="trainer rank 1: save failed: not finite") as raised:
+    handle = clients.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=tmp_path)
+    with pytest.raises(clients.TrainerError, match="trainer rank 1: save failed: not finite") as raised:
         await handle.save(tmp_path)
     (note,) = raised.value.__notes__
     assert note.splitlines() == [
@@ -149,15 +149,15 @@ async def test_an_object_on_a_dead_node_loses_the_trainer_without_the_text_of_ra
             return answer
 
     planner = Planner(config=replace(TRAINER, ranks=1), loss=LossConfig())
-    handle = handles.TrainerHandle([FarRank(0)], planner=planner, timeout_s=5, logs=tmp_path)
-    with pytest.raises(handles.TrainerLostError, match=r"trainer rank 0.* on a node that died$") as raised:
+    handle = clients.TrainerHandle([FarRank(0)], planner=planner, timeout_s=5, logs=tmp_path)
+    with pytest.raises(clients.TrainerLostError, match=r"trainer rank 0.* on a node that died$") as raised:
         await handle.save(tmp_path)
     assert not hasattr(raised.value, "__notes__")
 
 
 async def test_ranks_remove_versions_before_they_are_closed(puts, monkeypatch, tmp_path):
     handle, ranks = handle_of(2)
-    monkeypatch.setattr(handles.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(clients.ray, "kill", lambda actor: None)
     await handle.close(timeout_s=5, remove_updates=tmp_path)
     assert [rank.got for rank in ranks] == [[("remove_updates", tmp_path), ("close",)]] * 2
 
@@ -169,7 +169,7 @@ async def test_a_checkpoint_that_ranks_wrote_elsewhere_is_refused(tmp_path, firs
         manifest = {"model": {}, "layout": {}, "updates": 0, "steps": 0, "reference": False}
         (tmp_path / "trainer.json").write_text(json.dumps(document | {"manifest": manifest}))
         (tmp_path / "__0_0.distcp").touch()
-    with pytest.raises(handles.TrainerError) as caught:
+    with pytest.raises(clients.TrainerError) as caught:
         await handle_of(2)[0].save(tmp_path)
     assert "output_dir" in str(caught.value)
     assert ("__1_0.distcp" if first_rank_is_here else "trainer.json") in str(caught.value)

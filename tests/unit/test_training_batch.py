@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.batch.advantage import Advantages
-from async_rl.batch.training_batch import BatchError, supervised_batch, training_batch
-from async_rl.train.losses import token_weights
+from async_rl.trainer.batch.advantage import Advantages
+from async_rl.trainer.batch.training_batch import BatchError, supervised_batch, training_batch
+from async_rl.trainer.loss.losses import token_weights
 from message_queue.heads import head_of
-from message_queue.rows import RowRun
-from message_queue.sequence import SampledRun, TrainingSequence, content_of
+from message_queue.routing_rows import RowRun
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
+from message_queue.training_sequence import SampledRun, TrainingSequence, content_of
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.unit.groups import SPEC
 

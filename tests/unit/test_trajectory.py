@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from message_queue.heads import head_of
-from message_queue.rows import NOT_ROUTED, NOT_SAMPLED
+from message_queue.routing_rows import NOT_ROUTED, NOT_SAMPLED
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.dense import behaviour_logprobs, loss_mask, param_versions

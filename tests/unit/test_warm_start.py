@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.data.task import TaskConfig
-from async_rl.train.model import TrainerConfig
-from async_rl.train.optimizer import OptimizerConfig
-from async_rl.warm_start import WarmStartConfig, run_warm_start, warm_start_folder
+from async_rl.config import WarmStartConfig
+from async_rl.controller.warm_start import run_warm_start, warm_start_folder
+from async_rl.rollout.task import TaskConfig
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.pretrained import save_pretrained
 
 WARM = WarmStartConfig(steps=3, batch=2, optimizer=OptimizerConfig(), cache=Path("cache"))

@@ -8,15 +8,16 @@ import pytest
 from ray.exceptions import ActorUnavailableError, ObjectLostError
 
 from agent_loop.engine import EngineError
-from async_rl import actors, workers
-from async_rl.actors import ClusterConfig, Placement
+from async_rl.cluster import actors
+from async_rl.cluster.actors import Placement
+from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_host import QueueUnavailable
-from async_rl.config import load_config
-from async_rl.handles import TrainerLostError
-from async_rl.lives import Lives
+from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.config import ClusterConfig, load_config
+from async_rl.controller import processes
+from async_rl.controller.processes import Workers
+from async_rl.controller.recovery import Lives
 from async_rl.rollout.dispatcher import WorkerLostError
-from async_rl.rollout_workers import WorkerHandle
-from async_rl.workers import Workers
 
 
 class FakeTrainer:
@@ -42,7 +43,7 @@ def trainers(monkeypatch):
         started.append(FakeTrainer())
         return started[-1]
 
-    monkeypatch.setattr(workers.TrainerHandle, "start", start)
+    monkeypatch.setattr(processes.TrainerHandle, "start", start)
     return started
 
 

@@ -1,0 +1,485 @@
+"""Ray actors of a run and their placement; `handles.py` and `cluster/` have the typed driver side of each.
+
+The classes are plain and tested without Ray; an actor only wraps one. Queue and replica are async actors: Ray runs up
+to 1,000 messages at a time on one event loop. Each client has one waiting message and one that brings calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agent_loop.engine import EngineError
+from async_rl.cluster.queue_host import QueueHost
+from async_rl.cluster.rpc import BatchingServer, Call, Reply
+from async_rl.files.logs import log_failure, open_log
+from async_rl.inference.replica import Replica
+from async_rl.inference.select import EngineConfig, start_replica
+from async_rl.weights.transport import WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agent_loop.loop import Prompt
+    from async_rl.cluster.clients import ReplicaAddress
+    from async_rl.cluster.rollout_workers import WorkerFleet
+    from async_rl.config import ClusterConfig, RunConfig
+    from async_rl.rollout.group_contents import ContentPlace
+    from async_rl.rollout.validator import ValidationRound
+    from async_rl.rollout.worker import RolledGroup, RolloutWorker, WorkerEvent
+    from async_rl.trainer.batch.training_batch import TrainingBatch
+    from async_rl.trainer.loss.losses import LossConfig
+    from async_rl.trainer.model.model import TrainerConfig
+    from async_rl.trainer.planning import BatchPlan
+    from async_rl.trainer.state.optimizer import OptimizerConfig
+    from message_queue.contract import Admission
+    from message_queue.training_sequence import GroupContent
+    from message_queue.trajectory import Trajectory
+
+_remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know all of their arguments
+MAX_ROLLOUTS = 1 << 16  # concurrent calls of a rollout worker: one per group that it rolls out
+EVENTS_S = 10.0  # longest wait of a rollout worker for something to report
+NODES_S = 5.0  # time between two looks at the nodes of a run
+
+
+def start_ray(config: ClusterConfig) -> None:
+    """Join the cluster at `address`, or start one on this machine, also if another one runs here."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU keep the device variables
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the actors do the work: nothing else should go first
+    if config.address is not None:
+        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+        return
+    ray.init(
+        address="local",
+        num_cpus=config.num_cpus,
+        object_store_memory=config.object_store_bytes,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+class PlacementError(RuntimeError):
+    """The run does not fit the nodes of the cluster; names the field and the way out."""
+
+
+class Placement:
+    """One bundle per actor: trainer ranks first, then replicas, then rollout workers, then the queue.
+
+    Args:
+        gpus_per_replica: of one replica; see ClusterConfig.
+
+    Raises:
+        PlacementError: an actor needs more than any node has.
+        TimeoutError: from `ready`, when the cluster cannot hold the run.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, *, ranks: int, replicas: int, workers: int, gpus_per_replica: float
+    ) -> None:
+        rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
+        replica = _without_zero({"CPU": config.cpus_per_replica, "GPU": gpus_per_replica})
+        _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
+        _require_node(replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel)")
+        self._ranks, self._replicas, self._queue = ranks, replicas, ranks + replicas + workers
+        self._config, self._gpus_per_replica = config, gpus_per_replica
+        self._bundles = [*[rank] * ranks, *[replica] * replicas, *[{"CPU": 1.0}] * (workers + 1)]
+        self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
+
+    async def ready(self) -> None:
+        """Wait until the cluster has reserved every bundle."""
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await cast(Awaitable[object], self._group.ready())
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the cluster has {ray.cluster_resources()} and cannot hold {self._bundles} within "
+                f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks or replicas"
+            ) from error
+
+    def require_shared_memory(self) -> None:
+        """Check that every replica is on the node of trainer rank 0, which writes the weights into shared memory there.
+
+        Raises:
+            PlacementError: one is not.
+        """
+        nodes = self._nodes()
+        away = [i for i in range(self._replicas) if nodes[self._ranks + i] != nodes[0]]
+        if away:
+            raise PlacementError(
+                f"sync.transport is 'shm', but of {self._replicas} replicas {len(away)} are on other nodes "
+                "than trainer rank 0, whose shared memory they cannot read; set sync.transport=disk "
+                "sync.directory=<a directory that all nodes see>"
+            )
+
+    async def require_visible(self, directory: Path, *, field: str) -> None:
+        """Check that every node of the run sees what this process writes to `directory`, which exists here.
+
+        Args:
+            field: of the config, for the error.
+
+        Raises:
+            PlacementError: a node does not.
+        """
+        here = ray.get_runtime_context().get_node_id()
+        bundles = {node: bundle for bundle, node in self._nodes().items() if node != here}
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as probe:
+            calls = [
+                _exists.options(**self._options(bundle, cpus=0.0, gpus=0.0)).remote(Path(probe.name))
+                for bundle in bundles.values()
+            ]
+            seen: list[bool] = await asyncio.gather(*calls)
+        if blind := [node for node, sees in zip(bundles, seen, strict=True) if not sees]:
+            raise PlacementError(
+                f"{field} is {directory}, which node {blind[0]} of the cluster does not see ({len(blind)} of "
+                f"{len(bundles) + 1} nodes); give a directory that all nodes share"
+            )
+
+    async def wait_for_node(self, options: dict[str, Any], *, timeout_s: float) -> None:
+        """Wait until the place of an actor is on a node that lives.
+
+        Ray detects the death of a node only after some seconds; an actor that is started there before that fails.
+
+        Args:
+            options: of the actor.
+
+        Raises:
+            TimeoutError: its node died, and no other has room.
+        """
+        call = _answer.options(**options | {"num_cpus": 0.0, "num_gpus": 0.0}, max_retries=-1).remote()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call
+        finally:
+            ray.cancel(call)
+
+    async def watch(self, note: Callable[[str], None]) -> None:
+        """Report nodes that leave the cluster, with the places of the run on them, and places without a node; forever.
+
+        Ray moves a place to another node as soon as one has room for it; the start of an actor waits for that.
+        """
+        known = self._nodes()
+        while True:
+            await asyncio.sleep(NODES_S)
+            nodes = self._nodes()
+            left = {bundle: node for bundle, node in known.items() if node and nodes[bundle] != node}
+            for node in dict.fromkeys(left.values()):
+                places = ", ".join(self._name(bundle) for bundle in sorted(left) if left[bundle] == node)
+                note(f"node {_address(node)} left the cluster; the run had there: {places}")
+            for bundle in sorted(nodes):
+                if known[bundle] and not nodes[bundle]:
+                    asked = f"{self._name(bundle)} {self._bundles[bundle]}"
+                    note(f"no node has room for {asked}; its restart waits for one")
+                elif nodes[bundle] and nodes[bundle] != known[bundle]:
+                    note(f"{self._name(bundle)} has a place on node {_address(nodes[bundle])}")
+            known = nodes
+
+    def _nodes(self) -> dict[int, str]:
+        """Bundle -> node id; empty if its node died and no other has room."""
+        return placement_group_table(self._group)["bundles_to_node_id"]
+
+    def _name(self, bundle: int) -> str:
+        """Which actor a bundle is for; it keeps the number when the actor is replaced."""
+        if bundle < self._ranks:
+            return f"trainer rank {bundle}"
+        if bundle < self._ranks + self._replicas:
+            return f"replica slot {bundle - self._ranks}"
+        if bundle < self._queue:
+            return f"rollout worker slot {bundle - self._ranks - self._replicas}"
+        return "the queue"
+
+    def rank(self, index: int) -> dict[str, Any]:
+        """Actor options of trainer rank `index`."""
+        return self._options(index, cpus=self._config.cpus_per_rank, gpus=self._config.gpus_per_rank)
+
+    def replica(self, index: int) -> dict[str, Any]:
+        """Actor options of replica `index`."""
+        return self._options(self._ranks + index, cpus=self._config.cpus_per_replica, gpus=self._gpus_per_replica)
+
+    def worker(self, index: int) -> dict[str, Any]:
+        """Actor options of rollout worker `index`."""
+        return self._options(self._ranks + self._replicas + index, cpus=1.0, gpus=0.0)
+
+    def queue(self) -> dict[str, Any]:
+        """Actor options of the queue."""
+        return self._options(self._queue, cpus=1.0, gpus=0.0)
+
+    def _options(self, bundle: int, *, cpus: float, gpus: float) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+
+# ---- queue
+
+QueueActor = _remote(QueueHost)
+
+
+# ---- replica
+
+
+class ReplicaHost:
+    """A replica in a process of its own, called through `BatchingClient`. Runs in one event loop.
+
+    Args:
+        log: file for its output and that of its engine; None leaves it to Ray.
+    """
+
+    def __init__(self, *, log: Path | None = None) -> None:
+        open_log(log)
+
+    async def start(
+        self,
+        config: EngineConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        capture_routing: bool,
+        force_routing: bool,
+        capture_support: bool,
+    ) -> None:
+        """Start the engine, before any other call."""
+        self._serve(
+            await start_replica(
+                config,
+                name=name,
+                checkpoint=checkpoint,
+                capture_routing=capture_routing,
+                force_routing=force_routing,
+                capture_support=capture_support,
+            )
+        )
+
+    def _serve(self, replica: Replica) -> None:
+        self._server = BatchingServer(replica, refusals=(EngineError,))
+
+    async def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
+        """See `BatchingServer`."""
+        return await self._server.exchange(client, calls, cancelled)
+
+    async def collect(self, client: str) -> list[Reply]:
+        """See `BatchingServer`."""
+        return await self._server.collect(client)
+
+    async def forget_client(self, client: str) -> None:
+        """Abort the requests of a client that died; they are gone from the engine when this returns."""
+        if calls := self._server.forget_client(client):
+            await asyncio.wait(calls)
+
+
+ReplicaActor = _remote(ReplicaHost)
+
+
+# ---- rollout worker
+
+
+class RolloutHost:
+    """A worker in a process of its own. log: file for its output; None leaves it to Ray.
+
+    For each call without a text see `RolloutWorker`.
+    """
+
+    def __init__(self, *, log: Path | None = None) -> None:
+        open_log(log)
+
+    async def start(
+        self, config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
+    ) -> None:
+        """Build the worker."""
+        from async_rl.cluster.rollout_workers import build_remote_worker  # which imports this module
+
+        self.serve(*build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas))
+
+    def serve(self, worker: RolloutWorker, fleet: WorkerFleet) -> None:
+        """Take calls for a worker, and for the replicas as it sees them."""
+        self._worker, self._fleet = worker, fleet
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def follow(self, replicas: Mapping[str, ReplicaAddress]) -> None:
+        """Use exactly these replicas from now on."""
+        self._fleet.follow(replicas, client=self._worker.name)
+
+    async def open(self, place: ContentPlace, *, writer: str) -> None:
+        await self._worker.open(place, writer=writer)
+
+    @_method(num_returns=2)
+    async def roll(
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory], *, handout: int
+    ) -> tuple[RolledGroup, GroupContent | None]:
+        return await self._worker.roll(prompt, admission, held, handout=handout)
+
+    async def stop(self, group: int) -> None:
+        """End the rollouts of a group whose caller is gone."""
+        self._worker.stop(group)
+
+    async def cancel(self, group: int, *, reason: str) -> None:
+        await self._worker.cancel(group, reason=reason)
+
+    async def flush(self) -> None:
+        await self._worker.flush()
+
+    async def forget(self, groups: Collection[int]) -> None:
+        await self._worker.forget(groups)
+
+    async def pause_tools(self) -> None:
+        await self._worker.pause_tools()
+
+    async def resume_tools(self) -> None:
+        await self._worker.resume_tools()
+
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+        return await self._worker.validate(prompts, number=number)
+
+    async def events(self) -> list[WorkerEvent]:
+        try:
+            async with asyncio.timeout(EVENTS_S):
+                return await self._worker.events()
+        except TimeoutError:
+            return []
+
+    async def end(self) -> None:
+        await self._worker.end()
+
+
+RolloutActor = _remote(max_concurrency=MAX_ROLLOUTS)(RolloutHost)
+
+
+# ---- trainer
+
+
+@_remote
+class TrainerActor:
+    """One trainer rank in a process of its own. log: file for its output; None leaves it to Ray."""
+
+    def __init__(self, *, log: Path | None = None) -> None:
+        open_log(log)
+
+    def open_rendezvous(self) -> str:
+        """host:port on this node at which ranks can meet while this actor lives."""
+        from async_rl.trainer.distributed import open_store
+
+        self._store = open_store(ray.util.get_node_ip_address())
+        return f"{self._store.host}:{self._store.port}"
+
+    def start(
+        self,
+        *,
+        config: TrainerConfig,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        checkpoint: Path,
+        rank: int,
+        rendezvous: str,
+    ) -> None:
+        from async_rl.trainer.rank import TrainerRank  # megatron is only imported in the process of a rank
+
+        with log_failure():
+            self._rank = TrainerRank(
+                config=config,
+                optimizer=optimizer,
+                loss=loss,
+                checkpoint=checkpoint,
+                rank=rank,
+                world_size=config.ranks,
+                rendezvous=rendezvous,
+            )
+
+    def train(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
+        """contents: [G], a reference to the content of each group of the plan."""
+        with log_failure():
+            return self._rank.train(self._with_contents(plan, contents))
+
+    def train_supervised(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
+        with log_failure():
+            return self._rank.train_supervised(self._with_contents(plan, contents))
+
+    def hold(self) -> None:
+        with log_failure():
+            self._rank.hold()
+
+    def score(self, batch: TrainingBatch) -> list[Tensor]:
+        with log_failure():
+            return self._rank.score(batch)
+
+    def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
+        with log_failure():
+            return self._rank.export(directory, version=version, keep_version=keep_version)
+
+    def remove_updates(self, directory: Path) -> None:
+        with log_failure():
+            self._rank.remove_updates(directory)
+
+    def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        with log_failure():
+            self._rank.save_pretrained(folder, like=like)
+
+    def save(self, directory: Path) -> None:
+        with log_failure():
+            self._rank.save(directory)
+
+    def restore(self, directory: Path) -> None:
+        with log_failure():
+            self._rank.restore(directory)
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        with log_failure():
+            self._rank.reset_optimizer(optimizer)
+
+    def close(self) -> None:
+        with log_failure():
+            self._rank.close()
+
+    def _with_contents(self, plan: BatchPlan, contents: Sequence[Any]) -> BatchPlan:
+        """The plan with the content of the groups of this rank's sequences; only these are fetched."""
+        groups = plan.groups_of(self._rank.data_rank)
+        fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))
+        here = [fetched.get(group) for group in range(len(contents))]
+        return replace(plan, batch=replace(plan.batch, contents=here))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@_remote
+def _answer() -> None:
+    """Show that the node of this task lives."""
+
+
+@_remote
+def _exists(path: Path) -> bool:
+    """Whether the node of this task sees `path`."""
+    return path.exists()
+
+
+def _require_node(bundle: dict[str, float], *, fields: str) -> None:
+    """Raise PlacementError if no node of the cluster can hold `bundle`, even when it is empty."""
+    nodes = [cast(dict[str, float], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes):
+        most = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in bundle}
+        raise PlacementError(f"{fields} ask for {bundle} on one node, but no node has more than {most}; lower them")
+
+
+def _address(node: str) -> str:
+    """Address and start of the id of a node."""
+    address = next((each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node), "?")
+    return f"{address} ({node[:8]})"
+
+
+def _without_zero(bundle: dict[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in bundle.items() if amount > 0}

@@ -1,0 +1,410 @@
+"""Typed client side of the actors: every call is bounded, every failure names who failed at what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from torch import Tensor
+
+from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
+from async_rl.cluster.actors import Placement, ReplicaActor, TrainerActor
+from async_rl.cluster.rpc import BatchingClient
+from async_rl.files.logs import log_end
+from async_rl.inference.replica import KeptKV, Replica, ReplicaStats
+from async_rl.inference.select import EngineConfig, actor_environment
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.model.model import TrainerConfig, rank_environment
+from async_rl.trainer.planning import BatchPlan, Planner
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import TokenOutput, WeightVersion
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TrainerError(RuntimeError):
+    """A trainer rank failed; names the rank, the call and the cause."""
+
+
+class TrainerLostError(TrainerError):
+    """A trainer rank is dead or silent; another set of ranks may continue from a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAddress:
+    """How to reach a replica; may be sent to other processes."""
+
+    actor: Any
+    """Handle of a `ReplicaHost`."""
+    name: str
+    """Of the replica."""
+    generate_timeout_s: float
+    """Bound on one request, and on a drain."""
+    control_timeout_s: float
+    """Bound on any other call, and silence after which the replica counts as dead."""
+    log: Path | None = None
+    """File with the output of its process; its end becomes a note of an error of a start or a death."""
+
+
+class ReplicaHandle:
+    """Calls the `Replica` in another process: an Engine, and the control calls of the publisher.
+
+    If a caller is cancelled or out of time, its call is cancelled in the replica too.
+
+    Args:
+        address: of the replica.
+        client: name of this handle, unique among all handles of the replica.
+
+    Raises:
+        ReplicaLostError: from every method, if the process is dead or silent.
+        EngineError: from every method, if the call failed.
+    """
+
+    def __init__(self, address: ReplicaAddress, *, client: str = "driver") -> None:
+        self.address = address
+        self.name = address.name
+        self._log_end = ""
+        self._calls: BatchingClient[Replica] = BatchingClient(
+            address.actor,
+            name=client,
+            server=address.name,
+            timeout_s=address.control_timeout_s,
+            lost=ReplicaLostError,
+        )
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        capture_routing: bool,
+        force_routing: bool = False,
+        capture_support: bool = False,
+        options: dict[str, Any],
+        variables: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> ReplicaHandle:
+        """Start the actor and its engine.
+
+        variables: of the environment, beside those that the engine needs. log: file of its output.
+        """
+        environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
+        actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
+        handle = cls(
+            ReplicaAddress(
+                actor=actor,
+                name=name,
+                generate_timeout_s=config.generate_timeout_s,
+                control_timeout_s=config.load_timeout_s,
+                log=log,
+            )
+        )
+        started = actor.start.remote(
+            config,
+            name=name,
+            checkpoint=checkpoint,
+            capture_routing=capture_routing,
+            force_routing=force_routing,
+            capture_support=capture_support,
+        )
+        try:
+            await handle._answer_of_host("start", started, config.start_timeout_s)
+        except BaseException:
+            ray.kill(actor)  # it holds the place of the next one
+            raise
+        return handle
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        """See `agent_loop.engine.Engine`."""
+        bound = self.address.generate_timeout_s
+        try:
+            async with asyncio.timeout(bound):
+                return await self._call(Replica.generate, request)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.name}: request {request.request_id} took longer than engine.generate_timeout_s={bound}"
+            ) from error
+
+    async def pause(self) -> None:
+        await self._control(self.address.control_timeout_s, Replica.pause)
+
+    async def abort(self) -> int:
+        return await self._control(self.address.control_timeout_s, Replica.abort)
+
+    async def drain(self) -> None:
+        await self._control(self.address.generate_timeout_s, Replica.drain)
+
+    async def freeze(self) -> int:
+        return await self._control(self.address.control_timeout_s, Replica.freeze)
+
+    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+        return await self._control(self.address.control_timeout_s, Replica.load, update, kv=kv)
+
+    async def checksum(self) -> str:
+        return await self._control(self.address.control_timeout_s, Replica.checksum)
+
+    async def resume(self) -> None:
+        await self._control(self.address.control_timeout_s, Replica.resume)
+
+    async def stats(self) -> ReplicaStats:
+        return await self._control(self.address.control_timeout_s, Replica.stats)
+
+    async def pid(self) -> int:
+        """Process id of the actor."""
+        return await self._answer_of_host("pid", self.address.actor.pid.remote(), self.address.control_timeout_s)
+
+    async def forget_client(self, client: str) -> None:
+        """Abort the requests of a client that died; they are gone from the engine when this returns."""
+        actor, timeout_s = self.address.actor, self.address.control_timeout_s
+        await self._answer_of_host("forget_client", actor.forget_client.remote(client), timeout_s)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Close the engine, and end the process whether it answers or not."""
+        try:
+            await self._control(timeout_s, Replica.close)
+        finally:
+            ray.kill(self.address.actor)
+
+    async def _control(
+        self,
+        timeout_s: float,
+        method: Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """A call without whose answer in time the replica counts as dead."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._call(method, *args, **kwargs)
+        except TimeoutError as cause:
+            error = ReplicaLostError(f"{self.name}: {method.__name__} took longer than {timeout_s} s")
+            self._explain(error)
+            raise error from cause
+
+    async def _call(
+        self, method: Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        try:
+            return await self._calls.call(method, *args, **kwargs)
+        except EngineError as error:
+            self._explain(error)
+            raise
+        except Exception as cause:
+            last_line = str(cause).rstrip().rpartition("\n")[2]  # of a traceback: the error
+            raise EngineError(f"{self.name}: {method.__name__} failed: {last_line}") from cause
+
+    async def _answer_of_host(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
+        try:
+            return await _answer(
+                ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError, dead=ReplicaLostError
+            )
+        except EngineError as error:
+            self._explain(error, starting=what == "start")
+            raise
+
+    def _explain(self, error: EngineError, *, starting: bool = False) -> None:
+        """Add the end of the log to the error of a replica that did not start or died; it is read once."""
+        log = self.address.log
+        if log is not None and (starting or isinstance(error, ReplicaLostError)):
+            self._log_end = self._log_end or log_end(log)
+            error.add_note(self._log_end)
+
+
+class TrainerHandle:
+    """All trainer ranks as one; every call goes to every rank and rank 0 answers.
+
+    Args:
+        planner: decides which rank trains which sequence of a batch.
+        logs: folder with the output of each rank, whose end becomes a note of an error of that rank.
+    """
+
+    def __init__(
+        self,
+        actors: list[ActorHandle[Any]],
+        *,
+        planner: Planner,
+        timeout_s: float,
+        logs: Path | None = None,
+    ) -> None:
+        self._actors = actors
+        self._logs = logs
+        self._planner = planner
+        self._timeout_s = timeout_s
+
+    @classmethod
+    async def start(
+        cls,
+        config: TrainerConfig,
+        *,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        checkpoint: Path,
+        placement: Placement,
+        timeout_s: float,
+        variables: Mapping[str, str] | None = None,
+        logs: Path | None = None,
+    ) -> TrainerHandle:
+        """Start all ranks; they meet at an address of rank 0.
+
+        variables: of the environment, beside those that a rank needs.
+        """
+        environment = {"env_vars": {**(variables or {}), **rank_environment(config)}}
+        actors = [
+            TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote(
+                log=_log_of_rank(logs, i)
+            )
+            for i in range(config.ranks)
+        ]
+        handle = cls(actors, planner=Planner(config=config, loss=loss), timeout_s=timeout_s, logs=logs)
+        rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
+        common = {
+            "config": config,
+            "optimizer": optimizer,
+            "loss": loss,
+            "checkpoint": checkpoint,
+            "rendezvous": rendezvous,
+        }
+        await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
+        return handle
+
+    async def train(self, batch: TrainingBatch) -> dict[str, float]:
+        """One batch; see TrainerRank.train. Each rank fetches the content of the groups of its sequences."""
+        plan, contents = await asyncio.to_thread(_stored, self._planner.policy, batch)
+        return await self._first("train", lambda actor: actor.train.remote(plan, contents))
+
+    async def train_supervised(self, batch: TrainingBatch) -> dict[str, float]:
+        """One supervised step; see TrainerRank.train_supervised."""
+        plan, contents = await asyncio.to_thread(_stored, self._planner.supervised, batch)
+        return await self._first("train_supervised", lambda actor: actor.train_supervised.remote(plan, contents))
+
+    async def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate:
+        """Write the current weights as `version`, on the node of rank 0; remove those before `keep_version` there."""
+        return await self._first(
+            "export", lambda actor: actor.export.remote(directory, version=version, keep_version=keep_version)
+        )
+
+    async def hold(self) -> None:
+        """Keep a copy of the current weights, which `score` uses until the next `hold`."""
+        await self._first("hold", lambda actor: actor.hold.remote())
+
+    async def score(self, batch: TrainingBatch) -> list[Tensor]:
+        """Logprobs of the tokens in the loss under the weights of `hold`; see TrainerRank.logprobs."""
+        return await self._first("score", lambda actor: actor.score.remote(batch))
+
+    async def remove_updates(self, directory: Path) -> None:
+        """Remove what `export` wrote."""
+        await self._first("remove_updates", lambda actor: actor.remove_updates.remote(directory))
+
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        """Write a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
+        await self._first("save_pretrained", lambda actor: actor.save_pretrained.remote(folder, like=like))
+
+    async def save(self, directory: Path) -> None:
+        """Write the state of all ranks; return when this process sees all of it.
+
+        Raises:
+            TrainerError: a rank failed, or has written to a directory that this process does not see.
+        """
+        await self._first("save", lambda actor: actor.save.remote(directory))
+        await asyncio.to_thread(_require_complete, directory)
+
+    async def restore(self, directory: Path) -> None:
+        await self._first("restore", lambda actor: actor.restore.remote(directory))
+
+    async def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        await self._first("reset_optimizer", lambda actor: actor.reset_optimizer.remote(optimizer))
+
+    async def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return await self._all("pid", [a.pid.remote() for a in self._actors])
+
+    async def close(self, *, timeout_s: float, remove_updates: Path | None = None) -> None:
+        """Close every rank, after `remove_updates` if given; a rank that does not answer is killed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if remove_updates is not None:
+                    await self.remove_updates(remove_updates)
+                await self._first("close", lambda actor: actor.close.remote())
+        finally:
+            for actor in self._actors:
+                ray.kill(actor)
+
+    async def _first(self, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
+        """Answer of rank 0 to a call of every rank."""
+        return (await self._all(what, [call(actor) for actor in self._actors]))[0]
+
+    async def _all(self, what: str, refs: list[Awaitable[T]]) -> list[T]:
+        """Answers of all ranks; the first failure is raised at once, though other ranks may still wait for it."""
+        tasks = [asyncio.ensure_future(self._bounded(what, i, ref)) for i, ref in enumerate(refs)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
+        who = f"trainer rank {rank}"
+        try:
+            return await _answer(
+                ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
+            )
+        except TrainerError as error:
+            by_node = isinstance(error.__cause__, ObjectLostError)  # which the log of a rank explains no better
+            if not by_node and (log := _log_of_rank(self._logs, rank)) is not None:
+                error.add_note(log_end(log))
+            raise
+
+
+def _stored(plan: Callable[[TrainingBatch], BatchPlan], batch: TrainingBatch) -> tuple[Any, list[Any]]:
+    """References to the plan of a batch and to the content of each of its groups."""
+    contents = [each if isinstance(each, ray.ObjectRef) else ray.put(each) for each in batch.contents]
+    return ray.put(plan(replace(batch, contents=()))), contents
+
+
+def _log_of_rank(logs: Path | None, rank: int) -> Path | None:
+    return None if logs is None else logs / f"trainer-{rank}.log"
+
+
+def _require_complete(directory: Path) -> None:
+    """Raise TrainerError unless this process sees all that the ranks have saved."""
+    from async_rl.trainer.state.checkpoint import TrainerCheckpointError, require_complete  # imports megatron
+
+    try:
+        require_complete(directory)
+    except TrainerCheckpointError as error:
+        raise TrainerError(
+            f"the ranks have saved a checkpoint that is not complete here: {error}; "
+            "give an output_dir that every node shares"
+        ) from error
+
+
+async def _answer(
+    ref: Awaitable[T], *, who: str, what: str, timeout_s: float, error: type[Exception], dead: type[Exception]
+) -> T:
+    """What an actor answers within `timeout_s`, else `error` (`dead`: silent or no process) with who failed at what."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await ref
+    except TimeoutError as cause:
+        raise dead(f"{who}: {what} took longer than {timeout_s} s") from cause
+    except RayActorError as cause:
+        raise dead(f"{who}: process died during {what}") from cause
+    except RayTaskError as cause:
+        if isinstance(cause.cause, ObjectLostError):
+            raise dead(f"{who}: {what} failed: an object that it needs was on a node that died") from cause.cause
+        kind = dead if isinstance(cause.cause, dead) else error
+        raise kind(f"{who}: {what} failed: {cause.cause}") from cause.cause  # Ray's own text repeats the traceback
+    except ObjectLostError as cause:
+        raise dead(f"{who}: its answer to {what} was on a node that died") from cause

@@ -1,0 +1,258 @@
+"""Rollout workers: how one is built, in this process or in an actor, and the driver side of the actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from transformers import AutoTokenizer
+
+from agent_loop.loop import Prompt
+from agent_loop.tools import PauseGate
+from async_rl.cluster.actors import EVENTS_S, RolloutActor
+from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
+from async_rl.config import RunConfig
+from async_rl.files.logs import log_end
+from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from async_rl.inference.router import ReplicaRouter
+from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
+from async_rl.rollout.recorded import RolloutLog
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.schedule_replay import Conducts, Free
+from async_rl.rollout.task import build_task
+from async_rl.rollout.validator import ValidationRound, Validator
+from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, WorkerEvent
+from async_rl.weights.model_info import read_model_info
+from message_queue.contract import Admission
+from message_queue.trajectory import Trajectory
+
+T = TypeVar("T")
+
+
+def build_worker(
+    config: RunConfig, *, name: str, checkpoint: Path, fleet: ReplicaFleet, conductor: Conducts | None = None
+) -> RolloutWorker:
+    """A worker in this process.
+
+    Args:
+        checkpoint: its tokenizer is used.
+        fleet: the replicas, as the worker sees them.
+        conductor: keeps the rollouts to a schedule; None lets them run.
+    """
+    conductor, gate, rollout = conductor or Free(), PauseGate(), config.rollout
+    loop = conductor.loop(
+        build_task(config.task, seed=config.seed).build_loop(
+            engine=conductor.engine(ReplicaRouter(fleet)),
+            tokenizer=AutoTokenizer.from_pretrained(checkpoint),
+            sampling=rollout.sampling,
+            limits=rollout.limits,
+            gate=gate,
+        )
+    )
+    routing = read_model_info(checkpoint).routing if config.captures_routing else None
+
+    def rollouter(log: RolloutLog | None) -> Rollouter:
+        return Rollouter(
+            loop=loop,
+            routing=routing,
+            trajectories_per_group=rollout.trajectories_per_group,
+            resume_routing=rollout.resume_routing,
+            log=log,
+            failure=rollout.failure,
+            note=lambda text: worker.report(text),
+        )
+
+    validator = Validator(loop=loop, routing=routing, resume_routing=rollout.resume_routing)
+    worker = RolloutWorker(
+        name,
+        rollouter=rollouter,
+        validator=validator,
+        gate=gate,
+        fleet=fleet,
+        replies_s=config.cluster.stop_timeout_s / 2,  # the driver waits for a flush as long as for a stop
+    )
+    return worker
+
+
+def addresses(replicas: Sequence[FleetReplica]) -> dict[str, ReplicaAddress]:
+    """Addresses of replicas that are actors, by name."""
+    return {replica.name: cast(ReplicaHandle, replica).address for replica in replicas}
+
+
+class WorkerFleet(ReplicaFleet):
+    """The replicas as a worker sees them. The driver names them, and hears of those that the worker finds lost."""
+
+    def __init__(self, replicas: Sequence[ReplicaHandle]) -> None:
+        super().__init__(replicas)
+        self.supervise()  # the driver starts others: a request waits for one
+        self.report: Callable[[WorkerEvent], None] = lambda _event: None
+
+    def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
+        """See ReplicaFleet."""
+        if member.name not in self.lost:
+            self.report(LostReplica(name=member.name, reason=reason, notes=tuple(notes)))
+        super().lose(member, reason=reason, notes=notes)
+
+    def follow(self, replicas: Mapping[str, ReplicaAddress], *, client: str) -> None:
+        """Use exactly these, without those that this worker found lost."""
+        for member in self.members:
+            if member.name not in replicas:
+                super().lose(member, reason="the driver has taken it out")
+        known = {member.name for member in self.members}
+        for name, address in replicas.items():
+            if name not in known:
+                self.join(ReplicaHandle(address, client=client), slot=0)
+
+
+def build_remote_worker(
+    config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
+) -> tuple[RolloutWorker, WorkerFleet]:
+    """A worker in the process of an actor, and the replicas as it sees them."""
+    fleet = WorkerFleet([ReplicaHandle(address, client=name) for address in replicas.values()])
+    worker = build_worker(config, name=name, checkpoint=checkpoint, fleet=fleet)
+    fleet.report = worker.report
+    return worker, fleet
+
+
+class WorkerHandle:
+    """Driver side of a worker in another process; see `RolloutWorker` for each call.
+
+    Args:
+        timeout_s: silence after which the worker counts as lost.
+        stop_timeout_s: the same while rollouts end: a tool or reward that blocks the worker does not hold up a stop.
+        log: file with the output of the process; its end becomes a note of an error.
+
+    Raises:
+        WorkerLostError: from every call, if the worker is dead or silent.
+    """
+
+    def __init__(
+        self,
+        actor: ActorHandle[Any],
+        *,
+        name: str,
+        timeout_s: float,
+        stop_timeout_s: float,
+        log: Path | None = None,
+    ) -> None:
+        self.name = name
+        self._actor = actor
+        self._timeout_s = timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._log = log
+        self._is_lost = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: RunConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        replicas: Sequence[FleetReplica],
+        options: dict[str, Any],
+        log: Path | None = None,
+    ) -> WorkerHandle:
+        """Start the actor and build the worker in it.
+
+        Raises:
+            WorkerLostError: it did not start. Exception: an error of the task.
+        """
+        actor = RolloutActor.options(**options, max_restarts=0).remote(log=log)
+        cluster = config.cluster
+        handle = cls(actor, name=name, timeout_s=cluster.call_timeout_s, stop_timeout_s=cluster.stop_timeout_s, log=log)
+        started = actor.start.remote(config, name=name, checkpoint=checkpoint, replicas=addresses(replicas))
+        try:
+            await handle._answer("start", started, timeout_s=cluster.start_timeout_s)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return handle
+
+    async def roll(
+        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
+    ) -> tuple[RolledGroup, ContentOrRef]:
+        """The second value is a reference to the content, which stays on the node of the worker."""
+        rolled, content = cast(list[Any], self._actor.roll.remote(prompt, admission, list(held), handout=handout))
+        try:
+            return await self._answer("roll", rolled), content
+        except asyncio.CancelledError:
+            self._actor.stop.remote(admission.group)
+            raise
+
+    async def pid(self) -> int:
+        """Process id of the actor."""
+        return await self._answer("pid", self._actor.pid.remote(), timeout_s=self._timeout_s)
+
+    async def follow(self, replicas: Sequence[FleetReplica]) -> None:
+        """Use exactly these replicas from now on."""
+        await self._answer("follow", self._actor.follow.remote(addresses(replicas)), timeout_s=self._timeout_s)
+
+    async def open(self, place: ContentPlace, *, writer: str) -> None:
+        await self._answer("open", self._actor.open.remote(place, writer=writer), timeout_s=self._timeout_s)
+
+    async def cancel(self, group: int, *, reason: str) -> None:
+        await self._answer("cancel", self._actor.cancel.remote(group, reason=reason), timeout_s=self._timeout_s)
+
+    async def flush(self) -> None:
+        await self._answer("flush", self._actor.flush.remote(), timeout_s=self._stop_timeout_s)
+
+    async def forget(self, groups: Collection[int]) -> None:
+        await self._answer("forget", self._actor.forget.remote(groups), timeout_s=self._timeout_s)
+
+    async def pause_tools(self) -> None:
+        await self._answer("pause_tools", self._actor.pause_tools.remote(), timeout_s=self._timeout_s)
+
+    async def resume_tools(self) -> None:
+        await self._answer("resume_tools", self._actor.resume_tools.remote(), timeout_s=self._timeout_s)
+
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+        return await self._answer("validate", self._actor.validate.remote(prompts, number=number))
+
+    async def events(self) -> list[WorkerEvent]:
+        return await self._answer("events", self._actor.events.remote(), timeout_s=EVENTS_S + self._timeout_s)
+
+    async def end(self) -> None:
+        await self._answer("end", self._actor.end.remote(), timeout_s=self._stop_timeout_s)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """End the rollouts of a worker that answers, then the process; returns once it is gone."""
+        try:
+            if not self._is_lost:
+                await self.end()
+        finally:
+            ray.kill(self._actor)
+            await self._gone(timeout_s)
+
+    async def _gone(self, timeout_s: float) -> None:
+        try:
+            await self._answer("end", self._actor.pid.remote(), timeout_s=timeout_s)
+        except WorkerLostError:
+            return
+
+    async def _answer(self, what: str, ref: Awaitable[T], *, timeout_s: float | None = None) -> T:
+        """The actor's answer. A worker that is silent in a call without a bound is noticed by `events`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await ref
+        except TimeoutError as error:
+            raise self._lost(f"{self.name}: {what} took longer than {timeout_s} s") from error
+        except RayActorError as error:
+            raise self._lost(f"{self.name}: process died during {what}") from error
+        except RayTaskError as error:
+            raise error.cause from None  # Ray raises a subclass that has it
+        except ObjectLostError as error:
+            raise self._lost(f"{self.name}: its answer to {what} was on a node that died") from error
+
+    def _lost(self, text: str) -> WorkerLostError:
+        self._is_lost = True
+        error = WorkerLostError(text)
+        if self._log is not None:
+            error.add_note(log_end(self._log))
+        return error

@@ -1,0 +1,3 @@
+"""Support for machines without a GPU: the parts of megatron-core, vLLM and SGLang that need one otherwise."""
+
+FORCED_EXPERTS = "async_rl_forced_experts"  # key of the forced rows in vLLM's SamplingParams.extra_args

@@ -1,0 +1,266 @@
+"""Fixes for vLLM 0.32's CPU backend: routed-experts capture, expert weight updates, seeded sampling, forced routing.
+
+In vLLM, only the GPU model runner V2 uses the routed-experts data plane (`vllm/distributed/aux_output_connector`), and
+only that runner returns the tokens that the sampler kept. Here the CPU runner makes the same calls to the data plane
+and returns kept tokens in the same form.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.worker import (
+    AuxOutputWorkerConnector,
+    PendingAuxOutput,
+    get_aux_output_connector,
+)
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from async_rl.compat.vllm_forced import ForcedRouting
+from async_rl.weights.checksum import PACKED, checksum
+
+REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load a plugin more than once
+
+
+class RoutingCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU runner with capture and forcing of routed experts, and with kept tokens of cut distributions.
+
+    A sample that vLLM discards (of a partial prefill) does not advance the random state of a seeded request.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._capture: AuxOutputWorkerConnector | None = None
+        self._pending: PendingAuxOutput | None = None
+        self._forced: ForcedRouting | None = None
+        self._counts: dict[str, int] = {}
+        self._logprobs: torch.Tensor | None = None
+        sampler: Any = self.sampler.topk_topp_sampler
+        sampler.forward = self._noting_logprobs(sampler.forward)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Initialize the K/V cache and attach the capture to the model's routers."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if not self.vllm_config.aux_output_config.enabled:
+            return
+        self._capture = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+        self._forced = ForcedRouting(self.model)
+        if not self.cache_config.enable_prefix_caching:
+            _keep_no_blocks(self._capture)
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """Run the forward pass, then collect its routing before the next step overwrites it."""
+        if self._capture is None:
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        self._capture.begin_step(scheduler_output.aux_output_connector_metadata)
+        self._counts = scheduler_output.num_scheduled_tokens
+        if self._forced is not None:
+            self._forced.update(scheduler_output)
+        output = super().execute_model(scheduler_output, intermediate_tensors)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._pending = self._capture.prepare_output(self._step_layout())
+        self._counts = {}
+        return output
+
+    def pin_routing(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `ForcedRouting.pin`."""
+        if self._forced is not None:
+            self._forced.pin(rows)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights, and pack a tied lm_head again, because vLLM packs only modules with tensors in the update."""
+        super().reload_weights(*args, **kwargs)
+        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            for head in self.get_model().modules():
+                if isinstance(head, ParallelLMHead):
+                    head.quant_method.process_weights_after_loading(head)
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass with the forced experts of this step; a warm-up run has no requests."""
+        if self._forced is None or not self._counts:
+            return super()._model_forward(*args, **kwargs)
+        batch = self.input_batch
+        starts = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        with self._forced.step(batch.req_ids, starts, [self._counts[request_id] for request_id in batch.req_ids]):
+            return super()._model_forward(*args, **kwargs)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Sample, and add the routing rows and kept tokens of the step to the output."""
+        self._logprobs = None
+        untouched = [(g, g.get_state()) for g in self._generators_of_partial_prefills().values()]
+        output: Any = super().sample_tokens(grammar_output)
+        for generator, state in untouched:
+            generator.set_state(state)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if list(output.req_ids) != pending.request_ids:
+                raise RuntimeError(f"routing rows belong to {pending.request_ids}, tokens to {output.req_ids}")
+            sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
+            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = pending.process_output()
+        if self._logprobs is not None:
+            output.sampling_masks = self._kept_tokens(self._logprobs)
+        return output
+
+    def _noting_logprobs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the sampler's last step to keep the logprobs [requests, vocab], -inf for cut tokens."""
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            sampled, self._logprobs = forward(*args, **kwargs)
+            return sampled, self._logprobs
+
+        return noting
+
+    def _kept_tokens(self, logprobs: torch.Tensor) -> SamplingMaskLists | None:
+        """Kept tokens of the requests with a top_k, which every cut request has; None if no request is cut.
+
+        Args:
+            logprobs: [requests, vocab], -inf for cut tokens.
+        """
+        params = [self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids]
+        cut = torch.tensor([each is not None and each.top_k > 0 for each in params])
+        if not cut.any():
+            return None
+        kept = (logprobs > -torch.inf) & cut.unsqueeze(1)
+        offsets = np.concatenate(([0], kept.sum(1).cumsum(0).numpy()))
+        return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), offsets)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Hide the generators of partial prefills from vLLM, which rewinds them by an offset.
+
+        CPU generators have no offset; `sample_tokens` restores their state instead.
+        """
+        hidden = self._generators_of_partial_prefills()
+        for index in hidden:
+            del self.input_batch.generators[index]
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators.update(hidden)
+
+    def _generators_of_partial_prefills(self) -> dict[int, torch.Generator]:
+        """Batch index -> seeded generator, of requests whose sample in this step is discarded."""
+        generators = self.input_batch.generators
+        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        return {int(i): generators[int(i)] for i in discarded if int(i) in generators}
+
+    def _step_layout(self) -> Any:
+        """The position ranges of the requests in this step, in the fields of runner V2's input batch."""
+        batch = self.input_batch
+        counts = [self._counts[request_id] for request_id in batch.req_ids]
+        return SimpleNamespace(
+            req_ids=list(batch.req_ids),
+            query_start_loc_np=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[: batch.num_reqs].copy(),
+        )
+
+
+class RoutingCPUWorker(CPUWorker):
+    """vLLM's CPU worker with `RoutingCPUModelRunner`."""
+
+    def init_device(self) -> None:
+        """Replace the runner class in vLLM's module during the call, because vLLM uses it by name."""
+        upstream: Any = importlib.import_module(CPUWorker.__module__)
+        original = upstream.CPUModelRunner
+        upstream.CPUModelRunner = RoutingCPUModelRunner
+        try:
+            super().init_device()
+        finally:
+            upstream.CPUModelRunner = original
+
+
+def allow_routing_capture() -> None:
+    """Patch vLLM's checks so that they accept routing capture and kept tokens on the CPU.
+
+    The skipped requirements are model runner V2, and prefix caching, which the CPU kernels of latent attention lack.
+    """
+    upstream: Any = VllmConfig
+    if getattr(upstream, REPAIRED, False):
+        return
+    check = upstream._verify_aux_output_compatibility
+    check_masks = upstream._verify_sampling_replay_config
+
+    def check_all_else(self: VllmConfig) -> None:
+        cache = _Seen(self.cache_config, enable_prefix_caching=True)
+        check(_Seen(self, use_v2_model_runner=True, cache_config=cache))
+
+    def check_masks_alone(self: VllmConfig) -> None:
+        check_masks(_Seen(self, use_v2_model_runner=True))
+
+    upstream._verify_aux_output_compatibility = check_all_else
+    upstream._verify_sampling_replay_config = check_masks_alone
+    setattr(upstream, REPAIRED, True)
+
+
+def prepack_experts_on_reload() -> None:
+    """Patch vLLM to pack expert weights for the CPU kernel at every load.
+
+    Without the patch it packs them only at the first load, and every later load leaves wrong weights.
+    """
+    upstream: Any = UnquantizedFusedMoEMethod
+    if getattr(upstream, REPAIRED, False):
+        return
+    process = upstream.process_weights_after_loading
+
+    def process_and_pack(self: Any, layer: torch.nn.Module) -> None:
+        is_update = self.moe_kernel is not None
+        process(self, layer)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    upstream.process_weights_after_loading = process_and_pack
+    setattr(upstream, REPAIRED, True)
+
+
+def note_packed_weights() -> None:
+    """Patch vLLM to store the checksum of a linear weight on its layer when the weight is packed.
+
+    vLLM packs linear weights into an opaque object of its kernel library and drops the tensor, so the weight cannot be
+    read back later. Each load packs the weight again and replaces the checksum.
+    """
+    upstream: Any = importlib.import_module("vllm.model_executor.layers.utils")
+    if getattr(upstream, REPAIRED, False):
+        return
+    pack = upstream.dispatch_cpu_unquantized_gemm
+
+    def note_and_pack(layer: Any, remove_weight: bool) -> None:
+        if not layer.weight.is_meta:
+            setattr(layer, PACKED, checksum(layer.weight))
+        pack(layer, remove_weight)
+
+    upstream.dispatch_cpu_unquantized_gemm = note_and_pack
+    setattr(upstream, REPAIRED, True)
+
+
+class _Seen:
+    """A view of an object with some attributes replaced."""
+
+    def __init__(self, target: object, **attributes: object) -> None:
+        self.__dict__.update(attributes, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+
+def _keep_no_blocks(capture: AuxOutputWorkerConnector) -> None:
+    """Release completed blocks at once; without a prefix cache they have no hash to be stored under."""
+    connector: Any = capture
+
+    def release(batches: Any, retain_keys: Any = (), release_keys: Any = ()) -> None:
+        del retain_keys, release_keys
+        for _, completed in batches:
+            for _, rows in completed:
+                connector._buffer.release_block(rows)
+
+    connector._publish_blocks = release

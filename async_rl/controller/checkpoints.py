@@ -1,0 +1,136 @@
+"""Checkpoints of a run: the trainer's state and the driver's, in one folder that appears whole or not at all.
+
+checkpoints/step-000020/
+    trainer/    model, optimizer, schedule, random state; its format: async_rl/trainer/state/checkpoint.py
+    run.json    RunState
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from async_rl.config import CheckpointConfig
+from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
+from message_queue.contract import QueueSnapshot
+
+FORMAT = 1
+
+
+class SavesTrainer(Protocol):
+    async def save(self, directory: Path) -> None: ...
+
+
+class Records(Protocol):
+    """Records of the steps up to a checkpoint; a restart keeps them unchanged."""
+
+    def sync(self) -> None:
+        """Return once all records survive a loss of power. Called in a thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """State of a run between two train steps."""
+
+    train_step: int = 0
+    """Last finished optimizer step."""
+    param_version: int = 0
+    """Last published version."""
+    version_updates: Mapping[int, int] = field(default_factory=lambda: {0: 0})
+    """`param_version` -> optimizer updates in these weights."""
+    prompt_cursor: int = 0
+    """First prompt index never handed out."""
+    unfinished_prompts: Sequence[int] = ()
+    """Indices of prompts handed out, but neither trained nor dropped."""
+    queue: QueueSnapshot = field(default_factory=QueueSnapshot)
+    """State of the queue; its unfinished groups end as dropped when it is restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    format: int
+    state: RunState
+
+
+class Checkpoints:
+    """Saves and finds the checkpoints of one run directory."""
+
+    def __init__(self, directory: Path, *, config: CheckpointConfig) -> None:
+        self._directory = directory
+        self._config = config
+
+    @property
+    def every(self) -> int:
+        """Train steps between checkpoints; 0 for only at the end or on a stop."""
+        return self._config.every
+
+    async def save(self, state: RunState, *, trainer: SavesTrainer, records: Records) -> Path:
+        """Write a checkpoint; one that is cut short leaves those before it usable.
+
+        Before it is there, `records` are on the disk; when this returns, it survives a loss of power.
+        """
+        final = self._directory / f"step-{state.train_step:06d}"
+        partial = partial_folder(final)
+
+        def begin() -> None:
+            self.recover()
+            make_folder(self._directory)
+            partial.mkdir()
+
+        def publish() -> None:
+            records.sync()
+            publish_folder(final)
+
+        await asyncio.to_thread(begin)
+        try:
+            await trainer.save(partial / "trainer")
+            document = msgspec.json.encode(_Document(format=FORMAT, state=state))
+            await asyncio.to_thread((partial / "run.json").write_bytes, document)
+            await asyncio.to_thread(publish)
+        except OSError:
+            await asyncio.to_thread(self.recover)  # a full disk has its room back
+            raise
+        for old in self._finished()[: -self._config.keep]:
+            await asyncio.to_thread(remove_folder, old)
+        return final
+
+    def recover(self) -> None:
+        """Put the directory in order after a run that was killed while it saved; no other run may use it."""
+        recover_folders(self._directory)
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, if there is one."""
+        finished = self._finished()
+        return finished[-1] if finished else None
+
+    def steps(self) -> dict[int, Path]:
+        """Train step -> folder of every whole checkpoint."""
+        return {int(path.name.removeprefix("step-")): path for path in self._finished()}
+
+    def _finished(self) -> list[Path]:
+        return sorted(p for p in self._directory.glob("step-*") if p.suffix == "" and (p / "run.json").is_file())
+
+
+def read_run_state(checkpoint: Path) -> RunState:
+    """Read the driver's part of a checkpoint.
+
+    Raises:
+        ValueError: not a checkpoint, or one of another format; names the path.
+    """
+    path = checkpoint / "run.json"
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(
+            f"resume: {checkpoint} is not a checkpoint of format {FORMAT} ({error}); "
+            "give a folder checkpoints/step-NNNNNN, or resume=never"
+        ) from error
+    if document.format != FORMAT:
+        raise ValueError(f"resume: {checkpoint} has format {document.format}; this version reads format {FORMAT}")
+    return document.state

@@ -1,0 +1,440 @@
+"""The system on one page: four stages in one TaskGroup.
+
+    feed --------> rollout --------> queue --------> train --------> publish
+     ^  admitted     |  prompt group         batch     |  weights       |
+     |               +--- aborted partials resume <----|----------------+
+     +------------------ admission reopens when every replica serves the new version
+
+    stage     consumes              produces              waits for                     is unblocked by
+    feed      prompts, first the    admitted prompts      the staleness budget          publish, drops
+              recycled ones
+    rollout   admitted prompts      prompt groups         engines, tools                (nothing: it never blocks feed)
+    train     batches of groups     gradients, versions   a batch the bound allows      rollout
+    publish   versions              loaded replicas       every replica to load         train
+    validate  requests              held-out success      engines                       train
+    expire    hopeless groups       cancelled rollouts    the bound (drop, recycle)     train
+    watch     signs of life         lost replicas         time                          (nothing)
+    workers   their reports         new workers           rollout workers               (nothing)
+
+All but train are endless and run in the background; train is finite and is the body. A failed
+rollout is data (a dropped group with its reason); a failed stage is a crash with its cause. Only this module passes
+values between stages.
+
+Before them, after a restart, `catch up`: the batches that were taken after the checkpoint are trained again as they
+were, and the replicas get the weights. Then open groups continue in `rollout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from agent_loop.loop import Prompt
+from async_rl.controller.checkpoints import Checkpoints, RunState
+from async_rl.controller.interfaces import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, StageError, Trainer
+from async_rl.controller.prepare import PreparedBatch, prepare
+from async_rl.controller.probe import Probe
+from async_rl.inference.notifier import Notifier
+from async_rl.inference.pool import Member
+from async_rl.inference.publisher import Publisher, PublishReport
+from async_rl.metrics.recorder import Recorder, StepRecord
+from async_rl.metrics.registry import queue_metrics
+from async_rl.metrics.trace import Trace
+from async_rl.rollout.dispatcher import Dispatcher
+from async_rl.rollout.group_contents import GroupContents, fetched
+from async_rl.rollout.prompts import PromptSource
+from async_rl.rollout.rollouter import DroppedGroup
+from async_rl.rollout.schedule_replay import Conducts, Free
+from async_rl.rollout.token_count import require_closed
+from async_rl.rollout.validator import ValidationSchedule, is_due
+from async_rl.weights.transport import WeightUpdate
+from message_queue.contract import Admission, Batch
+from message_queue.recovery import Restored
+from message_queue.trajectory import Trajectory
+
+__all__ = ["GroupQueue", "Pipeline", "PipelineConfig", "Replicas", "StageError", "Trainer"]
+
+
+class Pipeline:
+    """Runs the stages until the last train step, a stop request, or a failed stage.
+
+    Args:
+        start: state of the checkpoint; the trainer holds its weights.
+        restored: the queue's state of the run before; None if it has none and the replicas serve the weights.
+        conductor: controls the timing of events; None leaves it to the stages.
+        probe: compares engines and trainer at equal weights; None compares nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: PipelineConfig,
+        prompts: PromptSource,
+        queue: GroupQueue,
+        contents: GroupContents,
+        rollouts: Dispatcher,
+        trainer: Trainer,
+        publisher: Publisher,
+        replicas: Replicas,
+        held_out: Sequence[Prompt],
+        checkpoints: Checkpoints,
+        recorder: Recorder,
+        trace: Trace,
+        start: RunState,
+        restored: Restored | None = None,
+        conductor: Conducts | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._queue = queue
+        self._contents = contents
+        self._rollouts = rollouts
+        self._trainer = trainer
+        self._publisher = publisher
+        self._replicas = replicas
+        self._checkpoints = checkpoints
+        self._recorder = recorder
+        self._trace = trace
+        self._train_step = start.train_step
+        self._version = start.param_version
+        self._loaded_version = 0
+        self._version_updates = dict(start.version_updates)
+        self._restored = restored
+        replay = 0 if restored is None else restored.replay
+        self._replayed = start.train_step + replay * config.updates_per_batch
+        self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
+        self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
+        self._validations = ValidationSchedule(
+            partial(rollouts.validate, held_out) if held_out else None,
+            every=config.validate_every,
+            per_batch=config.updates_per_batch,
+            last=config.total_train_steps,
+            recorder=recorder,
+            trace=trace,
+        )
+        self._conductor = conductor or Free()
+        self._probe = probe
+        self._unscored: int | None = None  # version that the engines are asked about, and the trainer was not
+        self._k3_probe = math.nan
+        self._served = Notifier()  # rings when every replica serves a version
+        self._stop = asyncio.Event()
+        self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
+        self._failed_row: list[int] = []  # prompts of the groups that failed since one did not
+
+    def request_stop(self) -> None:
+        """Finish the train step under way, save a checkpoint, and return from `run`."""
+        self._stop.set()
+
+    async def run(self) -> bool:
+        """Run to the last train step; True if it got there, False after a stop request.
+
+        Raises:
+            ExceptionGroup: of StageError, the cause of each chained.
+        """
+        try:
+            return await self._run()
+        finally:
+            if self._probe is not None:
+                self._probe.cancel()
+
+    async def _run(self) -> bool:
+        timeout_s = self._config.replica_timeout_s
+        async with asyncio.TaskGroup() as background:
+
+            def begin(name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+                stages[name] = background.create_task(self._stage(name, work), name=name)
+
+            stages: dict[str, asyncio.Task[None]] = {}
+            begin("workers", self._rollouts.watch)
+            if (restored := self._restored) is not None:
+                await self._stage("catch up", lambda: self._catch_up(restored))
+            if self._train_step == 0 and (self._restored is None or self._restored.began):
+                await self._validations.now(0)
+            begin("feed", self._feed)
+            begin("rollout", self._rollout)
+            begin("expire", self._expire)
+            begin("publish", self._publish)
+            begin("validate", self._validations.run)
+            begin("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
+            try:
+                await self._stage("train", self._train)
+            except StageError:
+                with contextlib.suppress(Exception):  # it must not hide why the stage failed
+                    await self._put_down(stages)
+                raise
+            stages["feed"].cancel()
+            self._conductor.finish()
+            await self._updates.join()
+            await self._stage("probe", self._compare)
+            await self._put_down(stages)
+            await self._save()
+            if finished := not self._stop.is_set():
+                await self._validations.finish(self._train_step)
+            for task in stages.values():
+                task.cancel()
+        return finished
+
+    async def _stage(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        try:
+            await work()
+        except Exception as error:
+            raise StageError(f"stage {name} failed") from error
+
+    async def _put_down(self, stages: Mapping[str, asyncio.Task[None]]) -> None:
+        """End the rollouts, with all that they generated written down."""
+        if self._restored is not None:
+            await self._publisher.interrupt()
+            await self._rollouts.flush()
+        stages["rollout"].cancel()
+        await asyncio.wait({stages["rollout"]})
+        if self._restored is not None:
+            await self._publisher.go_on()
+
+    # ---- stages
+
+    async def _catch_up(self, restored: Restored) -> None:
+        """Replay the batches trained after the checkpoint, then load the weights into the replicas."""
+        self._conductor.begin(
+            list(self._contents.unfinished.values()),
+            train_step=self._train_step,
+            cursor=self._prompts.cursor,
+            updates=restored.version_updates,
+        )
+        self._version = max(self._version, restored.version)
+        self._version_updates |= restored.version_updates
+        for _ in range(restored.replay):
+            await self._step(await self._queue.take(), waited=0.0, begun=time.monotonic(), busy=0.0)
+        if not self._version and not restored.replay:
+            return  # the replicas started with these weights
+        known = self._version_updates[self._version] == self._train_step and not (restored.replay or restored.diverged)
+        if not known:
+            self._version += 1
+            self._version_updates[self._version] = self._train_step
+            await self._queue.publish(self._version, update=self._train_step)
+        update = await self._trainer.export(
+            self._config.weights_directory, version=self._version, keep_version=self._loaded_version
+        )
+        await self._hold(update)
+        self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
+        await self._loaded(update)
+        if not known:
+            await self._save()
+
+    async def _feed(self) -> None:
+        while True:
+            prompt = self._prompts.current()
+            await self._conductor.may_admit(prompt.index)
+            admission = await self._queue.admit(prompt.index)
+            self._conductor.admitted(admission)
+            if admission.prompt == prompt.index:
+                self._prompts.advance()
+            else:
+                prompt = self._prompts.at(admission.prompt)
+            await self._admitted.put((prompt, admission))
+
+    async def _rollout(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            for admission in self._restored.open if self._restored is not None else ():
+                prompt, group = self._prompts.at(admission.prompt), self._contents.unfinished.get(admission.group)
+                held = () if group is None else group.trajectories
+                groups.create_task(self._roll(prompt, admission, held=held), name=f"group-{admission.group}")
+            while True:
+                prompt, admission = await self._admitted.get()
+                groups.create_task(self._roll(prompt, admission), name=f"group-{admission.group}")
+
+    async def _roll(self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()) -> None:
+        with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
+            outcome, content = await self._rollouts.roll(prompt, admission, held=held)
+        if isinstance(outcome, DroppedGroup):
+            too_many = not outcome.expired and self._count_failed(prompt)
+            self._conductor.dropped(outcome.group, reason=outcome.reason)
+            await self._queue.drop(
+                outcome.group,
+                reason=outcome.reason,
+                segments=outcome.segments,
+                tokens=outcome.tokens,
+                expired=outcome.expired,
+            )
+            await self._contents.drop([outcome.group])
+            if outcome.expired:
+                self._recorder.lengths.offered(outcome.lengths)
+                return
+            self._recorder.warn(f"group {outcome.group} dropped: {outcome.reason}")
+            if too_many:
+                raise RuntimeError(
+                    f"{self._config.max_failed_groups} groups in a row failed (rollout.max_failed_groups); the next "
+                    f"start admits their prompts again; the last: {outcome.reason}"
+                )
+            return
+        self._failed_row.clear()
+        self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
+        await self._conductor.may_put(outcome.prompt)
+        self._contents.add(outcome.group, content)
+        expired = await self._queue.put(outcome)
+        if expired is not None:
+            await self._contents.drop([outcome.group])
+
+    def _count_failed(self, prompt: Prompt) -> bool:
+        """Whether its group is the one that stops the run. Others may fail until it has stopped."""
+        self._failed_row.append(prompt.index)
+        if len(self._failed_row) >= self._config.max_failed_groups:
+            self._prompts.keep_failed(self._failed_row)
+        return len(self._failed_row) == self._config.max_failed_groups
+
+    async def _expire(self) -> None:
+        known: set[int] = set()
+        while True:
+            hopeless = await self._queue.wait_expired(known=known)
+            for group in hopeless:
+                self._rollouts.cancel(group, reason="expired: no batch within the staleness bound is left for it")
+            known = {*hopeless, *known} & set(await self._queue.expired())
+
+    async def _train(self) -> None:
+        while self._train_step < self._config.total_train_steps:
+            begun, busy = time.monotonic(), await self._replicas.busy_seconds()
+            batch = await self._take_or_stop()
+            if batch is None:
+                return
+            await self._step(batch, waited=time.monotonic() - begun, begun=begun, busy=busy)
+            self._validations.request(self._train_step)
+            if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._config.updates_per_batch):
+                await self._save()
+
+    async def _publish(self) -> None:
+        while True:
+            update = await self._updates.get()
+            with self._trace.span("publish", f"version {update.weights.version}", digest=update.weights.digest):
+                await self._conductor.may_load(self._version_updates[update.weights.version])
+                self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
+            await self._loaded(update)
+            self._updates.task_done()
+
+    # ---- parts of the train stage
+
+    async def _take_or_stop(self) -> Batch | None:
+        """The next batch, or None when a stop was requested first."""
+        take = asyncio.create_task(self._queue.take(), name="take")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait((take, stop), return_when=asyncio.FIRST_COMPLETED)
+            return take.result() if take.done() else None
+        finally:
+            for task in (take, stop):
+                task.cancel()
+
+    async def _step(self, batch: Batch, *, waited: float, begun: float, busy: float) -> None:
+        """Train on a batch, publish the weights if due, and record the step and the wait for the batch."""
+        config = self._config
+        self._conductor.taken()
+        await self._begin_probe(batch)
+        with self._trace.span("train", f"step {self._train_step + config.updates_per_batch}", groups=len(batch.groups)):
+            prepared, metrics = await self._train_on(batch)
+        due = is_due(self._train_step, every=config.publish_every, per_batch=config.updates_per_batch)
+        if due and self._train_step > self._replayed:
+            await self._compare()
+            await self._export()
+        seconds = time.monotonic() - begun
+        metrics["idle/trainer"] = waited / seconds
+        metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
+        metrics["throughput/tokens_per_s"] = sum(prepared.gradient_tokens) / seconds
+        self._recorder.lengths.trained(prepared.lengths)
+        await self._record(prepared, metrics)
+
+    async def _train_on(self, batch: Batch) -> tuple[PreparedBatch, dict[str, float]]:
+        groups = [head.group for head in batch.groups]
+        prepared = await asyncio.to_thread(
+            prepare,
+            batch,
+            self._contents.of(groups),
+            advantage=self._config.advantage,
+            version_updates=self._version_updates,
+            kept_kv=self._config.kept_kv,
+            updates_per_batch=self._config.updates_per_batch,
+            seed=self._config.seed,
+        )
+        metrics = await self._trainer.train(prepared.batch)
+        self._train_step += self._config.updates_per_batch
+        await self._queue.trained(groups, train_step=self._train_step, tokens=prepared.gradient_tokens)
+        self._contents.trained(groups, train_step=self._train_step)
+        return prepared, metrics | dict(prepared.metrics)
+
+    async def _export(self) -> None:
+        self._version += 1
+        self._version_updates[self._version] = self._train_step
+        update = await self._trainer.export(
+            self._config.weights_directory, version=self._version, keep_version=self._loaded_version
+        )
+        await self._queue.publish(self._version, update=self._train_step)
+        await self._hold(update)
+        await self._updates.put(update)
+
+    async def _begin_probe(self, batch: Batch) -> None:
+        """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
+        if self._probe is None or self._probe.has_prompts or self._train_step < self._replayed:
+            return
+        groups = [head.group for head in batch.groups]
+        self._probe.take_prompts(await fetched(self._contents.of(groups[: self._probe.num_prompts])))
+        await self._trainer.hold()
+        self._unscored = self._loaded_version
+        self._probe.ask_all(version=self._loaded_version)
+
+    async def _hold(self, update: WeightUpdate) -> None:
+        """Have the trainer keep the exported weights until it has scored the engines' samples under them."""
+        if self._probe is not None:
+            await self._trainer.hold()
+            self._unscored = update.weights.version
+
+    def _ask_about(self, update: WeightUpdate) -> Callable[[Member], None] | None:
+        return None if self._probe is None else partial(self._probe.ask, version=update.weights.version)
+
+    async def _compare(self) -> None:
+        """Compare engines and trainer by the newest version; the trainer keeps it until the next export."""
+        if self._probe is None or (version := self._unscored) is None:
+            return
+        while self._loaded_version < version:
+            await self._served.wait()
+        self._k3_probe = await self._probe.compare(version, self._trainer)
+        self._unscored = None
+
+    async def _loaded(self, update: WeightUpdate) -> None:
+        """Every replica serves it."""
+        self._loaded_version = update.weights.version
+        self._conductor.loaded(self._version_updates[update.weights.version])
+        await self._queue.loaded(update.weights.version)
+        self._served.notify_all()
+
+    async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
+        snapshot = await self._queue.snapshot()
+        metrics |= {"train_step": self._train_step, "param_version": self._version}
+        metrics["optimizer_steps"] = self._config.updates_per_batch
+        metrics["mismatch/k3_probe"] = self._k3_probe
+        metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
+        schedule = prepared.schedule if self._conductor.free else None
+        self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
+        records = await self._queue.drain_records()
+        self._recorder.ledger(records)
+        await self._contents.drop([record["group"] for record in records if record["outcome"] == "dropped"])
+        require_closed(snapshot.ledger, wrong=self._rollouts.tokens.settle(records))
+
+    async def _save(self) -> None:
+        """Checkpoint between two batches; nothing is taken then."""
+        cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # read first: later ones are in the snapshot
+        await self._queue.sync()
+        snapshot = await self._queue.snapshot()
+        state = RunState(
+            train_step=self._train_step,
+            param_version=self._version,
+            version_updates=self._version_updates,
+            prompt_cursor=max([cursor, *(prompt + 1 for prompt in snapshot.prompts)]),
+            unfinished_prompts=sorted({*snapshot.prompts, *waiting}),
+            queue=replace(snapshot, version=self._version, update=self._version_updates[self._version], closed=False),
+        )
+        await self._checkpoints.save(state, trainer=self._trainer, records=self._recorder)
+        await self._queue.checkpointed(self._train_step)
+        await self._contents.checkpointed(self._train_step)

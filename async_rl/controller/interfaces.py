@@ -1,0 +1,76 @@
+"""Interfaces and settings of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from async_rl.trainer.batch.advantage import AdvantageConfig
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.weights.transport import WeightUpdate
+from message_queue.contract import Admission, Batch, QueueSnapshot
+from message_queue.heads import GroupHead
+from message_queue.ledger import LedgerRecord
+
+WATCH_EVERY_S = 10.0  # between two signs of life of a replica
+
+
+class StageError(RuntimeError):
+    """A stage failed; the cause is chained."""
+
+
+class Trainer(Protocol):
+    """All trainer ranks as one."""
+
+    async def train(self, batch: TrainingBatch) -> dict[str, float]: ...
+    async def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate: ...
+    async def hold(self) -> None: ...
+    async def score(self, batch: TrainingBatch) -> Sequence[Tensor]: ...
+    async def save(self, directory: Path) -> None: ...
+
+
+class GroupQueue(Protocol):
+    """The trajectory queue, wherever it runs; see `message_queue.queue.TrajectoryQueue` for each call."""
+
+    async def admit(self, prompt: int) -> Admission: ...
+    async def put(self, head: GroupHead) -> str | None: ...
+    async def drop(
+        self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False
+    ) -> bool: ...
+    async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]: ...
+    async def expired(self) -> list[int]: ...
+    async def take(self) -> Batch: ...
+    async def trained(self, groups: Sequence[int], *, train_step: int, tokens: Sequence[int] = ()) -> None: ...
+    async def publish(self, version: int, *, update: int) -> None: ...
+    async def loaded(self, version: int) -> None: ...
+    async def snapshot(self) -> QueueSnapshot: ...
+    async def sync(self) -> None: ...
+    async def checkpointed(self, train_step: int) -> None: ...
+    async def drain_records(self) -> list[LedgerRecord]: ...
+
+
+class Replicas(Protocol):
+    """Calls of the pipeline on the fleet; see `async_rl.inference.pool.ReplicaFleet`."""
+
+    async def busy_seconds(self) -> float: ...
+    async def watch(self, *, every_s: float, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """Settings of the pipeline; see the run config for the meaning of each value."""
+
+    total_train_steps: int
+    publish_every: int
+    validate_every: int
+    max_failed_groups: int
+    advantage: AdvantageConfig
+    weights_directory: Path
+    replica_timeout_s: float
+    kept_kv: bool = False
+    updates_per_batch: int = 1
+    seed: int = 0

@@ -1,0 +1,236 @@
+"""Topology of a run: builds, places, starts and stops every part. No other module constructs parts.
+
+driver: Pipeline, Dispatcher, Publisher, Recorder                                        one event loop
+actors: queue | trainer rank 0..R-1 | engine replica 0..N-1 | rollout worker 0..W-1      one process each (an engine
+                                                                                         may add its own)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import ray
+from torch.utils.tensorboard import SummaryWriter
+
+from async_rl.cluster.actors import Placement, start_ray
+from async_rl.cluster.clients import ReplicaHandle, TrainerHandle
+from async_rl.cluster.rollout_workers import build_worker
+from async_rl.config import RunConfig
+from async_rl.controller.config_record import record_config
+from async_rl.controller.interrupt import stop_on_interrupt
+from async_rl.controller.probe import Probe
+from async_rl.controller.processes import Workers
+from async_rl.controller.recovery import Lasting, Lives, supervised
+from async_rl.controller.resume import Resume
+from async_rl.files.atomic_dir import make_folder
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.metrics.console import open_console
+from async_rl.metrics.recorder import Recorder
+from async_rl.metrics.report import read_run, write_report
+from async_rl.metrics.trace import Trace
+from async_rl.rollout.dispatcher import Dispatcher, Worker
+from async_rl.rollout.prompts import prompt_order
+from async_rl.rollout.rollouter import session_name
+from async_rl.rollout.schedule import RunSchedule, read_schedule
+from async_rl.rollout.schedule_replay import Conductor, Conducts, Free
+from async_rl.rollout.task import Task, build_task
+from async_rl.weights.model_info import read_model_info
+from async_rl.weights.pretrained import keep_model_files
+from async_rl.weights.transport import remove_directory
+from message_queue.tokens import RoutingSpec
+
+
+class Program:
+    """One run from config to exit. What can be refused is refused in the constructor, before any process starts.
+
+    Args:
+        resume_command: shell command that continues the run after a stop; it is shown then.
+    """
+
+    def __init__(self, config: RunConfig, *, resume_command: str) -> None:
+        self._config = config
+        self._resume_command = resume_command
+        self._task: Task = build_task(config.task, seed=config.seed)
+        self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
+        self._conductor: Conducts = Free()
+        if config.schedule is not None:
+            schedule = _read_schedule(config)
+            self._order = schedule.order(self._order)
+            self._conductor = Conductor(schedule, session=session_name)
+        self._directory = config.output_dir
+        self._resume = Resume(config)
+
+    async def run(self) -> bool:
+        """Run to the end; True if all train steps were done, False after a stop request (Ctrl-C).
+
+        Raises:
+            Exception: whatever made a stage fail; every process is stopped before it is raised.
+        """
+        config = self._config
+        changes = record_config(self._directory, config, train_step=self._resume.state.train_step)
+        async with contextlib.AsyncExitStack() as stack:
+            logs = self._directory.resolve() / "logs"
+            make_folder(logs)
+            console = open_console(total_train_steps=config.total_train_steps, log=logs / "driver.log")
+            recorder = Recorder(
+                self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
+            )
+            stack.callback(recorder.close)
+            for change in changes:
+                recorder.note(f"config changed since the last start: {change}")
+            trace = Trace(self._directory / "trace.json")
+            stack.callback(trace.write)
+            start_ray(config.cluster)
+            stack.callback(ray.shutdown)
+            placement = Placement(
+                config.cluster,
+                ranks=config.trainer.ranks,
+                replicas=config.engine.replicas,
+                workers=config.rollout.workers,
+                gpus_per_replica=config.gpus_per_replica,
+            )
+            await placement.ready()
+            await self._require_places(placement)
+            watch = asyncio.create_task(placement.watch(recorder.warn))
+            stack.callback(watch.cancel)
+            weights_directory = self._weights_directory
+            stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
+            workers = Workers(
+                config,
+                task=self._task,
+                placement=placement,
+                stack=stack,
+                weights_directory=weights_directory,
+                processes=self._directory / "processes.json",
+                logs=logs,
+            )
+            trainer, replicas, checkpoint = await workers.start(console)
+            keep_model_files(checkpoint, self._directory / "model")
+            await trainer.remove_updates(weights_directory)  # those of a killed run
+            lasting = await self._build_lasting(workers, replicas, checkpoint, recorder, trace)
+            held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
+            lives = Lives(config, lasting, order=self._order, held_out=held_out, resume=self._resume)
+            async with stop_on_interrupt(lives.request_stop, note=recorder.note):
+                finished = await lives.run(trainer)
+            write_report([read_run(self._directory)], self._directory / "report.html")
+            recorder.note(self._farewell(finished))
+            return finished
+
+    # ---- parts
+
+    async def _require_places(self, placement: Placement) -> None:
+        """Check, before any actor starts, that the nodes of the run share the directories that they use together.
+
+        Raises:
+            PlacementError: a directory that a node does not see, or shared memory over several nodes.
+        """
+        config = self._config
+        if config.sync.transport == "shm":
+            placement.require_shared_memory()
+        shared = {
+            "output_dir": self._directory,
+            "sync.directory": config.sync.directory,
+            "warm_start.cache": config.warm_start.cache if config.model.checkpoint is None else None,
+        }
+        for field, directory in shared.items():
+            if directory is not None:
+                make_folder(directory)
+                await placement.require_visible(directory, field=field)
+
+    @property
+    def _weights_directory(self) -> Path:
+        """Where trainer rank 0 writes published versions, on its node."""
+        sync = self._config.sync
+        parent = Path("/dev/shm") if sync.transport == "shm" else sync.directory
+        assert parent is not None
+        name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
+        return parent / f"async_rl-weights-{name}"
+
+    async def _build_lasting(
+        self,
+        workers: Workers,
+        replicas: Sequence[ReplicaHandle],
+        checkpoint: Path,
+        recorder: Recorder,
+        trace: Trace,
+    ) -> Lasting[TrainerHandle]:
+        config = self._config
+        fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
+        rollouts = Dispatcher(
+            await self._start_rollout_workers(workers, fleet, checkpoint),
+            fleet=fleet,
+            processes=workers if self._conductor.free else None,
+            config=config.supervision,
+            note=recorder.warn,
+        )
+        publisher, supervisor = supervised(
+            config, fleet, rollouts=rollouts, start=workers.replace_replica, recorder=recorder
+        )
+        routing = read_model_info(checkpoint).routing
+        return Lasting(
+            workers=workers,
+            publisher=publisher,
+            replicas=supervisor,
+            rollouts=rollouts,
+            routing=routing if config.captures_routing else None,
+            recorder=recorder,
+            trace=trace,
+            weights_directory=self._weights_directory,
+            conductor=self._conductor,
+            probe=self._build_probe(fleet, routing),
+        )
+
+    async def _start_rollout_workers(self, workers: Workers, fleet: ReplicaFleet, checkpoint: Path) -> Sequence[Worker]:
+        """Processes; if the run keeps to a schedule, one worker in this process, next to the conductor."""
+        if self._conductor.free:
+            return await workers.start_rollout_workers(fleet)
+        return [
+            build_worker(self._config, name="worker-0", checkpoint=checkpoint, fleet=fleet, conductor=self._conductor)
+        ]
+
+    def _build_probe(self, fleet: ReplicaFleet, routing: RoutingSpec | None) -> Probe | None:
+        config = self._config
+        if not config.mismatch.prompts:
+            return None
+        return Probe(
+            fleet,
+            config=config.mismatch,
+            max_k3=config.mismatch.bound(
+                dtypes=(config.engine.dtype, config.trainer.dtype),
+                same_experts=routing is None or config.captures_routing,
+            ),
+            temperature=config.rollout.sampling.temperature,
+            max_tokens=config.engine.max_model_len,
+            routing=routing if config.captures_routing else None,
+        )
+
+    def _farewell(self, finished: bool) -> str:
+        if finished:
+            steps = self._config.total_train_steps
+            return (
+                f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in {self._directory}"
+            )
+        return f"stopped; continue with: {self._resume_command}"
+
+
+def _read_schedule(config: RunConfig) -> RunSchedule:
+    """The schedule that the run is to keep to.
+
+    Raises:
+        ScheduleError: it cannot be read, or does not suit the run.
+    """
+    assert config.schedule is not None
+    schedule = read_schedule(config.schedule)
+    schedule.check(
+        groups_per_batch=config.rollout.groups_per_batch,
+        trajectories_per_group=config.rollout.trajectories_per_group,
+        updates_per_batch=config.trainer.updates_per_batch,
+        train_steps=config.total_train_steps,
+        max_staleness=config.staleness.max_staleness,
+        every=config.sync.every,
+    )
+    return schedule

@@ -1,0 +1,127 @@
+"""Queue batch -> training batch and metrics. Reads the heads of groups only, not their content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from async_rl.metrics.registry import batch_metrics, masking_metrics, staleness_histogram
+from async_rl.rollout.schedule import scheduled_groups
+from async_rl.trainer.batch.advantage import AdvantageConfig, compute_advantages
+from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch, training_batch
+from message_queue.contract import Batch
+from message_queue.heads import GroupHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedBatch:
+    """Input of the trainer and of the records for one batch of the queue."""
+
+    batch: TrainingBatch
+    """Input of the trainer."""
+    gradient_tokens: Sequence[int]
+    """[G], tokens in the loss of each group."""
+    lengths: Sequence[int]
+    """[trajectories that did not fail], tokens in the loss of each."""
+    staleness_tokens: Mapping[int, int]
+    """Staleness in optimizer steps -> tokens in the loss."""
+    metrics: Mapping[str, float]
+    """Metrics that the heads determine; keys as in `async_rl.metrics.registry.METRICS`."""
+    schedule: Sequence[Mapping[str, Any]]
+    """A record per group for schedule.jsonl; see `async_rl.rollout.schedule`."""
+
+
+def prepare(
+    batch: Batch,
+    contents: Sequence[Any],
+    *,
+    advantage: AdvantageConfig,
+    version_updates: Mapping[int, int],
+    kept_kv: bool,
+    updates_per_batch: int = 1,
+    seed: int = 0,
+) -> PreparedBatch:
+    """Leave out failed rollouts, mask tokens that are too old, and split the groups into mini-batches.
+
+    Advantages are computed over all rollouts that did not fail, including masked ones.
+
+    Args:
+        batch: G groups.
+        contents: [G], GroupContent of each group or a reference to it.
+        advantage: how rewards become advantages.
+        version_updates: `param_version` -> optimizer updates.
+        kept_kv: see TrainingBatch.
+        updates_per_batch: number of mini-batches.
+        seed: of the split; see `mini_batches_of`.
+
+    Raises:
+        BatchError: all rollouts failed, or a token was sampled by a version that was not published.
+    """
+    heads = batch.groups
+    sound = [_without_failed(head) for head in heads]
+    mini_batches = mini_batches_of(
+        [head.group for head in heads], count=updates_per_batch, seed=seed, update=batch.update
+    )
+    advantages = compute_advantages(sound, advantage)
+    made = training_batch(
+        heads,
+        contents,
+        advantages=advantages,
+        current_update=batch.update,
+        version_updates=version_updates,
+        min_update=batch.min_update,
+        kept_kv=kept_kv,
+        mini_batches=mini_batches,
+    )
+    lengths = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
+    staleness: dict[str, Any] = {
+        "update": batch.update,
+        "version_updates": version_updates,
+        "min_update": batch.min_update,
+        "mini_batches": mini_batches,
+    }
+    return PreparedBatch(
+        batch=made,
+        gradient_tokens=_sums(made.num_loss_tokens, made.index[:, 0], len(heads)),
+        lengths=lengths,
+        staleness_tokens=staleness_histogram(sound, **staleness),
+        metrics={
+            **batch_metrics(sound, **staleness),
+            **masking_metrics([t.num_sampled for g in sound for t in g.trajectories], lengths, advantages.values),
+            "length/trained_mean": sum(lengths) / len(lengths),
+        },
+        schedule=scheduled_groups(heads, version_updates=version_updates),
+    )
+
+
+def mini_batches_of(groups: Sequence[int], *, count: int, seed: int, update: int) -> dict[int, int]:
+    """Group id -> mini-batch, from 0: a random split of whole groups into `count` parts of equal size.
+
+    The split depends on the ids, not on their order, so a batch that is replayed after a restart is split as before.
+    Groups 7, 8, 9, 12 with count=2, seed=0, update=5: {12: 0, 7: 0, 8: 1, 9: 1}.
+
+    Args:
+        groups: ids of the groups of the batch.
+        count: number of mini-batches.
+        seed: of the run.
+        update: optimizer updates of the weights at the start of the batch.
+    """
+    order = np.random.default_rng((abs(seed), update)).permutation(np.sort(np.array(groups, np.int64)))
+    parts = np.array_split(order, count)
+    return {int(group): number for number, part in enumerate(parts) for group in part}
+
+
+def _without_failed(head: GroupHead) -> GroupHead:
+    """The head without trajectories that ended with an error."""
+    return msgspec.structs.replace(head, trajectories=tuple(t for t in head.trajectories if not t.failed))
+
+
+def _sums(tokens: Int64Array, of: Int64Array, count: int) -> list[int]:
+    """Sum `tokens` [S] by owner `of` int64 [S]. Tokens (3, 2, 4) of (0, 0, 2) with count=3: [5, 0, 4]."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, of, tokens)
+    return sums.tolist()

@@ -1,0 +1,214 @@
+"""Compares the logprobs of engines and trainer for every published version.
+
+    publish   every replica is paused            -> a few probe requests wait there, before all other requests
+              the replica loads v and resumes    -> the probe requests are decoded first
+    train     the step after v                   -> a copy of v scores them, before the next version is exported
+
+The prompts are fixed: the first tokens of prompts of the run. Tokens are sampled from the full distribution. The
+trainer scores them over the routing rows of the engine, so engine and trainer differ by rounding only. The difference
+is far larger if an engine serves other weights than it reports, or computes with them incorrectly.
+
+k3 is the mean over tokens of exp(d) - 1 - d, with d = trainer - engine logprob. Tokens with d = 0.1 and d = -0.1 give
+(0.00517 + 0.00484) / 2 = 0.0050.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from agent_loop.engine import AnswerError, GenerateRequest, ReplicaLostError, SamplingConfig
+from async_rl.config import MismatchConfig
+from async_rl.inference.pool import Member, ReplicaFleet
+from async_rl.trainer.batch.advantage import Advantages
+from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
+from message_queue.heads import head_of
+from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
+from message_queue.training_sequence import GroupContent, content_of
+from message_queue.trajectory import PromptGroup, Trajectory
+
+PROMPT_TOKENS = 128  # longest prompt of a probe
+
+
+class MismatchError(RuntimeError):
+    """Engine and trainer disagree at equal weights; the message names replica and version."""
+
+
+class ScoresTokens(Protocol):
+    """The part of the trainer that computes logprobs; see `async_rl.trainer.rank.TrainerRank.score`."""
+
+    async def score(self, batch: TrainingBatch) -> Sequence[torch.Tensor]:
+        """Logprobs float32 [n] of the tokens in the loss of each sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Answer:
+    """Answer of a replica to a probe request."""
+
+    replica: str
+    """Name of the replica."""
+    prompt: Int32Array
+    """int32 [p], token ids."""
+    segments: Sequence[TokenOutput]
+    """The first segment that the probed version sampled; empty if none."""
+
+
+class Probe:
+    """Sends probe requests to the replicas and compares the answers with the trainer.
+
+    Args:
+        fleet: the replicas.
+        config: number and length of the probes.
+        max_k3: see `MismatchConfig.bound`.
+        temperature: of the run.
+        max_tokens: longest sequence that an engine serves.
+        routing: layers and shape of the routing rows that engines return; None if they return none.
+
+    Attributes:
+        num_prompts: sequences that each replica decodes.
+    """
+
+    def __init__(
+        self,
+        fleet: ReplicaFleet,
+        *,
+        config: MismatchConfig,
+        max_k3: float,
+        temperature: float,
+        max_tokens: int,
+        routing: RoutingSpec | None,
+    ) -> None:
+        self._fleet = fleet
+        self.num_prompts = config.prompts
+        self._num_tokens = min(config.tokens, max_tokens - 1)
+        self._max_prompt = min(PROMPT_TOKENS, max_tokens - self._num_tokens)
+        self._max_k3 = max_k3
+        self._sampling = SamplingConfig(temperature=temperature)
+        self._routing = routing
+        self._prompts: list[Int32Array] = []
+        self._asked: dict[int, list[asyncio.Task[_Answer | None]]] = {}
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether `take_prompts` found a prompt."""
+        return bool(self._prompts)
+
+    def take_prompts(self, contents: Sequence[GroupContent]) -> None:
+        """Use the prompts of these groups, one per group, for the rest of the run."""
+        sequences = [sequences[0] for content in contents if (sequences := [s for t in content for s in t if s.runs])]
+        prompts = [sequence.token_ids[: sequence.runs[0].start] for sequence in sequences]
+        self._prompts = [prompt[: self._max_prompt] for prompt in prompts[: self.num_prompts]]
+
+    def ask(self, member: Member, *, version: int) -> None:
+        """Send the prompts to a replica; `compare` uses only tokens that `version` sampled."""
+        tasks = self._asked.setdefault(version, [])
+        for number, prompt in enumerate(self._prompts):
+            tasks.append(asyncio.create_task(self._decode(member, number, prompt, version=version)))
+
+    def ask_all(self, *, version: int) -> None:
+        """`ask` every live replica."""
+        for member in self._fleet.live:
+            self.ask(member, version=version)
+
+    def cancel(self) -> None:
+        """Cancel the requests that were not compared yet."""
+        for task in (task for tasks in self._asked.values() for task in tasks):
+            task.cancel()
+        self._asked.clear()
+
+    async def compare(self, version: int, trainer: ScoresTokens) -> float:
+        """Largest k3 in nat between a replica and the trainer, which must score with `version`; NaN without answers.
+
+        Raises:
+            MismatchError: the k3 is larger than mismatch.max_k3.
+            EngineError: an engine did not answer in time.
+        """
+        found = await asyncio.gather(*self._asked.get(version, ()))
+        self._asked.pop(version, None)
+        answers = [answer for answer in found if answer is not None and any(map(len, answer.segments))]
+        if not answers:
+            return math.nan
+        batch = self._batch(answers, version=version)
+        k3 = k3_of_replicas(await trainer.score(batch), batch, replicas=[answer.replica for answer in answers])
+        worst = max(k3, key=lambda replica: _order(k3[replica]))
+        if not k3[worst] <= self._max_k3:
+            raise MismatchError(
+                f"{worst} and the trainer disagree about version {version}: mismatch/k3_probe is {k3[worst]:.3g} at "
+                f"equal weights, more than mismatch.max_k3={self._max_k3:g}; the engine does not serve the published "
+                "weights, or computes with them differently. Set mismatch.max_k3=null to only report the value"
+            )
+        return k3[worst]
+
+    # ---- inside
+
+    async def _decode(self, member: Member, number: int, prompt: Int32Array, *, version: int) -> _Answer | None:
+        """Decode one probe; None if the replica died or its answer was refused."""
+        name = f"probe{version}-{number}"
+        request = GenerateRequest(
+            request_id=f"{name}#0.",
+            token_ids=prompt,
+            max_new_tokens=self._num_tokens,
+            sampling=self._sampling,
+            session=name,
+            cache_salt=name,
+        )
+        try:
+            async with self._fleet.calling(member):
+                segments = await member.replica.generate(request)
+        except (AnswerError, ReplicaLostError):
+            return None
+        sampled = [segment for segment in segments if segment.weights.version == version]
+        return _Answer(replica=member.name, prompt=prompt, segments=sampled[:1])
+
+    def _batch(self, answers: Sequence[_Answer], *, version: int) -> TrainingBatch:
+        """A training batch with one sequence per answer."""
+        groups: list[PromptGroup] = []
+        for number, answer in enumerate(answers):
+            trajectory = Trajectory(routing=self._routing)
+            trajectory.observe(answer.prompt)
+            for segment in answer.segments:
+                trajectory.extend(segment)
+            trajectory.close(stop_reason=StopReason.LENGTH, reward=0.0)
+            groups.append(
+                PromptGroup(
+                    group=number, prompt=number, admitted_version=version, admitted_update=0, trajectories=[trajectory]
+                )
+            )
+        nothing = Advantages(values=np.zeros(len(groups), np.float32), informative=np.ones(len(groups), np.bool_))
+        return training_batch(
+            [head_of(group) for group in groups],
+            [content_of(group) for group in groups],
+            advantages=nothing,
+            current_update=0,
+            version_updates={version: 0},
+        )
+
+
+def k3_of_replicas(
+    scored: Sequence[torch.Tensor], batch: TrainingBatch, *, replicas: Sequence[str]
+) -> Mapping[str, float]:
+    """Replica -> k3 in nat over its tokens; infinite or NaN if a logprob of the trainer is.
+
+    Args:
+        scored: the trainer's logprobs [n] of each sequence.
+        batch: the sequences with their behaviour logprobs.
+        replicas: name of the replica that sampled each sequence.
+    """
+    k3: dict[str, float] = {}
+    for replica in dict.fromkeys(replicas):
+        of = [number for number, name in enumerate(replicas) if name == replica]
+        ours = torch.cat([scored[number] for number in of]).double()
+        theirs = torch.from_numpy(np.concatenate([batch.loss_tokens(number).logprobs for number in of])).double()
+        k3[replica] = float((torch.expm1(ours - theirs) - (ours - theirs)).mean())
+    return k3
+
+
+def _order(k3: float) -> float:
+    return math.inf if math.isnan(k3) else k3

@@ -1,0 +1,251 @@
+"""Starts the processes of a run in their places, and the replacements of failed ones.
+
+Each is closed together with the run's exit stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from agent_loop.engine import EngineError
+from async_rl.cluster.actors import Placement
+from async_rl.cluster.clients import ReplicaHandle, TrainerHandle, TrainerLostError
+from async_rl.cluster.queue_client import QueueHandle, start_queue
+from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.config import RunConfig
+from async_rl.controller.warm_start import run_warm_start, warm_start_folder
+from async_rl.inference.pool import FleetReplica, ReplicaFleet
+from async_rl.inference.select import check_engine
+from async_rl.metrics.recorder import Console
+from async_rl.rollout.dispatcher import Worker, WorkerLostError
+from async_rl.rollout.task import Task
+from async_rl.trainer.state.optimizer import OptimizerConfig
+
+
+class Workers:
+    """The trainer's ranks, the replicas, the rollout workers and the queue.
+
+    Args:
+        stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0.
+        processes: file that names the process of each, for whoever looks at a run from outside.
+        logs: folder with the output of each.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task: Task,
+        placement: Placement,
+        stack: contextlib.AsyncExitStack,
+        weights_directory: Path,
+        processes: Path,
+        logs: Path,
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._placement = placement
+        self._stack = stack
+        self._weights_directory = weights_directory
+        self._processes_file = processes
+        self._logs = logs
+        self._console: Console | None = None
+        self._processes: dict[str, int] = {}
+        self._checkpoint = Path()
+        self._fleet: ReplicaFleet | None = None
+
+    async def start(self, console: Console) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
+        """Trainer and replicas on the checkpoint that RL starts from, warm-started first if configured."""
+        self._console = console
+        config, warm = self._config, self._config.warm_start
+        folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=config.trainer)
+        ready = config.model.checkpoint or (folder if folder.is_dir() else None)
+        if ready is None and warm.steps == 0:
+            ready = self._initial_checkpoint()
+        if ready is not None:
+            self._checkpoint = ready
+            async with asyncio.TaskGroup() as starts:
+                trainer = starts.create_task(self._start_trainer(ready, config.optimizer))
+                replicas = starts.create_task(self._start_replicas())
+            return trainer.result(), replicas.result(), ready
+        initial = self._initial_checkpoint()
+        cold = await self._start_trainer(initial, warm.optimizer)
+
+        def progress(step: int, loss: float) -> None:
+            if step % 25 == 0 or step == warm.steps:
+                console.note(f"warm start {step}/{warm.steps}  loss {loss:.4f}")
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
+        await cold.reset_optimizer(config.optimizer)
+        self._checkpoint = folder
+        return cold, await self._start_replicas(), folder
+
+    async def replace_trainer(self, lost: TrainerHandle) -> TrainerHandle:
+        """All ranks again, on the checkpoint that RL starts from, after those of `lost` are closed.
+
+        What these published stays: a replica that is restarted meanwhile loads it.
+
+        Raises:
+            TrainerLostError, QueueUnavailable: a node died, and no other has room for a rank or the queue.
+        """
+        await self._closing(lost.close)()
+        ranks = [(f"trainer rank {i}", self._placement.rank(i)) for i in range(self._config.trainer.ranks)]
+        timeout_s = self._config.cluster.start_timeout_s
+        for name, options in ranks:
+            await self._wait_for_node(name, options, timeout_s=timeout_s, error=TrainerLostError)
+        await self._wait_for_node("the queue", self._placement.queue(), timeout_s=timeout_s, error=QueueUnavailable)
+        return await self._start_trainer(self._checkpoint, self._config.optimizer)
+
+    async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
+        """See `async_rl.inference.supervisor.StartsReplica`."""
+        await self._closing(cast(ReplicaHandle, lost).close)()
+        options, timeout_s = self._placement.replica(slot), self._config.engine.start_timeout_s
+        await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
+        return await self._start_replica(slot=slot, name=name)
+
+    async def start_rollout_workers(self, fleet: ReplicaFleet) -> list[WorkerHandle]:
+        """As many as `rollout.workers`, on the replicas of `fleet`."""
+        self._fleet = fleet
+        async with asyncio.TaskGroup() as starts:
+            tasks = [
+                starts.create_task(self._start_worker(slot=i, name=f"worker-{i}"))
+                for i in range(self._config.rollout.workers)
+            ]
+        return [task.result() for task in tasks]
+
+    async def remove_worker(self, lost: Worker) -> None:
+        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
+        assert self._fleet is not None
+        await self._closing(cast(WorkerHandle, lost).close)()
+        for member in self._fleet.live_or_none:
+            with contextlib.suppress(EngineError):  # a failed replica has no requests either
+                await cast(ReplicaHandle, member.replica).forget_client(lost.name)
+
+    async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
+        options, timeout_s = self._placement.worker(slot), self._config.cluster.start_timeout_s
+        await self._wait_for_node(name, options, timeout_s=timeout_s, error=WorkerLostError)
+        return await self._start_worker(slot=slot, name=name)
+
+    async def start_queue(self) -> QueueHandle:
+        """The queue; `open` comes first."""
+        config = self._config
+        queue = start_queue(
+            batch_groups=config.rollout.groups_per_batch,
+            staleness=config.staleness,
+            max_ready=config.queue.max_ready,
+            updates_per_batch=config.trainer.updates_per_batch,
+            timeout_s=config.queue.timeout_s,
+            options=self._placement.queue(),
+            log=self._logs / "queue.log",
+        )
+        self._name({"queue": await queue.pid(timeout_s=config.cluster.start_timeout_s)})
+        return queue
+
+    # ---- inside
+
+    def _initial_checkpoint(self) -> Path:
+        """The model that the task builds, in the run directory, as ranks and replicas on other nodes read it."""
+        path = self._config.output_dir / "initial"
+        self._stack.callback(shutil.rmtree, path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+        self._task.save_initial_checkpoint(path)
+        return path
+
+    async def _start_trainer(self, checkpoint: Path, optimizer: OptimizerConfig) -> TrainerHandle:
+        config = self._config
+        trainer = await TrainerHandle.start(
+            config.trainer,
+            optimizer=optimizer,
+            loss=config.loss,
+            checkpoint=checkpoint,
+            placement=self._placement,
+            timeout_s=config.cluster.call_timeout_s,
+            variables=config.cluster.rank_env,
+            logs=self._logs,
+        )
+        self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
+        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(await trainer.pids())})
+        return trainer
+
+    async def _start_replicas(self) -> list[ReplicaHandle]:
+        config = self._config
+        check_engine(
+            config.engine,
+            checkpoint=self._checkpoint,
+            capture=config.captures_routing,
+            force=config.forces_routing,
+            on_this_machine=config.cluster.address is None,
+        )
+        async with asyncio.TaskGroup() as starts:
+            tasks = [
+                starts.create_task(self._start_replica(slot=i, name=f"replica-{i}"))
+                for i in range(config.engine.replicas)
+            ]
+        return [task.result() for task in tasks]
+
+    async def _start_replica(self, *, slot: int, name: str) -> ReplicaHandle:
+        config = self._config
+        replica = await ReplicaHandle.start(
+            config.engine,
+            name=name,
+            checkpoint=self._checkpoint,
+            capture_routing=config.captures_routing,
+            force_routing=config.forces_routing,
+            capture_support=config.captures_support,
+            options=self._placement.replica(slot),
+            variables=config.cluster.replica_env,
+            log=self._logs / f"{name}.log",
+        )
+        self._stack.push_async_callback(self._closing(replica.close))
+        self._name({name: await replica.pid()})
+        return replica
+
+    async def _start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+        assert self._fleet is not None
+        worker = await WorkerHandle.start(
+            self._config,
+            name=name,
+            checkpoint=self._checkpoint,
+            replicas=[member.replica for member in await self._fleet.serving()],
+            options=self._placement.worker(slot),
+            log=self._logs / f"{name}.log",
+        )
+        self._stack.push_async_callback(self._closing(worker.close))
+        self._name({name: await worker.pid()})
+        return worker
+
+    async def _wait_for_node(
+        self, name: str, options: dict[str, Any], *, timeout_s: float, error: type[Exception]
+    ) -> None:
+        """Wait until the place of an actor that is to be replaced is on a node that lives, else raise `error`."""
+        try:
+            await self._placement.wait_for_node(options, timeout_s=timeout_s)
+        except TimeoutError as cause:
+            raise error(f"{name}: no node of the cluster had room for it within {timeout_s:g} s; add one") from cause
+
+    def _name(self, processes: dict[str, int]) -> None:
+        self._processes |= processes
+        self._processes_file.write_text(json.dumps(self._processes) + "\n")
+        for name in processes:
+            log = self._logs / f"{name}.log"
+            if self._console is not None and not log.exists():
+                self._console.note(f"warning: {name} has no log at {log}: its node cannot write there")
+
+    def _closing(self, close: Callable[..., Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+        """Close a part; its errors must not hide why the run ended."""
+
+        async def close_in_time() -> None:
+            with contextlib.suppress(Exception):
+                await close(timeout_s=self._config.cluster.stop_timeout_s)
+
+        return close_in_time

@@ -1,0 +1,249 @@
+"""Restarts trainer and queue after either fails; replicas and agent loops are reused.
+
+open the journal -> rewind the records -> restore the trainer -> run the pipeline ----> done, or stopped
+     ^                                                                |
+     +---- from the last checkpoint and the journal <---- trainer or queue fails
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from ray.exceptions import ObjectLostError
+
+from agent_loop.loop import Prompt
+from async_rl.cluster.clients import TrainerLostError
+from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.config import RunConfig
+from async_rl.controller.checkpoints import Checkpoints
+from async_rl.controller.controller import Pipeline
+from async_rl.controller.interfaces import GroupQueue, PipelineConfig, Trainer
+from async_rl.controller.probe import Probe
+from async_rl.controller.resume import Resume
+from async_rl.files.logs import notes_of
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.publisher import Publisher
+from async_rl.inference.supervisor import RestartLimit, StartsReplica, Supervisor
+from async_rl.metrics.recorder import Recorder
+from async_rl.metrics.trace import Trace
+from async_rl.rollout.dispatcher import Dispatcher
+from async_rl.rollout.group_contents import ContentPlace, GroupContents, StoredContent, read_content
+from async_rl.rollout.prompts import PromptOrder
+from async_rl.rollout.schedule_replay import Conducts
+from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.recovery import JournalPlace, Restored
+from message_queue.tokens import RoutingSpec
+
+
+class RestorableTrainer(Trainer, Protocol):
+    """A trainer that can continue from a checkpoint."""
+
+    async def restore(self, directory: Path) -> None: ...
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
+
+
+class RunQueue(GroupQueue, Protocol):
+    """A queue with its journal, and its process; see `async_rl.cluster.queue_client.QueueHandle` for each call."""
+
+    async def open(self, place: JournalPlace, *, timeout_s: float) -> Restored: ...
+    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]: ...
+    async def close_journal(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+T = TypeVar("T", bound=RestorableTrainer)
+
+
+class StartsParts(Protocol[T]):
+    """Starts the parts that may fail; see `async_rl.controller.processes.Workers`."""
+
+    async def start_queue(self) -> RunQueue: ...
+    async def replace_trainer(self, lost: T) -> T: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lasting(Generic[T]):
+    """Parts that outlive a trainer or a queue."""
+
+    workers: StartsParts[T]
+    publisher: Publisher
+    replicas: Supervisor
+    rollouts: Dispatcher
+    routing: RoutingSpec | None
+    recorder: Recorder
+    trace: Trace
+    weights_directory: Path
+    conductor: Conducts
+    """Controls the timing of events; rollouts pass through it."""
+    probe: Probe | None = None
+    """Compares engines and trainer at equal weights; None compares nothing."""
+
+
+def supervised(
+    config: RunConfig, fleet: ReplicaFleet, *, rollouts: Dispatcher, start: StartsReplica, recorder: Recorder
+) -> tuple[Publisher, Supervisor]:
+    """The trainer's and the pipeline's view of the replicas."""
+    publisher = Publisher(
+        fleet,
+        on_update=config.rollout.on_update,
+        kv=config.rollout.kv,
+        rollouts=rollouts,
+        timeout_s=config.sync.timeout_s,
+    )
+    supervisor = Supervisor(fleet, publisher, start=start, config=config.supervision, note=recorder.warn)
+    return publisher, supervisor
+
+
+class Lives(Generic[T]):
+    """Runs the pipeline until its end.
+
+    Args:
+        order: order of the prompts.
+        held_out: prompts of the validation.
+        resume: state from which the first life continues.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        lasting: Lasting[T],
+        *,
+        order: PromptOrder,
+        held_out: Sequence[Prompt],
+        resume: Resume,
+    ) -> None:
+        self._config = config
+        self._lasting = lasting
+        self._order = order
+        self._held_out = held_out
+        self._resume = resume
+        self._stopping = False
+        self._pipeline: Pipeline | None = None
+
+    def request_stop(self) -> None:
+        """See Pipeline."""
+        self._stopping = True
+        if self._pipeline is not None:
+            self._pipeline.request_stop()
+
+    async def run(self, trainer: T) -> bool:
+        """Run; if the trainer or the queue fails, continue from the last checkpoint and the journal.
+
+        Returns:
+            Whether all train steps were done; False after a stop request.
+
+        Raises:
+            Exception: any other cause of a failed stage, or a failure beyond `supervision.max_restarts`.
+        """
+        limit = RestartLimit(self._config.supervision)
+        while True:
+            try:
+                return await self._run_once(trainer)
+            except Exception as error:
+                lost = _lost_part(error)
+                task = asyncio.current_task()
+                ended = task is not None and task.cancelling() > 0  # the loss hid a cancellation
+                if lost is None or ended or not limit.allows_one_more():
+                    raise
+                what = "a finished group was on a node that died" if isinstance(lost, ObjectLostError) else lost
+                text = f"{what}; trainer and queue start anew from the last checkpoint and the journal"
+                self._lasting.recorder.warn("\n".join([text, *notes_of(lost)]))
+                self._resume = Resume(self._config, again=True)
+                await self._lasting.publisher.go_on()  # the life before may have left the replicas on hold
+                trainer = await self._lasting.workers.replace_trainer(trainer)
+
+    # ---- one life
+
+    async def _run_once(self, trainer: T) -> bool:
+        lasting, place = self._lasting, self._resume.content(self._lasting.routing)
+        queue, restored, stored = await self._open_queue(place)
+        try:
+            self._resume.rewind(restored, stored, lasting.recorder)
+            await lasting.rollouts.open(place, live=restored.live)
+            contents = GroupContents.of_restart(restored, stored, forget=lasting.rollouts.forget)
+            if self._resume.checkpoint is not None:
+                await trainer.restore(self._resume.checkpoint / "trainer")
+            self._pipeline = self._build_pipeline(queue, contents, trainer, restored)
+            if self._stopping:
+                self._pipeline.request_stop()
+            try:
+                finished = await self._pipeline.run()
+                if finished:
+                    output = self._config.output_dir
+                    await trainer.save_pretrained(output / "final", like=output / "model")
+            except BaseException:
+                with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
+                    await self._close(queue)
+                raise
+            await self._close(queue)
+            return finished
+        finally:
+            queue.kill()
+            await lasting.rollouts.end()
+
+    async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
+        """The queue with the groups that a restart continues. Ready groups that lack content are open."""
+        journal, timeout_s = self._resume.journal(), self._config.cluster.start_timeout_s
+        while True:
+            queue = await self._lasting.workers.start_queue()
+            try:
+                restored = await queue.open(journal, timeout_s=timeout_s)
+                stored = await read_content(place, restored)
+                if not stored.incomplete:
+                    return queue, restored, stored
+                await queue.close_journal()
+            except BaseException:
+                queue.kill()
+                raise
+            queue.kill()
+            journal = replace(journal, incomplete=journal.incomplete | stored.incomplete)
+
+    async def _close(self, queue: RunQueue) -> None:
+        self._lasting.recorder.ledger(await queue.closing_records())
+        await queue.close_journal()
+
+    def _build_pipeline(self, queue: RunQueue, contents: GroupContents, trainer: T, restored: Restored) -> Pipeline:
+        config, lasting = self._config, self._lasting
+        return Pipeline(
+            config=PipelineConfig(
+                total_train_steps=config.total_train_steps,
+                publish_every=config.sync.every,
+                updates_per_batch=config.trainer.updates_per_batch,
+                seed=config.seed,
+                validate_every=config.validation.every,
+                max_failed_groups=config.rollout.max_failed_groups,
+                advantage=config.advantage,
+                kept_kv=config.rollout.on_update == "keep" and config.rollout.kv == "keep",
+                weights_directory=lasting.weights_directory,
+                replica_timeout_s=config.sync.timeout_s,
+            ),
+            prompts=self._resume.prompts(self._order, restored),
+            queue=queue,
+            contents=contents,
+            rollouts=lasting.rollouts,
+            trainer=trainer,
+            publisher=lasting.publisher,
+            replicas=lasting.replicas,
+            held_out=self._held_out,
+            checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
+            recorder=lasting.recorder,
+            trace=lasting.trace,
+            start=self._resume.state,
+            restored=restored,
+            conductor=lasting.conductor,
+            probe=lasting.probe,
+        )
+
+
+def _lost_part(error: BaseException) -> BaseException | None:
+    """The cause of a run's end if a trainer or queue died or fell silent, or content was on a node that died."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_lost_part, error.exceptions)), None)
+    if isinstance(error, TrainerLostError | QueueUnavailable | ObjectLostError):
+        return error
+    return None if error.__cause__ is None else _lost_part(error.__cause__)

@@ -1,0 +1,60 @@
+"""Names and digest of the tensors of a Hugging Face checkpoint; the digest identifies weight version 0."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.transport import read_update
+
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder.
+
+    Raises:
+        CheckpointError: the folder has no safetensors file, or a file of the index is missing.
+    """
+    if (checkpoint / INDEX).is_file():
+        files = sorted(
+            {checkpoint / name for name in json.loads((checkpoint / INDEX).read_text())["weight_map"].values()}
+        )
+    else:
+        files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"model checkpoint {checkpoint} has no *.safetensors file; save it with save_pretrained")
+    if absent := [path.name for path in files if not path.is_file()]:
+        raise CheckpointError(f"model checkpoint {checkpoint} lacks {', '.join(absent)}, which its index names")
+    return files
+
+
+def tensor_names(files: list[Path]) -> frozenset[str]:
+    """Names of all tensors in `files`."""
+    names: set[str] = set()
+    for path in files:
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    return frozenset(names)
+
+
+def digest_checkpoint(checkpoint: Path) -> str:
+    """Digest of all tensors of a checkpoint folder as 32 hex digits; see `hash_checkpoint`."""
+    return hash_checkpoint(checkpoint).hexdigest()
+
+
+def hash_checkpoint(checkpoint: Path) -> WeightsDigest:
+    """Digest of all tensors of a checkpoint folder; reads all weight files.
+
+    Raises:
+        CheckpointError: no usable weight files.
+    """
+    digest = WeightsDigest()
+    for path in weight_files(checkpoint):
+        for name, tensor in read_update(path):
+            digest.update(name, tensor)
+    return digest

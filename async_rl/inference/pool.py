@@ -1,0 +1,250 @@
+"""The live replicas, shared by router, publisher and busy clock. A failed replica leaves; another may join.
+
+    router     ReplicaLostError from generate                       \
+    publisher  the same from a control call, or a timeout            > lose(): all calls on that replica end at once
+    watch      the same from stats, or no answer in time            /
+
+The first caller that detects a hanging replica thereby releases all others, and its requests move to another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agent_loop.engine import Engine, ReplicaLostError
+from async_rl.files.logs import notes_of
+from async_rl.inference.notifier import Notifier
+from async_rl.inference.replica import KeptKV, ReplicaStats
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import WeightVersion
+
+
+class FleetReplica(Engine, Protocol):
+    """Calls of the pool's users on a replica; see `async_rl.inference.replica.Replica` for each contract."""
+
+    name: str
+
+    async def pause(self) -> None: ...
+    async def abort(self) -> int: ...
+    async def drain(self) -> None: ...
+    async def freeze(self) -> int: ...
+    async def load(self, update: WeightUpdate, *, kv: KeptKV = ...) -> WeightVersion: ...
+    async def checksum(self) -> str: ...
+    async def resume(self) -> None: ...
+    async def stats(self) -> ReplicaStats: ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica of the fleet."""
+
+    replica: FleetReplica
+    """Handle of the replica."""
+    slot: int
+    """Index among the initial replicas; a successor has the same one."""
+    in_flight: int = 0
+    """Requests of the router on this replica."""
+    busy_seconds: float = 0.0
+    """Last reading of its counter."""
+    calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])
+    """Deadlines of the calls under way, in starting order; `lose` ends these calls."""
+
+    @property
+    def name(self) -> str:
+        return self.replica.name
+
+
+class ReplicaFleet:
+    """Replicas with unique names.
+
+    Args:
+        on_lost: called once per failed replica, with a text for the user.
+
+    Attributes:
+        changed: rings when a replica joins or fails.
+
+    Raises:
+        ValueError: no replica, or two with the same name.
+    """
+
+    def __init__(self, replicas: Sequence[FleetReplica], *, on_lost: Callable[[str], None] | None = None) -> None:
+        if not replicas:
+            raise ValueError("engine.replicas is 0; a run needs at least one replica")
+        names = [replica.name for replica in replicas]
+        if len(set(names)) != len(names):
+            raise ValueError(f"replicas are named {names}; give each a name of its own")
+        self._members = tuple(Member(replica, slot) for slot, replica in enumerate(replicas))
+        self._num_slots = len(replicas)
+        self._awaited = 0
+        self._to_restart: asyncio.Queue[Member] | None = None
+        self.changed = Notifier()
+        self._live = self._members
+        self._lost: dict[str, str] = {}
+        self._notes: list[str] = []
+        self._on_lost = on_lost
+
+    @classmethod
+    def of(cls, replicas: ReplicaFleet | Sequence[FleetReplica]) -> ReplicaFleet:
+        """`replicas` unchanged if it is a fleet, else an unshared fleet of them."""
+        return replicas if isinstance(replicas, ReplicaFleet) else cls(replicas)
+
+    @property
+    def live(self) -> tuple[Member, ...]:
+        """Live replicas; empty only while one is being started.
+
+        Raises:
+            ReplicaLostError: none is left; names every replica with its reason.
+        """
+        self.require_any()
+        return self._live
+
+    @property
+    def live_or_none(self) -> tuple[Member, ...]:
+        """Live replicas, if any."""
+        return self._live
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All replicas, including failed ones."""
+        return self._members
+
+    async def serving(self) -> tuple[Member, ...]:
+        """Live replicas, as soon as there is one.
+
+        Raises:
+            ReplicaLostError: none is left, and none is being started.
+        """
+        while not self.live:
+            await self.changed.wait()
+        return self._live
+
+    def supervise(self) -> None:
+        """Declare that a supervisor takes each `next_lost` replica and answers with `join` or `give_up`."""
+        self._to_restart = asyncio.Queue()
+
+    async def next_lost(self) -> Member:
+        """Wait for a failed replica that is to be restarted; without `supervise`, wait forever."""
+        if self._to_restart is None:
+            await asyncio.Event().wait()
+        assert self._to_restart is not None
+        return await self._to_restart.get()
+
+    def put_back(self, member: Member) -> None:
+        """Return a failed replica that was not restarted yet; `next_lost` returns it again."""
+        assert self._to_restart is not None
+        self._to_restart.put_nowait(member)
+
+    def join(self, replica: FleetReplica, *, slot: int) -> None:
+        """Add a live replica that was started in place of a failed one."""
+        member = Member(replica, slot)
+        self._members, self._live = (*self._members, member), (*self._live, member)
+        self._awaited -= 1
+        self.changed.notify_all()
+
+    def give_up(self) -> None:
+        """Note that a failed replica will not be restarted."""
+        self._awaited -= 1
+        self.changed.notify_all()
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Name -> reason of every failed replica."""
+        return dict(self._lost)
+
+    def require_any(self) -> None:
+        """Raise ReplicaLostError if none is live or being started; it names every replica with its reason."""
+        if not self._live and not self._awaited:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
+            error = ReplicaLostError(f"all {len(self._members)} replicas are lost ({reasons})")
+            for note in self._notes:
+                error.add_note(note)
+            raise error
+
+    def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
+        """Remove a replica permanently and end every call on it. Later reasons are ignored.
+
+        Args:
+            notes: notes of the causing error, such as the end of a log.
+        """
+        if member.name in self._lost:
+            return
+        self._lost[member.name] = reason
+        self._notes += notes
+        self._live = tuple(other for other in self._live if other is not member)
+        self.changed.notify_all()
+        now = asyncio.get_running_loop().time()
+        for call in member.calls:
+            if not call.expired():  # an expired call ends by itself
+                call.reschedule(now)
+        if self._to_restart is not None:
+            self._awaited += 1
+            self._to_restart.put_nowait(member)
+        if self._on_lost is not None:
+            text = f"replica {member.name} is lost, {len(self._live)} left: {reason}"
+            self._on_lost("\n".join([text, *notes]))
+
+    @asynccontextmanager
+    async def calling(
+        self, member: Member, *, timeout_s: float | None = None, late: str = "did not answer"
+    ) -> AsyncGenerator[None]:
+        """Context around calls on one replica: a ReplicaLostError in the block removes it from the fleet.
+
+        Args:
+            timeout_s: bound on the block; a replica that exceeds it counts as failed.
+            late: verb phrase for the reason of a timeout.
+
+        Raises:
+            ReplicaLostError: from the block, or as soon as the replica fails for another reason.
+        """
+        self._require_live(member)
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                member.calls[deadline] = None
+                try:
+                    yield
+                finally:
+                    member.calls.pop(deadline, None)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            self.lose(member, reason=f"{member.name} {late} within {timeout_s} s")  # no effect if it failed before
+            self._require_live(member)
+        except ReplicaLostError as error:
+            self.lose(member, reason=str(error), notes=notes_of(error))
+            raise
+
+    async def watch(self, *, every_s: float, timeout_s: float) -> None:
+        """Poll the counters of every replica, forever; one that does not answer in time counts as failed.
+
+        Without this task a hanging replica is detected at the next publish, which may wait for its rollouts.
+        """
+        while True:
+            await asyncio.sleep(every_s)
+            async with asyncio.TaskGroup() as reads:
+                for member in self._live:
+                    reads.create_task(self._read_busy(member, timeout_s=timeout_s))
+
+    async def busy_seconds(self) -> float:
+        """Seconds with requests in flight since the start, mean over all slots; failed replicas count as idle."""
+        async with asyncio.TaskGroup() as reads:
+            for member in self._live:
+                reads.create_task(self._read_busy(member))
+        return sum(member.busy_seconds for member in self._members) / self._num_slots
+
+    # ---- inside
+
+    def _require_live(self, member: Member) -> None:
+        if member.name in self._lost:
+            raise ReplicaLostError(self._lost[member.name])
+
+    async def _read_busy(self, member: Member, *, timeout_s: float | None = None) -> None:
+        try:
+            async with self.calling(member, timeout_s=timeout_s):
+                member.busy_seconds = (await member.replica.stats()).busy_seconds
+        except ReplicaLostError:
+            return  # keep the last reading

@@ -1,0 +1,74 @@
+"""Dispatch of requests: to the replica that served the session before, unless its load is too high.
+
+Load is requests in flight, including those that wait at a pause. A session stays at its prefix cache. It moves to the
+least loaded replica when the load of its own exceeds MAX_EXCESS times the least load plus MAX_AHEAD. Simulation with
+four replicas, one at half the speed, and 1,024 rollouts of long-tailed lengths in one batch:
+
+                      until the last has ended    turns without their prefix cache
+    always stay       494 s                       0 %
+    never stay        348 s                       31 %
+    this rule         334 s                       3 %
+
+With replicas of one speed the three differ by less than 2 % in time. Figures are means over three seeds of the
+simulation in tests/unit/test_routing_balance.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from agent_loop.engine import GenerateRequest, ReplicaLostError
+from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from message_queue.tokens import TokenOutput
+
+MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is dispatched as a new one
+MAX_EXCESS, MAX_AHEAD = 1.25, 2
+
+
+class ReplicaRouter:
+    """An Engine over the replicas of a fleet.
+
+    Sticky per session, so that a turn finds its prefix cache. When a replica fails, its requests are sent unchanged to
+    another replica: none had returned a result, so held tokens, versions and rows are those of the request.
+
+    Args:
+        max_excess: a session stays while the load of its replica is at most this multiple of the least load (plus
+            MAX_AHEAD); inf: always.
+    """
+
+    def __init__(self, replicas: ReplicaFleet | Sequence[FleetReplica], *, max_excess: float = MAX_EXCESS) -> None:
+        self._fleet = ReplicaFleet.of(replicas)
+        self._max_excess = max_excess
+        self._home: OrderedDict[str, Member] = OrderedDict()
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        """Decode on the session's replica, or on another one if that replica failed.
+
+        Raises:
+            ReplicaLostError: no replica is left; names every replica with its reason.
+        """
+        while True:
+            member = self._choose(request.session, await self._fleet.serving())
+            member.in_flight += 1
+            try:
+                async with self._fleet.calling(member):
+                    answer = await member.replica.generate(request)
+            except ReplicaLostError:
+                continue  # `calling` removed it from the fleet
+            else:
+                return answer
+            finally:
+                member.in_flight -= 1
+
+    def _choose(self, session: str, live: Sequence[Member]) -> Member:
+        least = min(live, key=lambda member: member.in_flight)
+        home = self._home.get(session, least)
+        if home not in live or home.in_flight > self._max_excess * least.in_flight + MAX_AHEAD:
+            home = least
+        if session:
+            self._home[session] = home
+            self._home.move_to_end(session)
+            if len(self._home) > MAX_SESSIONS:
+                self._home.popitem(last=False)
+        return home

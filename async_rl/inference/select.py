@@ -1,0 +1,93 @@
+"""Selects the engine of a run; the only module that imports all engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from async_rl.inference.replica import Replica
+from async_rl.inference.sglang import config as sglang_config
+from async_rl.inference.sglang.config import SglangConfig
+from async_rl.inference.vllm import config as vllm_config
+from async_rl.inference.vllm.config import VllmConfig
+
+EngineConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="name")]
+
+
+def check_engine(
+    config: VllmConfig | SglangConfig, *, checkpoint: Path, capture: bool, force: bool, on_this_machine: bool = True
+) -> None:
+    """Refuse configurations that the engine accepts but handles wrongly. Call it before any process starts.
+
+    Args:
+        capture: whether the replica returns routing rows.
+        force: whether requests carry forced experts.
+        on_this_machine: whether the engine runs here; if not, the replica's process checks `engine.device=auto`.
+
+    Raises:
+        ValueError: the configuration does not suit the checkpoint; names field, value and the way out.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    module = vllm_config if isinstance(config, VllmConfig) else sglang_config
+    module.check_engine(
+        config,  # type: ignore[arg-type]
+        checkpoint=checkpoint,
+        capture_routing=capture,
+        force_routing=force,
+        on_this_machine=on_this_machine,
+    )
+
+
+def actor_environment(config: VllmConfig | SglangConfig) -> dict[str, str]:
+    """Environment variables that a replica's process needs at its start, on any device."""
+    return vllm_config.process_environment(config) if isinstance(config, VllmConfig) else {}
+
+
+def own_variables(config: VllmConfig | SglangConfig) -> frozenset[str]:
+    """Names of the environment variables that a replica sets itself."""
+    return vllm_config.OWN_VARIABLES if isinstance(config, VllmConfig) else sglang_config.OWN_VARIABLES
+
+
+async def start_replica(
+    config: VllmConfig | SglangConfig,
+    *,
+    name: str,
+    checkpoint: Path,
+    capture_routing: bool,
+    force_routing: bool = False,
+    capture_support: bool = False,
+) -> Replica:
+    """Start an engine on a Hugging Face checkpoint folder, in a process that has `actor_environment`.
+
+    Variables that depend on the device are set here, because only this process knows its device.
+
+    Args:
+        name: name of the replica.
+        checkpoint: Hugging Face checkpoint folder.
+        capture_routing: whether the replica returns routing rows.
+        force_routing: whether requests carry forced experts.
+        capture_support: whether requests may sample from a part of the vocabulary; vLLM needs this at its start.
+
+    Raises:
+        ValueError: the configuration does not suit the checkpoint.
+        EngineError: the engine did not start, or not in time.
+    """
+    check_engine(config, checkpoint=checkpoint, capture=capture_routing, force=force_routing)
+    if isinstance(config, VllmConfig):
+        os.environ.update(vllm_config.device_environment(config))
+    if isinstance(config, VllmConfig):
+        from async_rl.inference.vllm.engine import VllmReplica
+
+        return await VllmReplica.start(
+            config,
+            name=name,
+            checkpoint=checkpoint,
+            capture_routing=capture_routing,
+            capture_support=capture_support,
+        )
+    from async_rl.inference.sglang.engine import SglangReplica
+
+    return await SglangReplica.start(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)

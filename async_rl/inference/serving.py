@@ -1,0 +1,128 @@
+"""Settings that every engine has, and the checks of a checkpoint that do not depend on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from async_rl.weights.model_info import ModelInfo, read_model_info
+
+DTYPES = ("float32", "bfloat16", "float16")
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """Settings of a replica that do not depend on its engine."""
+
+    ENGINE: ClassVar[str]
+    """The value that `name` must have."""
+    ACCEPTED_ARGS: ClassVar[frozenset[str]]
+    """Names that `extra_args` may have."""
+    TIED_FAMILIES: ClassVar[tuple[str, ...]]
+    """Model families in which the engine ties the lm_head to the embedding."""
+
+    name: str
+    """Name of the engine: vllm or sglang."""
+    replicas: int = 1
+    """Number of replicas of the run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the engine; `auto` is the GPU if torch sees one in the replica's process."""
+    dtype: str = "float32"
+    """Data type of weights and activations, one of DTYPES."""
+    max_model_len: int = 1024
+    """Most tokens of prompt and reply together."""
+    max_num_seqs: int = 64
+    """Most requests in one engine step."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one engine step; for SGLang, in one prefill step."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU's memory for weights and K/V, in (0, 1]."""
+    tensor_parallel: int = 1
+    """Tensor-parallel ranks of one replica."""
+    enforce_eager: bool = True
+    """Whether CUDA graphs are off."""
+    threads: int = 1
+    """OpenMP threads of one engine process."""
+    seed: int = 0
+    """Seed of the engine's random state."""
+    load_timeout_s: float = 120.0
+    """Bound on one control call, such as a weight load, in seconds."""
+    generate_timeout_s: float = 600.0
+    """Bound on one `generate` call, in seconds."""
+    start_timeout_s: float = 180.0
+    """Bound on the start of the engine, in seconds."""
+    extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further arguments of the engine, under the engine's own names; only those in ACCEPTED_ARGS."""
+
+    def __post_init__(self) -> None:
+        if self.name != self.ENGINE:
+            raise ValueError(f"engine.name is {self.name!r}; this configuration is for engine {self.ENGINE!r}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
+        if self.max_model_len < 2:
+            raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
+        for name in ("load_timeout_s", "generate_timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; must be a share in (0, 1]"
+            )
+        if refused := sorted(set(self.extra_args) - self.ACCEPTED_ARGS):
+            raise ValueError(
+                f"engine.extra_args sets {', '.join(refused)}: the replica sets such an argument itself, or it may "
+                "change the weights or the distribution of a token, which the trainer could not reproduce; remove it, "
+                f"or use a field of engine instead. Accepted: {', '.join(sorted(self.ACCEPTED_ARGS))}"
+            )
+
+
+def read_served(config: ServingConfig, checkpoint: Path, *, capture_routing: bool) -> ModelInfo:
+    """Facts about a checkpoint that a replica with this configuration can serve.
+
+    Args:
+        capture_routing: whether the replica returns routing rows.
+
+    Raises:
+        ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    info = read_model_info(checkpoint)
+    if capture_routing and info.routing is None:
+        raise ValueError(
+            f"routing capture is on, but {checkpoint} ({info.family}) is a dense model without routers; "
+            "use trainer.router_replay=none"
+        )
+    if info.tied and info.family not in config.TIED_FAMILIES:
+        raise ValueError(
+            f"engine.name is {config.name!r}, and {checkpoint} ({info.family}) has tie_word_embeddings=true, which "
+            f"this engine supports in {', '.join(config.TIED_FAMILIES)} only: it would look for a separate lm_head; "
+            "use another engine, or save the checkpoint with an lm_head and tie_word_embeddings=false"
+        )
+    if config.max_model_len > info.context_length:
+        raise ValueError(
+            f"engine.max_model_len is {config.max_model_len}, more than the {info.context_length} positions of "
+            f"{checkpoint}; lower it"
+        )
+    return info
+
+
+def device_of(config: ServingConfig) -> Device:
+    """The device that `config` selects in this process."""
+    if config.device != "auto":
+        return config.device
+    import torch  # not needed to read or check a configuration
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def known_device(config: ServingConfig, *, on_this_machine: bool) -> Device | None:
+    """The device that `config` selects; None for `auto` if the engine runs on another machine."""
+    return device_of(config) if on_this_machine or config.device != "auto" else None

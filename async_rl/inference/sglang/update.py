@@ -1,0 +1,132 @@
+"""Checks a published version before SGLang loads it, and reads the server's report of the load.
+
+SGLang silently skips tensors with unknown names and crashes on a wrong shape, so both are refused before the load.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from async_rl.weights.transport import WeightUpdate
+from message_queue.tokens import ContractError
+
+Shapes = Mapping[str, tuple[int, ...]]
+REPORTED = "loaded by rank: "  # marks the plugin's report in the server's answer; see `plugin/`
+HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/`
+    "DefaultModelLoader.load_weights_only",
+    "Scheduler.get_init_info",
+    "Scheduler.flush_cache",
+    "SchedulerWeightUpdaterManager.update_weights_from_disk",
+    "ModelConfig._get_hf_eos_token_id",
+    "schedule_batch.release_req",
+    "Scheduler.send_abort_output",
+    "ForwardBatch.init_new",
+    "ModelRunner.forward",
+    "topk.select_experts",
+    "Sampler._sample_from_probs",
+)
+
+
+class Load(NamedTuple):
+    """The server's report of a load."""
+
+    digest: str
+    """Digest of the tensors that the server read; equal on all ranks."""
+    checksums: Sequence[Mapping[str, str]]
+    """One mapping per tensor-parallel rank: parameter name -> checksum after the load."""
+
+
+def shapes_of(files: list[Path]) -> Shapes:
+    """Name -> shape of every tensor in safetensors `files`; reads their headers only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def check_update(update: WeightUpdate, expected: Shapes) -> None:
+    """Refuse an update whose tensors differ from those of the served checkpoint in name or shape.
+
+    Args:
+        expected: names and shapes of the checkpoint's tensors.
+
+    Raises:
+        ContractError: the message names the version, the file and the tensors.
+    """
+    what = f"version {update.weights.version} in {update.path}"
+    try:
+        found = shapes_of([update.path])
+    except (OSError, SafetensorError) as error:
+        raise ContractError(f"cannot read version {update.weights.version} from {update.path}: {error}") from error
+    if absent := sorted(expected.keys() - found.keys()):
+        raise ContractError(
+            f"{what} lacks {len(absent)} tensors of the checkpoint ({', '.join(absent[:3])}, ...); export every tensor"
+        )
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise ContractError(
+            f"{what} has {len(unknown)} tensors that the checkpoint lacks ({', '.join(unknown[:3])}, ...), which "
+            "SGLang would skip; export with the checkpoint's tensor names"
+        )
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise ContractError(f"{what} has {name} of shape {list(shape)}; the checkpoint has {list(expected[name])}")
+
+
+@contextmanager
+def update_folder(update: WeightUpdate, parent: Path) -> Generator[Path]:
+    """A temporary folder with only the file of `update`, because SGLang loads all files of a folder."""
+    folder = Path(tempfile.mkdtemp(prefix="update-", dir=parent))
+    try:
+        (folder / "model.safetensors").symlink_to(update.path.absolute())
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def first_load(report: Mapping[str, Any]) -> Load:
+    """The server's load at its start.
+
+    Args:
+        report: see `SglangServer.report`.
+
+    Raises:
+        ContractError: the server runs without the plugin, a hook does not apply, or a rank's report is bad as in
+            `reported_load`.
+    """
+    if not report:
+        raise ContractError("the server runs without async_rl's plugin; check whether SGLANG_PLUGINS excludes it")
+    applied = "\n".join(report["hooks"])
+    if missing := [hook for hook in HOOKS if hook not in applied]:
+        raise ContractError(f"the plugin's hooks do not apply in this SGLang: {', '.join(missing)}")
+    return _load_of(report["ranks"])
+
+
+def reported_load(answer: Any) -> Load:
+    """The server's load, from its answer to /update_weights_from_disk.
+
+    Raises:
+        ContractError: the server loaded nothing, the ranks loaded different weights, or a rank reports no checksums.
+    """
+    said, _, ranks = str(answer.get("message")).partition(REPORTED)
+    if not answer.get("success") or not ranks:
+        raise ContractError(f"the server loaded nothing and answers {said[:500]!r}")
+    return _load_of(json.JSONDecoder().raw_decode(ranks)[0])  # SGLang appends text after the JSON
+
+
+def _load_of(ranks: Sequence[Mapping[str, Any]]) -> Load:
+    digests = sorted({rank["digest"] for rank in ranks})
+    if len(digests) != 1 or not digests[0]:
+        raise ContractError(f"the ranks of the server loaded weights with the digests {', '.join(digests)}")
+    checksums = [rank["checksums"] for rank in ranks]
+    if not all(checksums):
+        raise ContractError("a rank of the server reports no checksums of its parameters")
+    return Load(digests[0], checksums)

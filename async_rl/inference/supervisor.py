@@ -1,0 +1,132 @@
+"""Replaces failed replicas while the run continues.
+
+    fleet: a replica fails -> start another in its place -> it loads the newest weights -> it joins the fleet
+
+Requests in flight on the failed replica move to another one at once. If none is left, they wait for the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from agent_loop.engine import EngineError
+from async_rl.files.logs import with_notes
+from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from async_rl.inference.publisher import Publisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisionConfig:
+    """Bounds on restarts; trainer and queue are counted together, each replica on its own."""
+
+    max_restarts: int = 3
+    """Most restarts within `window_s`; 0 disables restarts."""
+    window_s: float = 600.0
+    """Length in seconds of the sliding window."""
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ValueError(f"supervision.max_restarts is {self.max_restarts}; must be >= 0, where 0 restarts nothing")
+        if not 0 < self.window_s < float("inf"):
+            raise ValueError(f"supervision.window_s is {self.window_s}; must be a positive number of seconds")
+
+
+class RestartLimit:
+    """Counts restarts on the clock of the event loop."""
+
+    def __init__(self, config: SupervisionConfig) -> None:
+        self.max_restarts, self.window_s = config.max_restarts, config.window_s
+        self._restarts: deque[float] = deque()
+
+    def allows_one_more(self) -> bool:
+        """Whether another restart is allowed; if so, it is counted."""
+        now = asyncio.get_running_loop().time()
+        while self._restarts and self._restarts[0] <= now - self.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) == self.max_restarts:
+            return False
+        self._restarts.append(now)
+        return True
+
+
+class StartsReplica(Protocol):
+    def __call__(self, lost: FleetReplica, /, *, slot: int, name: str) -> Awaitable[FleetReplica]:
+        """Remove the remains of `lost` and start a replica called `name` in its place.
+
+        Raises:
+            EngineError: it did not start.
+        """
+        ...
+
+
+class Supervisor:
+    """The pipeline's view of the replicas; replaces failed ones.
+
+    Args:
+        note: called with each text for the user.
+    """
+
+    def __init__(
+        self,
+        fleet: ReplicaFleet,
+        publisher: Publisher,
+        *,
+        start: StartsReplica,
+        config: SupervisionConfig,
+        note: Callable[[str], None],
+    ) -> None:
+        self._fleet = fleet
+        self._publisher = publisher
+        self._start = start
+        self._limits = [RestartLimit(config) for _ in fleet.live]
+        """One per slot, so that the failure of one node uses up no restarts of replicas on others."""
+        self._cut_off: set[Member] = set()  # members whose counted restart was interrupted
+        self._note = note
+        self._num_names = len(fleet.live)
+        if config.max_restarts:
+            fleet.supervise()
+
+    async def busy_seconds(self) -> float:
+        """See ReplicaFleet."""
+        return await self._fleet.busy_seconds()
+
+    async def watch(self, *, every_s: float, timeout_s: float) -> None:
+        """Detect hanging replicas, and replace failed ones, forever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._fleet.watch(every_s=every_s, timeout_s=timeout_s))
+            while True:
+                tasks.create_task(self._restart(await self._fleet.next_lost()))
+
+    # ---- inside
+
+    async def _restart(self, member: Member) -> None:
+        try:
+            await self._replace(member)
+        except asyncio.CancelledError:
+            self._cut_off.add(member)
+            self._fleet.put_back(member)  # for the next `watch`
+            raise
+
+    async def _replace(self, member: Member) -> None:
+        lost, limit = member.name, self._limits[member.slot]
+        while member in self._cut_off or limit.allows_one_more():
+            self._cut_off.discard(member)
+            name = f"{lost.rpartition('-')[0]}-{self._num_names}"
+            self._num_names += 1
+            try:
+                member.replica = await self._start(member.replica, slot=member.slot, name=name)
+                await self._publisher.bring_up(member.replica, slot=member.slot)
+            except EngineError as error:
+                self._note(f"replica {name} did not start in place of {lost}: {with_notes(error)}")
+            else:
+                self._note(f"replica {name} serves in place of {lost}")
+                return
+        self._note(
+            f"replica {lost} is not restarted: {limit.max_restarts} restarts within "
+            f"{limit.window_s:g} s (supervision.max_restarts)"
+        )
+        self._fleet.give_up()

@@ -1,0 +1,246 @@
+"""Settings of a vLLM replica, the checks of a checkpoint, and the arguments and environment of the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from async_rl.inference.serving import Device, ServingConfig, device_of, known_device, read_served
+from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
+from async_rl.weights.model_info import ModelInfo
+from message_queue.tokens import RoutingSpec
+
+BLOCK_MULTIPLE = 32  # vLLM's CPU attention kernels need a multiple of this
+CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
+FORCED_FAMILIES = (  # checked against transformers
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
+)
+TIED_FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # vLLM ties in these
+ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the distribution of a token
+    {
+        *("trust_remote_code", "safetensors_load_strategy", "safetensors_prefetch_num_threads"),
+        *("enable_prefix_caching", "prefix_caching_hash_algo", "num_gpu_blocks_override", "cpu_offload_gb"),
+        *("max_num_scheduled_tokens", "long_prefill_token_threshold", "enable_chunked_prefill", "scheduling_policy"),
+        *("scheduler_reserve_full_isl", "prefill_schedule_interval", "async_scheduling", "watermark"),
+        *("enable_expert_parallel", "all2all_backend", "disable_custom_all_reduce", "distributed_timeout_seconds"),
+        *("numa_bind", "numa_bind_nodes", "numa_bind_cpus", "max_parallel_loading_workers"),
+        *("attention_backend", "moe_backend", "disable_cascade_attn", "enable_flashinfer_autotune"),
+        *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"),
+        *("enable_log_requests", "log_level", "show_hidden_metrics_for_version", "kv_cache_metrics"),
+        *("cudagraph_metrics", "otlp_traces_endpoint", "collect_detailed_traces", "enable_layerwise_nvtx_tracing"),
+        *("enable_mfu_metrics", "enable_logging_iteration_details", "profiler_config", "shutdown_timeout"),
+    }
+)
+CPU_VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas would bind to the same cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs its worker in its own process
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first requests wait seconds for compilation
+}
+CUDA_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only GPU runner that returns routed experts
+OWN_VARIABLES = frozenset(
+    {PLUGIN_VARIABLE, "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "OMP_NUM_THREADS", *CPU_VARIABLES, *CUDA_VARIABLES}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig(ServingConfig):
+    """Settings of one vLLM replica; `extra_args` are fields of vLLM's AsyncEngineArgs."""
+
+    ENGINE: ClassVar[str] = "vllm"
+    ACCEPTED_ARGS: ClassVar[frozenset[str]] = ACCEPTED_ARGS
+    TIED_FAMILIES: ClassVar[tuple[str, ...]] = TIED_FAMILIES
+
+    name: Literal["vllm"] = "vllm"
+    """Name of the engine."""
+    kv_cache_bytes: int = 64 << 20
+    """K/V memory on the CPU, in bytes."""
+    block_size: int | None = None
+    """Tokens per K/V block; None is 32 on the CPU, and vLLM's choice on a GPU or for multi-head latent attention."""
+
+    def __post_init__(self) -> None:
+        ServingConfig.__post_init__(self)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"engine.max_num_batched_tokens is {self.max_num_batched_tokens}, less than "
+                f"engine.max_num_seqs={self.max_num_seqs}; a step decodes one token per request, so raise it"
+            )
+        if self.kv_cache_bytes <= 0:
+            raise ValueError(f"engine.kv_cache_bytes is {self.kv_cache_bytes}; must be > 0")
+        if self.block_size is not None and (self.block_size < 1 or self.block_size % CPU_MLA_BLOCK):
+            raise ValueError(
+                f"engine.block_size is {self.block_size}; must be a multiple of {BLOCK_MULTIPLE} "
+                f"({CPU_MLA_BLOCK} for latent attention on the CPU), or null for the right one"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A checked checkpoint that a replica serves."""
+
+    checkpoint: Path
+    """Hugging Face checkpoint folder."""
+    info: ModelInfo
+    """Facts read from the checkpoint's config."""
+    latent_attention: bool
+    """Whether the model has multi-head latent attention (MLA), as DeepSeek-V3."""
+    routing: RoutingSpec | None
+    """Shape of the rows that the engine returns; None if it captures none."""
+    unforcible: str | None
+    """Why the engine cannot use forced experts; None if it can."""
+
+
+def check_engine(
+    config: VllmConfig,
+    *,
+    checkpoint: Path,
+    capture_routing: bool,
+    force_routing: bool = False,
+    on_this_machine: bool = True,
+) -> ServedModel:
+    """Refuse configurations that vLLM accepts but handles wrongly. Call it before any process starts.
+
+    Args:
+        capture_routing: whether the replica returns routing rows.
+        force_routing: whether requests carry forced experts.
+        on_this_machine: whether the engine runs here. If not, rules about the device are checked only for an explicit
+            engine.device.
+
+    Raises:
+        ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    info = read_served(config, checkpoint, capture_routing=capture_routing)
+    latent = bool(json.loads((checkpoint / "config.json").read_text()).get("kv_lora_rank"))
+    device = known_device(config, on_this_machine=on_this_machine)
+    if capture_routing and not config.enforce_eager and device == "cpu":
+        raise ValueError(
+            "engine.enforce_eager is false with routing capture on the CPU, where compiled graphs return wrong expert "
+            "ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
+        )
+    if config.block_size is not None and device == "cpu":
+        if latent and config.block_size != CPU_MLA_BLOCK:
+            raise ValueError(
+                f"engine.block_size is {config.block_size}, but latent attention ({info.family}) on the CPU has "
+                f"kernels for {CPU_MLA_BLOCK} only; set {CPU_MLA_BLOCK} or null"
+            )
+        if not latent and config.block_size % BLOCK_MULTIPLE:
+            raise ValueError(
+                f"engine.block_size is {config.block_size}; attention on the CPU needs a multiple of "
+                f"{BLOCK_MULTIPLE}, or null for {BLOCK_MULTIPLE}"
+            )
+    unforcible = _why_unforcible(device, info, capture_routing=capture_routing)
+    if force_routing and unforcible is not None:
+        raise ValueError(f"forced routing is asked for, but {unforcible}; use rollout.resume_routing=append")
+    return ServedModel(
+        checkpoint=checkpoint,
+        info=info,
+        latent_attention=latent,
+        routing=info.routing if capture_routing else None,
+        unforcible=unforcible,
+    )
+
+
+def _why_unforcible(device: Device | None, info: ModelInfo, *, capture_routing: bool) -> str | None:
+    if not capture_routing:
+        return "routing capture is off"
+    if device == "cuda":
+        return f"engine.device is {device}, and routers are forced in vLLM's CPU worker only"
+    if info.family not in FORCED_FAMILIES:
+        return f"the model family is {info.family}, and routers are forced in {', '.join(FORCED_FAMILIES)} only"
+    return None
+
+
+def process_environment(config: VllmConfig) -> dict[str, str]:
+    """Environment variables that a replica's process needs at its start; torch reads OMP_NUM_THREADS on import."""
+    return {
+        PLUGIN_VARIABLE: "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        "OMP_NUM_THREADS": str(config.threads),  # more threads than cores cost a factor of ten
+    }
+
+
+def device_environment(config: VllmConfig) -> dict[str, str]:
+    """Environment variables for the device of this process; they must be set before it imports vLLM."""
+    return dict(CUDA_VARIABLES if device_of(config) == "cuda" else CPU_VARIABLES)
+
+
+def engine_environment(config: VllmConfig) -> dict[str, str]:
+    """`process_environment` and `device_environment` together; `VllmReplica.start` checks them."""
+    return process_environment(config) | device_environment(config)
+
+
+def wrong_environment(config: VllmConfig) -> str | None:
+    """Message that names the missing or wrong variables in `os.environ`; None if all are right."""
+    wrong = {k: v for k, v in engine_environment(config).items() if os.environ.get(k) != v}
+    if not wrong:
+        return None
+    found = ", ".join(f"{k}={os.environ.get(k)!r} (needs {v!r})" for k, v in wrong.items())
+    return f"the process has {found}; set engine_environment(config) before it imports vLLM"
+
+
+def engine_args(
+    config: VllmConfig, model: ServedModel, *, capture_routing: bool, capture_support: bool = False
+) -> dict[str, Any]:
+    """Fields of vLLM's AsyncEngineArgs.
+
+    Args:
+        capture_routing: whether the engine returns routing rows.
+        capture_support: whether requests may sample from a part of the vocabulary.
+
+    Raises:
+        ValueError: engine.extra_args overrides an argument that the replica needs on this device.
+    """
+    args: dict[str, Any] = {
+        "model": str(model.checkpoint),
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enforce_eager": config.enforce_eager,
+        "seed": config.seed,
+        "worker_extension_cls": "async_rl.inference.vllm.worker.LoadsUpdates",
+        "logprobs_mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
+        "enable_return_routed_experts": capture_routing,
+        "return_sampling_mask": capture_support,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # sampling comes from the request alone
+        "disable_log_stats": True,
+    }
+    if config.tensor_parallel > 1:
+        args["distributed_executor_backend"] = "mp"  # vLLM would choose Ray's inside a placement group
+    if device_of(config) == "cuda":
+        args |= {"gpu_memory_utilization": config.gpu_memory_utilization}
+        if config.block_size is not None:
+            args["block_size"] = config.block_size
+    else:
+        args |= cpu_args(config, model)
+    if taken := sorted(args.keys() & config.extra_args.keys()):
+        raise ValueError(
+            f"engine.extra_args sets {', '.join(taken)}, which {model.info.family} on this device needs as "
+            f"{args[taken[0]]!r}; leave it out"
+        )
+    return {**args, **config.extra_args}
+
+
+def cpu_args(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
+    """Further arguments on the CPU."""
+    args: dict[str, Any] = {
+        "kv_cache_memory_bytes": config.kv_cache_bytes,  # the default takes nearly all memory of the machine
+        "worker_cls": "async_rl.compat.vllm.RoutingCPUWorker",
+        "return_sampling_mask": True,  # RoutingCPUWorker returns masks only for requests that need them
+    }
+    if not model.latent_attention:
+        args["block_size"] = config.block_size or BLOCK_MULTIPLE
+    else:
+        # vLLM's CPU rotary kernel is wrong for the rotary part of latent attention; its torch version is right
+        args["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        if config.dtype == "float32":
+            args["attention_backend"] = "CPU_MLA"  # on a CPU with AMX vLLM picks a backend that refuses float32
+        if config.block_size is not None:
+            args["block_size"] = config.block_size
+    return args

@@ -1,0 +1,46 @@
+"""Plugin for vLLM (group `vllm.general_plugins`); vLLM calls `register` in each of its processes.
+
+The module imports little, because every vLLM process of the virtual environment loads it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+
+PLUGIN_VARIABLE = "ASYNC_RL_VLLM"  # set to 1 in the processes of a replica
+
+
+def register() -> None:
+    """Prepare a vLLM process of a replica; do nothing in other vLLM processes.
+
+    The process ends with its parent. On the CPU, vLLM's backend is patched; on a GPU it is unchanged.
+    """
+    if os.environ.get(PLUGIN_VARIABLE) != "1":
+        return
+    _end_with_parent()
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from async_rl.compat.vllm import allow_routing_capture, note_packed_weights, prepack_experts_on_reload
+
+    allow_routing_capture()
+    prepack_experts_on_reload()
+    note_packed_weights()
+
+
+def _end_with_parent() -> None:
+    """Kill this process when its parent ends; otherwise vLLM's engine process would outlive a killed replica."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()

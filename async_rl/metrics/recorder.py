@@ -1,0 +1,222 @@
+"""Records of a run: the `.jsonl` files of its directory, TensorBoard, and the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from async_rl.files.atomic_dir import make_folder, sync_path
+from async_rl.metrics.lengths import Lengths
+from async_rl.metrics.registry import METRICS, metric_of
+from async_rl.metrics.truncation import ENDED_UNSEEN, missing_records, rewind, unseen_groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationResult:
+    """One round over the held-out prompts.
+
+    Rewards 1, 0 and a reward that raised: success_rate 0.5, prompts 3, failed 1.
+    """
+
+    success_rate: float
+    """Mean reward of the finished rollouts; NaN if none finished."""
+    prompts: int
+    """Number of rollouts, including failed ones."""
+    failed: int
+    """Rollouts that raised an error; excluded from `success_rate`."""
+    cut_off: int
+    """Finished rollouts whose last turn hit a token limit."""
+    mean_tokens: float
+    """Tokens per finished rollout, including prompt and tool replies; NaN if none finished."""
+    min_version: int
+    """Oldest weights that sampled a token; -1 if none was sampled."""
+    max_version: int
+    """Newest weights that sampled a token; -1 if none was sampled."""
+    first_error: str | None = None
+    """Error of the first prompt with a failed rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """Record of one batch and its train steps.
+
+    Raises:
+        ValueError: a metric is not in `async_rl.metrics.registry.METRICS`.
+    """
+
+    metrics: Mapping[str, float]
+    """Key -> value; `train_step` is required."""
+    staleness_tokens: Mapping[int, int]
+    """Staleness in optimizer steps -> tokens in the loss."""
+    schedule: Sequence[Mapping[str, Any]] | None = None
+    """A record per group, see `async_rl.rollout.schedule`; None writes no line to schedule.jsonl."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(key for key in self.metrics if metric_of(key) is None)
+        if unknown:
+            raise ValueError(f"metrics {unknown} are not in observe.metrics.METRICS; add them with their reduction")
+
+
+class Console(Protocol):
+    """Output for the user during a run."""
+
+    def step(self, record: StepRecord) -> None:
+        """Show the metrics of a batch."""
+        ...
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        """Show the result of a validation that was requested after `train_step`."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a message."""
+        ...
+
+    def close(self) -> None:
+        """Flush the output and restore the terminal."""
+        ...
+
+
+class Scalars(Protocol):
+    """The part of TensorBoard's SummaryWriter that `Recorder` uses."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """Writes every record immediately, one line each.
+
+    If the process is killed, all records so far are on file as complete lines. After a power loss, all records before
+    the last `sync` are.
+
+    Args:
+        directory: of the run; created if it does not exist.
+        console: gets every record except those of the ledger.
+        scalars: TensorBoard writer for the finite metrics.
+
+    Attributes:
+        lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
+    """
+
+    def __init__(self, directory: Path, *, console: Console, scalars: Scalars) -> None:
+        make_folder(directory)
+        self._directory = directory
+        self._open()
+        self._console = console
+        self._scalars = scalars
+        self.lengths = Lengths()
+
+    def go_on_after(
+        self, train_step: int, *, next_group: int, live: Collection[int], trained: int | None = None
+    ) -> None:
+        """Prepare the records for resuming after `train_step`.
+
+        Removes records of later steps, adds ledger records of groups whose end was not recorded because the run was
+        killed, and warns if records are missing.
+
+        Args:
+            train_step: of the checkpoint.
+            next_group: first group id that was not admitted before the checkpoint.
+            live: ids of groups that are still in flight; their end is not recorded yet.
+            trained: number of groups trained up to `train_step`. The ledger must have all these groups, and the step
+                files all steps. None skips this check, for a checkpoint of another run.
+        """
+        self._close_files()
+        lost = [] if trained is None else missing_records(self._directory, train_step=train_step, trained=trained)
+        rewind(self._directory, train_step=train_step, next_group=next_group, live=live)
+        self._open()
+        unseen = unseen_groups(self._directory, next_group=next_group, live=live, lost=bool(lost))
+        self.ledger(unseen)
+        for text in lost:
+            self.warn(text)
+        if unseen and not lost:
+            self.note(f"added {len(unseen)} groups to ledger.jsonl as dropped: each {ENDED_UNSEEN}")
+
+    def sync(self) -> None:
+        """Return when all records so far survive a power loss. Blocks; may be called in a thread.
+
+        No flush is needed: the files are line-buffered, and a record is a line.
+        """
+        for file in self._files():
+            os.fsync(file.fileno())
+        sync_path(self._directory)
+
+    def step(self, record: StepRecord) -> None:
+        """Record the train steps of one batch."""
+        metrics = {**record.metrics, **self.lengths.metrics()}
+        step = int(metrics["train_step"])
+        listed = [key for key in METRICS if key in metrics]
+        line: dict[str, Any] = {key: metrics[key] for key in (*listed, *(key for key in metrics if key not in METRICS))}
+        line["staleness/tokens"] = {str(lag): n for lag, n in record.staleness_tokens.items()}
+        self._metrics.write(_json_line(line))
+        if record.schedule is not None:
+            made = int(metrics.get("optimizer_steps", 1))
+            self._schedule.write(_json_line({"train_step": step, "optimizer_steps": made, "groups": record.schedule}))
+        for key, value in metrics.items():
+            if math.isfinite(value):
+                self._scalars.add_scalar(key, value, step)
+        self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        """Record one round over the held-out prompts, requested after `train_step`."""
+        self._validation.write(
+            _json_line(
+                {
+                    "train_step": train_step,
+                    "validation/success": result.success_rate,
+                    "validation/prompts": result.prompts,
+                    "validation/failed": result.failed,
+                    "validation/cut_off": result.cut_off,
+                    "validation/mean_tokens": result.mean_tokens,
+                    "validation/min_version": result.min_version,
+                    "validation/max_version": result.max_version,
+                }
+            )
+        )
+        if math.isfinite(result.success_rate):
+            self._scalars.add_scalar("validation/success", result.success_rate, train_step)
+        self._console.validation(train_step, result)
+
+    def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append the outcomes of groups."""
+        for record in records:
+            self._ledger.write(_json_line(record))
+
+    def note(self, text: str) -> None:
+        """Show a message on the console."""
+        self._console.note(text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning on the console about a fault that does not stop the run."""
+        self._console.note(f"warning: {text}")
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        self._close_files()
+        self._scalars.close()
+        self._console.close()
+
+    def _open(self) -> None:
+        self._metrics = (self._directory / "metrics.jsonl").open("a", buffering=1)
+        self._validation = (self._directory / "validation.jsonl").open("a", buffering=1)
+        self._schedule = (self._directory / "schedule.jsonl").open("a", buffering=1)
+        self._ledger = (self._directory / "ledger.jsonl").open("a", buffering=1)
+
+    def _files(self) -> Sequence[TextIO]:
+        return self._metrics, self._validation, self._schedule, self._ledger
+
+    def _close_files(self) -> None:
+        for file in self._files():
+            file.close()
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    """Strict JSON: NaN and infinities become null."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(clean, allow_nan=False) + "\n"

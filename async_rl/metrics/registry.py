@@ -1,0 +1,329 @@
+"""Metrics of a train step: key, reduction over steps, unit and meaning."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rl.metrics.lengths import QUANTILES, WINDOW
+from message_queue.contract import QueueSnapshot
+from message_queue.heads import GroupHead, TrajectoryHead
+from message_queue.tokens import StopReason
+
+Reduction = Literal["mean", "max", "sum", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Description of a metric."""
+
+    reduction: Reduction
+    """How values of several steps become one value."""
+    unit: str
+    """Unit; empty for a plain number."""
+    meaning: str
+    """Shown in the report."""
+
+
+LAGS = ("lag0", "lag0_mixed", "lag1", "lag2", "lag3")
+"""Buckets of tokens by staleness.
+
+lag0        sampled by the current weights, which also computed the context: trainer and engine differ by rounding only.
+lag0_mixed  sampled by the current weights; older weights computed a part of the context.
+lag1, lag2  sampled by weights that are one and two updates old.
+lag3        sampled by weights that are three or more updates old.
+"""
+
+_OF_LAG = {
+    "lag0": "tokens sampled by the current weights over a context that only they computed",
+    "lag0_mixed": "tokens sampled by the current weights over a context that older weights computed in part",
+    "lag1": "tokens sampled one update ago",
+    "lag2": "tokens sampled two updates ago",
+    "lag3": "tokens sampled three or more updates ago",
+}
+_FILTERS = {
+    "clip": "sampled tokens whose ratio is clipped",
+    "truncate": "sampled tokens whose weight is cut to its cap",
+    "mask": "sampled tokens that a mask drops from the policy term",
+}
+_MISMATCH = {
+    "mismatch/k1": Metric("mean", "nat", "mean of behaviour - current logprob"),
+    "mismatch/k3": Metric("mean", "nat", "mean of exp(d) - 1 - d, d = current - behaviour logprob"),
+    "mismatch/abs_mean": Metric("mean", "nat", "mean of |d|"),
+    "mismatch/abs_p99": Metric("max", "nat", "99th percentile of |d|, from above by at most 9 %"),
+    "mismatch/abs_max": Metric("max", "nat", "largest |d|"),
+    "mismatch/f2": Metric("mean", "share", "F(2): tokens with |d| > log 2"),
+    "mismatch/f5": Metric("mean", "share", "F(5): tokens with |d| > log 5"),
+    "mismatch/chi2": Metric("mean", "", "chi-squared of current from behaviour: mean of (exp(d) - 1)^2"),
+    "ess/token": Metric("mean", "share", "effective sample size of the token weights exp(d)"),
+}
+
+_ROUTING = {
+    "routing/overlap": Metric("mean", "share", "recorded experts that the live router would choose too"),
+    "routing/gate_mass": Metric("mean", "share", "probability that the live router gives to the recorded experts"),
+    "routing/refused_fraction": Metric("mean", "share", "recorded experts that trainer.replay_threshold left out"),
+    "routing/fallback_fraction": Metric("mean", "share", "rows of real tokens left to the live router"),
+}
+_LAYER = re.compile(r"(.+)_layer(\d+)")
+INFO = "info/"  # followed by a key of `Trajectory.info`
+
+
+def _by_lag(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Metrics over the tokens of each lag bucket."""
+    return {
+        f"{key}_{lag}": Metric(metric.reduction, metric.unit, f"{key.partition('/')[2]} of {_OF_LAG[lag]}")
+        for key, metric in metrics.items()
+        for lag in LAGS
+    }
+
+
+def _filter_metrics(name: str, meaning: str) -> dict[str, Metric]:
+    """Share of tokens that a filter changed: total, by sign of the advantage and by lag bucket."""
+    total = {f"{name}/fraction": Metric("mean", "share", meaning)}
+    signs = {
+        f"{name}/fraction_{sign}": Metric("mean", "share", f"{meaning}, among tokens with {sign} advantage")
+        for sign in ("positive", "negative")
+    }
+    return total | signs | _by_lag(total)
+
+
+METRICS: dict[str, Metric] = {
+    "train_step": Metric("last", "steps", "optimizer steps done"),
+    "optimizer_steps": Metric("sum", "steps", "optimizer steps made on the batch (trainer.updates_per_batch)"),
+    "param_version": Metric("last", "version", "newest published version"),
+    "reward/mean": Metric("mean", "reward", "mean over the trajectories of the batch"),
+    "reward/std": Metric("mean", "reward", "standard deviation over the trajectories of the batch"),
+    "reward/groups_without_signal": Metric("mean", "share", "groups whose trajectories all have the same reward"),
+    "reward/groups_all_right": Metric("mean", "share", "groups without signal whose reward is above 0"),
+    "reward/groups_all_wrong": Metric("mean", "share", "groups without signal whose reward is 0 or less"),
+    "rollout/cut_off_fraction": Metric("mean", "share", "trajectories whose last turn hit a token limit (LENGTH)"),
+    "rollout/out_of_turns_fraction": Metric(
+        "mean", "share", "trajectories whose last tool calls were not executed: limits.max_turns (TOOL_CALL)"
+    ),
+    "info/turns": Metric("mean", "turns", "model calls per trajectory"),
+    "info/tool_calls": Metric("mean", "calls", "tool calls per trajectory, executed or malformed"),
+    "info/tool_errors": Metric("mean", "calls", "tool calls that failed per trajectory"),
+    "info/truncated_replies": Metric("mean", "replies", "tool replies cut by limits.max_tool_reply_chars"),
+    "info/aborts": Metric("mean", "aborts", "resumed decodes per trajectory"),
+    "info/refused_answers": Metric("mean", "answers", "refused engine answers per trajectory, each requested again"),
+    "loss": Metric("mean", "nat", "policy loss, aggregated over tokens by loss.aggregation"),
+    "grad_norm": Metric("mean", "", "global norm before clipping"),
+    "lr": Metric("last", "", "learning rate of the step"),
+    "entropy": Metric("mean", "nat", "mean over sampled tokens, current policy"),
+    **_filter_metrics("clip", _FILTERS["clip"]),
+    **_filter_metrics("truncate", _FILTERS["truncate"]),
+    **_filter_metrics("mask", _FILTERS["mask"]),
+    "kl/reference": Metric("mean", "nat", "mean k3 estimate of KL(current || reference)"),
+    "tokens": Metric("sum", "tokens", "sampled tokens in the loss, without groups that have no gradient"),
+    "tokens/positive": Metric("sum", "tokens", "tokens in the loss with positive advantage"),
+    "tokens/negative": Metric("sum", "tokens", "tokens in the loss with negative advantage"),
+    **{f"tokens/{lag}": Metric("sum", "tokens", f"in the loss: {meaning}") for lag, meaning in _OF_LAG.items()},
+    "staleness/mean": Metric("mean", "updates", "mean over tokens in the loss, in their mini-batch"),
+    "staleness/p99": Metric("max", "updates", "99th percentile over tokens in the loss"),
+    "staleness/max": Metric("max", "updates", "maximum over tokens in the loss"),
+    "staleness/masked_tokens": Metric("sum", "tokens", "sampled tokens that are too old for the loss"),
+    "staleness/masked_fraction": Metric("mean", "share", "masked share of the sampled tokens"),
+    "staleness/masked_fraction_positive": Metric("mean", "share", "masked share of tokens with positive advantage"),
+    "staleness/masked_fraction_negative": Metric("mean", "share", "masked share of tokens with negative advantage"),
+    **_MISMATCH,
+    **_by_lag(_MISMATCH),
+    "mismatch/k3_probe": Metric("max", "nat", "k3 of the newest comparison of engine and trainer at equal weights"),
+    "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
+    **_ROUTING,
+    "routing/missing_fraction": Metric("max", "share", "forwarded positions for which the engine returned no row"),
+    "routing/bytes_per_token": Metric("mean", "bytes", "row bytes received per token of the batch"),
+    "partial/resumed_fraction": Metric("mean", "share", "trajectories that were aborted and resumed at least once"),
+    "partial/max_segments": Metric("max", "segments", "most segments of one trajectory"),
+    "length/offered_mean": Metric("mean", "tokens", "sampled tokens per trajectory, as if none were given up"),
+    "length/given_up_fraction": Metric("last", "share", f"unfinished among the newest {WINDOW} trajectories"),
+    "length/trained_mean": Metric("mean", "tokens", "tokens in the loss per trajectory of the batch"),
+    **{
+        f"length/{kind}_{name}": Metric("last", "tokens", f"{name} of {meaning}, newest {WINDOW} trajectories")
+        for kind, meaning in (("offered", "sampled tokens"), ("trained", "tokens in the loss"))
+        for name in QUANTILES
+    },
+    "idle/trainer": Metric("mean", "share", "time of the step that the trainer waited for a batch"),
+    "idle/rollout": Metric("mean", "share", "time of the step that replicas had no request in flight"),
+    "queue/ready": Metric("mean", "groups", "finished groups that wait for the trainer"),
+    "queue/open": Metric("mean", "groups", "groups that are being generated"),
+    "sync/seconds": Metric("mean", "s", "newest publish, first pause to last resume"),
+    "sync/pause_seconds": Metric("mean", "s", "newest publish, longest pause of a replica"),
+    "throughput/tokens_per_s": Metric("mean", "tokens/s", "sampled tokens trained per second of wall time"),
+    "ledger/admitted": Metric("last", "groups", "admitted since the start of the run"),
+    "ledger/trained": Metric("last", "groups", "trained since the start of the run"),
+    "ledger/dropped": Metric("last", "groups", "dropped since the start of the run"),
+    "ledger/open": Metric("last", "groups", "admitted, neither trained nor dropped"),
+    "ledger/recycled": Metric("last", "groups", "dropped groups whose prompt is admitted again"),
+    "ledger/error": Metric("last", "groups", "admitted - trained - dropped - open; must be 0"),
+    "ledger/trained_tokens": Metric("last", "tokens", "sampled tokens that were trained"),
+    "ledger/masked_tokens": Metric("last", "tokens", "tokens of trained groups: too old, or of a failed rollout"),
+    "ledger/dropped_tokens": Metric("last", "tokens", "tokens of dropped groups"),
+    "ledger/open_tokens": Metric("last", "tokens", "tokens of finished groups in the queue"),
+    "ledger/token_error": Metric("last", "tokens", "generated - trained - masked - dropped - open; must be 0"),
+}
+
+
+def of_layer(key: str, layer: int) -> str:
+    """Key of a routing metric for one layer, numbered globally from 0: `routing/overlap_layer3`."""
+    return f"{key}_layer{layer}"
+
+
+def split_layer(key: str) -> tuple[str, int] | None:
+    """Inverse of `of_layer`: `routing/overlap_layer3` -> ("routing/overlap", 3); None for any other key."""
+    found = _LAYER.fullmatch(key)
+    return None if found is None or found[1] not in _ROUTING else (found[1], int(found[2]))
+
+
+def metric_of(key: str) -> Metric | None:
+    """Metric of a key; None if the key is not a metric.
+
+    Also accepts keys that are not in METRICS because the model or the task determines them: routing metrics of a layer,
+    and `info/` keys for `Trajectory.info`.
+    """
+    found = split_layer(key)
+    if found is None:
+        custom = Metric("mean", "", "mean of this key of Trajectory.info over the trajectories that have it")
+        return METRICS.get(key, custom if key.startswith(INFO) else None)
+    whole, layer = _ROUTING[found[0]], found[1]
+    return Metric(whole.reduction, whole.unit, f"{whole.meaning}, in layer {layer}")
+
+
+def batch_metrics(
+    groups: Sequence[GroupHead],
+    *,
+    update: int,
+    version_updates: Mapping[int, int],
+    min_update: int = 0,
+    mini_batches: Mapping[int, int] | None = None,
+) -> dict[str, float]:
+    """Metrics that the trajectories of a batch determine.
+
+    Args:
+        groups: of the batch, without failed trajectories.
+        update: optimizer updates of the weights at the start of the batch.
+        version_updates: `param_version` -> optimizer updates of the weights.
+        min_update: tokens sampled by weights with fewer optimizer updates are not in the loss.
+        mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    rewards = np.array([t.reward for t in trajectories], np.float64)
+    histogram = staleness_histogram(
+        groups, update=update, version_updates=version_updates, min_update=min_update, mini_batches=mini_batches
+    )
+    lags, tokens = np.array(list(histogram)), np.array(list(histogram.values()))
+    p99 = np.searchsorted(tokens.cumsum(), math.ceil(0.99 * (tokens.sum() - 1)), side="right")
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **_signal_metrics(groups),
+        **_outcome_metrics(trajectories),
+        "staleness/mean": float(lags @ tokens / tokens.sum()),
+        "staleness/p99": float(lags[p99]),
+        "staleness/max": float(lags[-1]),
+        "partial/resumed_fraction": float(np.mean([t.num_aborts > 0 for t in trajectories])),
+        "partial/max_segments": float(max(t.num_segments for t in trajectories)),
+        "routing/bytes_per_token": sum(t.row_bytes for t in trajectories) / sum(t.length for t in trajectories),
+        "routing/missing_fraction": sum(t.missing_rows for t in trajectories) / sum(t.length - 1 for t in trajectories),
+    }
+
+
+def _signal_metrics(groups: Sequence[GroupHead]) -> dict[str, float]:
+    """Shares of groups with equal rewards, over groups of two or more trajectories; NaN if there are none.
+
+    Four groups with the rewards (1, 1), (0, 0), (0, 1), (0, 0): 0.75 without signal, 0.25 all right, 0.5 all wrong.
+    """
+    rewards = [[t.reward for t in group.trajectories] for group in groups if len(group.trajectories) > 1]
+    equal = [values[0] for values in rewards if min(values) == max(values)]
+    right = sum(value > 0 for value in equal)
+    num_groups = len(rewards) or math.nan
+    return {
+        "reward/groups_without_signal": len(equal) / num_groups,
+        "reward/groups_all_right": right / num_groups,
+        "reward/groups_all_wrong": (len(equal) - right) / num_groups,
+    }
+
+
+def _outcome_metrics(trajectories: Sequence[TrajectoryHead]) -> dict[str, float]:
+    """Shares of stop reasons, and the mean of each `info` key over the trajectories that have the key."""
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for key, value in trajectory.info.items():
+            found.setdefault(f"{INFO}{key}", []).append(value)
+    return {
+        "rollout/cut_off_fraction": float(np.mean([t.stop_reason is StopReason.LENGTH for t in trajectories])),
+        "rollout/out_of_turns_fraction": float(np.mean([t.stop_reason is StopReason.TOOL_CALL for t in trajectories])),
+        **{key: float(np.mean(values)) for key, values in found.items()},
+    }
+
+
+def masking_metrics(
+    sampled: Sequence[int], with_gradient: Sequence[int], advantages: NDArray[np.float32]
+) -> dict[str, float]:
+    """Tokens that are too old for the loss: their number, and their share by sign of the advantage.
+
+    Args:
+        sampled: [S], sampled tokens of each trajectory.
+        with_gradient: [S], tokens in the loss of each trajectory.
+        advantages: float32 [S].
+    """
+    total = np.array(sampled, np.int64)
+    masked = total - np.array(with_gradient, np.int64)
+
+    def share(of: NDArray[np.bool_]) -> float:
+        return float(masked[of].sum() / max(1, total[of].sum()))
+
+    return {
+        "staleness/masked_tokens": float(masked.sum()),
+        "staleness/masked_fraction": share(np.ones(len(total), np.bool_)),
+        "staleness/masked_fraction_positive": share(advantages > 0),
+        "staleness/masked_fraction_negative": share(advantages < 0),
+    }
+
+
+def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
+    """Metrics of the queue's content and ledger."""
+    counts = snapshot.ledger
+    return {
+        "queue/ready": snapshot.ready,
+        "queue/open": snapshot.open,
+        "ledger/admitted": counts.admitted,
+        "ledger/trained": counts.trained,
+        "ledger/dropped": counts.dropped,
+        "ledger/open": counts.open,
+        "ledger/recycled": counts.reasons.get("recycled", 0),
+        "ledger/error": counts.error,
+        "ledger/trained_tokens": counts.trained_tokens,
+        "ledger/masked_tokens": counts.masked_tokens,
+        "ledger/dropped_tokens": counts.dropped_tokens,
+        "ledger/open_tokens": counts.open_tokens,
+        "ledger/token_error": counts.token_error,
+    }
+
+
+def staleness_histogram(
+    groups: Sequence[GroupHead],
+    *,
+    update: int,
+    version_updates: Mapping[int, int],
+    min_update: int = 0,
+    mini_batches: Mapping[int, int] | None = None,
+) -> dict[int, int]:
+    """Staleness in optimizer steps -> tokens in the loss, ascending. The arguments are as in `batch_metrics`.
+
+    A group with 4 tokens of version 4 and 2 of version 5, version v = v updates, update=5: {0: 2, 1: 4}. If the group
+    is in mini-batch 1: {1: 2, 2: 4}.
+    """
+    counts: dict[int, int] = {}
+    for group in groups:
+        trained_at = update + (0 if mini_batches is None else mini_batches[group.group])
+        for version, tokens in group.tokens_per_version().items():
+            if version_updates[version] >= min_update:
+                lag = trained_at - version_updates[version]
+                counts[lag] = counts.get(lag, 0) + tokens
+    return dict(sorted(counts.items()))

@@ -1,0 +1,216 @@
+"""Training prompts in a fixed order. The state of a source is a position in that order, so a run can be resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent_loop.loop import Message, Prompt
+from async_rl.files.jsonl import read_lines
+from async_rl.files.validation import explain
+from async_rl.rollout.task import Task
+
+
+class PromptOrder(Protocol):
+    """An endless, deterministic sequence of prompts."""
+
+    def train_prompt(self, index: int) -> Prompt:
+        """Prompt `index`, from 0."""
+        ...
+
+
+class FailedPrompts:
+    """Prompts of the groups whose consecutive failures stopped a run, stored in a file for the next start.
+
+    Args:
+        path: of the file. It exists until all its prompts were admitted again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._prompts = set[int](json.loads(path.read_text())) if path.exists() else set[int]()
+
+    @property
+    def prompts(self) -> Sequence[int]:
+        """Indices of the prompts, ascending."""
+        return sorted(self._prompts)
+
+    def add(self, prompts: Iterable[int]) -> None:
+        """Store more indices."""
+        self._replace(self._prompts.union(prompts))
+
+    def discard(self, prompts: Iterable[int]) -> None:
+        """Remove indices; the next start does not admit them again."""
+        self._replace(self._prompts.difference(prompts))
+
+    def _replace(self, prompts: set[int]) -> None:
+        if prompts == self._prompts:
+            return
+        self._prompts = prompts
+        if not prompts:
+            self._path.unlink(missing_ok=True)
+            return
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.prompts) + "\n")
+        partial.replace(self._path)
+
+
+class PromptSource:
+    """Yields prompts in order, starting with the prompts of unfinished groups of an earlier run.
+
+    With cursor=7 and unfinished={3, 5} the prompts are 3, 5, 7, 8, ...
+
+    Args:
+        order: the endless order of prompts.
+        cursor: first index that was never admitted.
+        unfinished: admitted indices whose groups were neither trained nor dropped by an earlier run.
+        failed: indices below `cursor` whose groups failed until an earlier run stopped; they are admitted again.
+            With None, `keep_failed` does nothing.
+    """
+
+    def __init__(
+        self,
+        order: PromptOrder,
+        *,
+        cursor: int = 0,
+        unfinished: Iterable[int] = (),
+        failed: FailedPrompts | None = None,
+    ) -> None:
+        self._order = order
+        self._cursor = cursor
+        self._failed = failed
+        self._unfinished = sorted({*unfinished, *(failed.prompts if failed is not None else ())})
+
+    @property
+    def unfinished(self) -> Sequence[int]:
+        """Indices of an earlier run that still have to be admitted again, ascending."""
+        return tuple(self._unfinished)
+
+    @property
+    def cursor(self) -> int:
+        """First index that was never admitted."""
+        return self._cursor
+
+    def at(self, index: int) -> Prompt:
+        """Prompt `index` of the order."""
+        return self._order.train_prompt(index)
+
+    def current(self) -> Prompt:
+        """The prompt to admit next."""
+        return self._order.train_prompt(self._unfinished[0] if self._unfinished else self._cursor)
+
+    def advance(self) -> None:
+        """Move to the next prompt, after the current one was admitted."""
+        if not self._unfinished:
+            self._cursor += 1
+            return
+        admitted = self._unfinished.pop(0)
+        if self._failed is not None:
+            self._failed.discard([admitted])
+
+    def keep_failed(self, indices: Iterable[int]) -> None:
+        """Store prompts whose failed groups stop the run, so that the next start admits them again."""
+        if self._failed is not None:
+            self._failed.add(indices)
+
+
+class _MessageSchema(BaseModel):
+    """A message in a prompt file. Extra keys are refused because they would have no effect."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Annotated[str, Field(min_length=1)]
+    """Role in the chat template, such as `user`."""
+    content: str
+    """Text of the message."""
+
+
+class _PromptSchema(BaseModel):
+    """A line of a prompt file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    messages: Annotated[list[_MessageSchema], Field(min_length=1)]
+    """The conversation before the first model call."""
+    target: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Input of the reward, such as the expected answer; the task defines the keys."""
+
+
+class PromptFile:
+    """JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`, shuffled in each epoch.
+
+    With 3 prompts, the indices 0 to 2 are epoch 0 and index 7 is the second prompt of epoch 2.
+
+    Args:
+        path: of the file.
+        seed: of the shuffle.
+        check: raises ValueError for a prompt that the task cannot use; called for every prompt of the file.
+
+    Raises:
+        ValueError: the file cannot be read or is empty, a line does not match the schema, or `check` refuses a prompt.
+            The message names file, line and key.
+    """
+
+    def __init__(self, path: Path, *, seed: int, check: Callable[[Prompt], None] = lambda _prompt: None) -> None:
+        self._seed = seed
+        self._entries = _read_entries(path, check)
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def train_prompt(self, index: int) -> Prompt:
+        """Prompt `index`; epoch e is the permutation of the file for the random seed (seed, e)."""
+        epoch, at = divmod(index, len(self._entries))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._entries)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        return replace(self._entries[self._order[at]], index=index)
+
+
+def prompt_order(task: Task, *, prompt_file: Path | None, seed: int) -> PromptOrder:
+    """The prompts of `prompt_file`, or of the task if there is no file.
+
+    Raises:
+        ValueError: see `PromptFile`.
+    """
+    return task if prompt_file is None else PromptFile(prompt_file, seed=seed, check=task.check_prompt)
+
+
+def _read_entries(path: Path, check: Callable[[Prompt], None]) -> Sequence[Prompt]:
+    try:
+        lines = read_lines(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"task.prompt_file is {path}, which cannot be read: {error}") from error
+    entries: list[Prompt] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = _parse_entry(line, index=len(entries))
+            check(entry)
+        except ValueError as error:
+            raise ValueError(f"task.prompt_file is {path}, line {number}: {error}") from error
+        entries.append(entry)
+    if not entries:
+        raise ValueError(f"task.prompt_file is {path}, which has no prompts")
+    return entries
+
+
+def _parse_entry(line: str, *, index: int) -> Prompt:
+    """Parse a line.
+
+    Raises:
+        ValueError: the line is not JSON or does not match the schema; the message names the key.
+    """
+    try:
+        parsed = _PromptSchema.model_validate_json(line)
+    except ValidationError as error:
+        raise ValueError(
+            f"{explain(error.errors()[0])}; "
+            'write {"messages": [{"role": "user", "content": "..."}], "target": {}} on one line'
+        ) from error
+    messages = tuple(Message(role=message.role, content=message.content) for message in parsed.messages)
+    return Prompt(index=index, messages=messages, target=parsed.target)

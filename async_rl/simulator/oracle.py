@@ -1,0 +1,280 @@
+"""What must hold in every run, judged from the outside: by what the parts told each other, and by what was trained.
+
+Nothing here asks the code under test what is right. Tokens, logprobs and rows are computed again from weights and
+context (`model.py`), updates and versions are counted where the trainer makes them, groups where the queue hands them
+out (`groups.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from agent_loop.engine import GenerateRequest
+from async_rl.controller.checkpoints import RunState
+from async_rl.rollout.group_contents import StoredContent
+from async_rl.rollout.rollouter import session_name
+from async_rl.simulator import model
+from async_rl.simulator.engine import Answered
+from async_rl.simulator.groups import GroupAccount, Reopened
+from async_rl.simulator.scenario import Scenario
+from async_rl.simulator.trainer import INITIAL
+from async_rl.simulator.trajectory_checks import Rollout, TrajectoryJudge
+from async_rl.simulator.violations import require
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from message_queue.contract import Admission, Batch, QueueSnapshot
+from message_queue.events import Admitted, Event, Loaded, Published
+from message_queue.heads import GroupHead
+from message_queue.recovery import Restored
+from message_queue.tokens import Int32Array, WeightVersion
+
+_FINISHED = 1 << 30  # tokens: nothing is generated any more
+
+
+class Oracle:
+    """Facts of one run over all its restarts. Methods raise Violation.
+
+    Args:
+        expected_prompt: token ids of a prompt by its index.
+        excused: whether a group may have been dropped for a failed rollout by now.
+        serving: names of the replicas in the fleet.
+        damaged: groups with a damaged record of content; grows.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        expected_prompt: Callable[[int], Int32Array],
+        excused: Callable[[], bool],
+        serving: Callable[[], Collection[str]],
+        damaged: Collection[int],
+    ) -> None:
+        self.groups = GroupAccount(scenario, damaged=damaged, excused=excused)
+        self._scenario = scenario
+        self._expected_prompt = expected_prompt
+        self._excused = excused
+        self._serving = serving
+        self._damaged = damaged
+        self._weights: dict[str, model.Weights] = {}
+        self._digests: dict[int, str] = {0: INITIAL}  # by version
+        self._updates: dict[int, int] = {0: 0}  # by version
+        self._steps: dict[int, str] = {}  # train step -> digest
+        self._served = self._published = 0
+        self._loaded: dict[str, int] = {}  # replica -> version
+        self._taken: list[GroupHead] = []
+        self._rollouts: dict[str, Rollout] = {}  # by session
+        self._state = RunState()  # of the checkpoint that the journal is opened with
+        self._attempts = 0  # to open it, since one succeeded
+        self._new_driver = True
+
+    # ---- over restarts
+
+    def driver_starts(self) -> None:
+        """With new replicas. No older driver may be heard any more."""
+        self._loaded = {}
+        self._new_driver = True
+
+    def queue_starts(self, state: RunState) -> None:
+        """It is about to open its journal, with the checkpoint of `state`."""
+        self._state = state
+        self._attempts += 1
+
+    def journal_removed(self) -> None:
+        """A person removed the directory of the journal."""
+        self.groups.journal_removed()
+        self._attempts = 0
+
+    def reopened(self, restored: Restored, stored: StoredContent, snapshot: QueueSnapshot) -> None:
+        """The journal is open, and the content of its groups was read."""
+        found = Reopened(
+            state=self._state,
+            restored=restored,
+            stored=stored,
+            snapshot=snapshot,
+            attempts=self._attempts,
+            updates_per_batch=self._scenario.updates_per_batch,
+        )
+        self._attempts = 0
+        self.groups.reopened(found, updates=self._updates)
+        self._served = self._published = restored.version
+        self._digests = {v: d for v, d in self._digests.items() if v <= restored.version}
+        self._updates = {v: min(u, found.end) for v, u in self._updates.items() if v <= restored.version}
+        self._continue_rollouts(found)
+        self._new_driver = False
+
+    def _continue_rollouts(self, found: Reopened) -> None:
+        before, self._rollouts = self._rollouts, {}
+        for group in found.live:
+            held = found.open.get(group)
+            for i in range(2 * self._scenario.trajectories_per_group):  # with those that make up for failed ones
+                rollout = self._rollouts[session_name(group, i)] = before.get(session_name(group, i), Rollout())
+                rollout.interrupted = True
+                trajectory = held[i] if held is not None and i < len(held) else None
+                kept = 0 if trajectory is None else len(trajectory)
+                if held is None or (trajectory is not None and trajectory.closed):
+                    kept = _FINISHED
+                rollout.kept = kept if self._new_driver else min(kept, rollout.kept)
+                if held is not None and group in self._damaged:  # calls that are forgotten are made again
+                    turns = [] if trajectory is None else trajectory.turns[:-1]
+                    answered = (segment.token_ids for turn in turns for segment in turn.segments)
+                    calls = sum(int((ids == model.CALL).sum()) for ids in answered)
+                    rollout.tool_calls = min(calls, rollout.tool_calls)
+
+    def moved(self, groups: Collection[int], stored: StoredContent) -> None:
+        """Groups of a dead worker continue with their stored records."""
+        for group in groups:
+            for i in range(2 * self._scenario.trajectories_per_group):
+                self._of(session_name(group, i)).interrupted = True
+            held = stored.groups[group].trajectories if group in stored.groups else ()
+            self.groups.check_stored(group, held, notes=stored.notes)
+
+    # ---- messages between the parts
+
+    def weights(self, digest: str) -> model.Weights:
+        """Weights by their digest."""
+        if digest not in self._weights:
+            self._weights[digest] = model.Weights(digest)
+        return self._weights[digest]
+
+    def exported(self, weights: WeightVersion, *, updates: int) -> None:
+        """The trainer made a version."""
+        known = self._digests.get(weights.version, weights.digest)
+        require("versions", weights.digest == known, "{} is made of other weights than {}", weights, known)
+        self._digests[weights.version] = weights.digest
+        self._updates[weights.version] = updates
+
+    def trained_to(self, train_step: int, digest: str) -> None:
+        """The trainer made a step."""
+        known = self._steps.get(train_step, digest)
+        same = digest == known or not self.groups.is_replayed(train_step)
+        require("exactly once", same, "step {} again gives {}, not {}", train_step, digest, known)
+        self._steps[train_step] = digest
+
+    def loaded_by(self, replica: str, weights: WeightVersion) -> None:
+        """A replica took a version."""
+        before = self._loaded.get(replica, -1)
+        require("versions", weights.version >= before, "{} loaded {} after {}", replica, weights.version, before)
+        known = self._digests.get(weights.version)
+        require("versions", weights.digest == known, "{} loaded {}; exported was {}", replica, weights, known)
+        self._loaded[replica] = weights.version
+
+    def asked(self, request: GenerateRequest) -> None:
+        """An engine is to continue: not before the kept tokens, and with rows that some version gave."""
+        tokens, kept = len(request.token_ids), self._of(request.session).kept
+        text = "{} is generated again from {}; {} were held"
+        require("exactly once", tokens >= kept, text, request.session, tokens, kept)
+        if request.forced_experts is None:
+            return
+        every = [self.weights(digest) for digest in self._digests.values()]
+        contexts = model.contexts(request.token_ids.tolist())
+        for context, row in zip(contexts, request.forced_experts.experts.tolist(), strict=False):
+            known = any(row == weights.row(context) for weights in every)
+            require("rows", known, "{} forces a row that no version gave: {}", request.request_id, row)
+
+    def answered(self, answer: Answered) -> None:
+        """An engine answered."""
+        self._of(answer.session).answers.append(answer)
+
+    def tool_called(self, session: str) -> None:
+        """A tool started."""
+        self._of(session).tool_calls += 1
+
+    def _of(self, session: str) -> Rollout:
+        return self._rollouts.setdefault(session, Rollout())
+
+    def followed(self, event: Event, snapshot: QueueSnapshot) -> None:
+        """The state of the queue changed."""
+        match event:
+            case Published(version=version):
+                require("versions", version > self._published, "published {} after {}", version, self._published)
+                self._published = version
+            case Loaded(version=version):
+                require("versions", self._served <= version, "serves {} after {}", version, self._served)
+                require("versions", version <= self._published, "serves {}, published {}", version, self._published)
+                late = [name for name in self._serving() if self._loaded.get(name, -1) < version]
+                require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
+                self._served = version
+            case Admitted(version=version):
+                require("versions", version == self._served, "admitted on {}; replicas serve {}", event, self._served)
+            case _:
+                pass
+        self.groups.followed(event)
+        self.groups.check_ledger(snapshot)
+
+    # ---- trained batches
+
+    def taken(self, batch: Batch) -> None:
+        """The queue handed out a batch."""
+        self._taken = batch.groups
+
+    def check_batch(self, batch: TrainingBatch, *, train_step: int) -> None:
+        """The trainer is to take the gradient of `batch` with weights that hold `train_step` updates."""
+        groups, per_batch = self._taken, self._scenario.updates_per_batch
+        last = train_step + per_batch
+        require("exactly once", len(groups) == self._scenario.batch_groups, "a batch of {} groups", len(groups))
+        for group in groups:
+            self._check_group(group)
+        tokens = sum(len(batch.loss_tokens(sequence).positions) for sequence in range(len(batch)))
+        self.groups.trained(tuple(g.group for g in groups), train_step=last, tokens=tokens)
+        split, number = self._check_split(batch), 0
+        judges = [
+            TrajectoryJudge(
+                self._scenario,
+                batch,
+                weights={v: self.weights(d) for v, d in self._digests.items()},
+                updates=self._updates,
+                update=train_step + mini_batch,
+                oldest=last - 1 - self._scenario.max_staleness,
+            )
+            for mini_batch in range(per_batch)
+        ]
+        for group, content in zip(groups, batch.contents, strict=True):
+            prompt = self._expected_prompt(group.prompt)
+            for i, trajectory in enumerate(group.trajectories):
+                if trajectory.failed:
+                    continue
+                session = session_name(group.group, i)
+                judges[split.get(group.group, 0)].check(
+                    content[i], number, prompt=prompt, session=session, rollout=self._of(session)
+                )
+                number += 1
+        extra = [n for n in batch.trajectory.tolist() if n >= number]
+        require("exactly once", not extra, "{} trajectories, too many rows", number)
+
+    def _check_split(self, batch: TrainingBatch) -> dict[int, int]:
+        """The mini-batch of each group: whole groups, as many in each."""
+        groups = [self._taken[group].group for group in batch.index[:, 0].tolist()]
+        pairs = set(zip(groups, batch.mini_batch.tolist(), strict=True))
+        split = dict(pairs)
+        require("exactly once", len(pairs) == len(split), "groups are in several mini-batches: {}", sorted(pairs))
+        per_batch = self._scenario.updates_per_batch
+        size, sizes = self._scenario.batch_groups // per_batch, Counter(split.values())
+        fits = len(sizes) <= per_batch and all(count <= size for count in sizes.values())
+        require("exactly once", fits, "mini-batches of {} groups, not {}", dict(sizes), size)
+        return split
+
+    def _check_group(self, group: GroupHead) -> None:
+        admission = self.groups.admissions.get(group.group)
+        given = Admission(
+            group=group.group,
+            prompt=group.prompt,
+            admitted_version=group.admitted_version,
+            admitted_update=group.admitted_update,
+        )
+        require("exactly once", admission == given, "{} was admitted as {}", given, admission)
+        sound = sum(not t.failed for t in group.trajectories)
+        whole = sound == self._scenario.trajectories_per_group
+        require("exactly once", whole, "group {} is incomplete", group.group)
+        failed = len(group.trajectories) - sound
+        excused = not failed or (self._scenario.on_failed == "fill" and failed == 1 and self._excused())
+        require("failure", excused, "group {} is trained without {} of its rollouts", group.group, failed)
+        oldest = min(group.tokens_per_version(), default=0)
+        require("versions", oldest >= group.admitted_version, "{} has tokens of version {}", admission, oldest)
+
+    def finish(self, state: RunState, *, train_step: int) -> None:
+        """The run is over, with a checkpoint of `state`."""
+        steps = self._scenario.steps
+        done = (state.train_step, train_step)
+        require("exactly once", done == (steps, steps), "{} steps in checkpoint and trainer, not {}", done, steps)
+        self.groups.check_checkpoint(state)

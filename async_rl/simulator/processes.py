@@ -1,0 +1,253 @@
+"""Processes of a simulated cluster: calls that are late, or made to a process that is dead or hangs.
+
+A process takes the calls of one caller in the order in which they were made, as Ray's actors do; answers come back in
+any order. A dead process does nothing and fails every call on it; a hung one never answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar, copy_context
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from async_rl.simulator.virtual_time import NumberedTask
+from message_queue.content import _Files  # pyright: ignore[reportPrivateUsage]
+from message_queue.journal import EventStore
+
+if TYPE_CHECKING:
+    from async_rl.simulator.world import World
+
+LEAST_S = 1e-6  # between two calls that a process takes
+
+_process: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+def current_process() -> Process | None:
+    """The process whose code runs now; None for the driver."""
+    return _process.get()
+
+
+def adopt(task: NumberedTask) -> None:
+    """Count a new task among those of the process that starts it."""
+    process = _process.get()
+    if process is not None:
+        process.tasks[task] = None
+        task.add_done_callback(process.task_ended)
+
+
+class _Method:
+    def __init__(self, process: Process, name: str) -> None:
+        self._process = process
+        self._name = name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        reply = self._process.send(self._name, args, kwargs)
+        parts = self._process.num_returns(self._name)
+        return reply if parts == 1 else [_part(reply, number) for number in range(parts)]
+
+
+class Process:
+    """A handle with `method.remote(...)`, and the process behind it.
+
+    Args:
+        host: runs in the process.
+        latency_s: mean of one way.
+        linger_s: time after its death in which it still has its files open.
+
+    files: that it opened.
+    """
+
+    def __init__(
+        self, name: str, host: object, *, world: World, latency_s: float, draw: random.Random, linger_s: float = 0.0
+    ) -> None:
+        self.process_name = name
+        self.tasks: dict[NumberedTask, None] = {}
+        self.dead: str | None = None
+        self.hung = False
+        self.files: list[EventStore | _Files] = []
+        self._replies: dict[asyncio.Future[Any], None] = {}  # in the order of the calls
+        self._cut_off = False
+        self._host = host
+        self._world = world
+        self._latency_s = latency_s
+        self._linger_s = linger_s
+        self._draw = draw
+        self._free_at = 0.0
+
+    def __getattr__(self, name: str) -> _Method:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Method(self, name)
+
+    def task_ended(self, task: asyncio.Task[Any]) -> None:
+        """A task of this process has ended."""
+        self.tasks.pop(task, None)  # type: ignore[arg-type]
+
+    def die(self, cause: str) -> None:
+        """End the process: its tasks stop where they are, and whoever waits for it hears that it is dead."""
+        if self.dead is not None:
+            return
+        self.dead = cause
+        self._world.note(self.process_name, "dies", cause)
+        for task in list(self.tasks):
+            task.cancel()
+        for reply in list(self._replies):
+            self._answer(reply, error=RayActorError())
+        self._close_files()
+
+    def cut_off(self) -> None:
+        """The driver is dead, and takes this process with it."""
+        if not self._cut_off:
+            self._cut_off = True
+            self._close_files()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it does nothing any more."""
+        return self._cut_off or self.dead is not None
+
+    def num_returns(self, method: str) -> int:
+        """Results of a method that the caller gets apart; see `ray.method`."""
+        return getattr(getattr(type(self._host), method), "__ray_num_returns__", 1)
+
+    def _close_files(self) -> None:
+        for file in self.files:
+            asyncio.get_running_loop().call_later(self._linger_s, file.close)
+
+    # ---- a call
+
+    def send(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        """The answer to come."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Any] = loop.create_future()
+        self._replies[reply] = None
+        reply.add_done_callback(self._replies.pop)
+        caller = current_process()
+        if self._cut_off or (caller is not None and caller.ended):  # a dead process sends nothing on its way out
+            reply.set_exception(RayActorError())
+            return reply
+        delay = self._latency()
+        fault = self._world.fault(f"message/{self.process_name}")
+        for called in _called_by(method, args):
+            fault = self._world.fault(f"call/{self.process_name}.{called}") or fault
+        match fault and fault.kind:
+            case "late message":
+                assert fault is not None
+                delay += fault.amount
+            case "process dies" | "queue dies" | "worker dies":
+                loop.call_later(delay / 2, self.die, "killed")
+            case "process hangs" | "queue hangs" | "worker hangs":
+                self.hung = True
+            case _:
+                pass
+        self._free_at = max(loop.time() + delay, self._free_at + LEAST_S)
+        loop.call_at(self._free_at, self._deliver, method, args, kwargs, reply)
+        return reply
+
+    def _deliver(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]) -> None:
+        if self.hung or self._cut_off:
+            return
+        if self.dead is not None:
+            self._answer(reply, error=RayActorError())
+            return
+        context = copy_context()
+        context.run(_process.set, self)
+        loop = asyncio.get_running_loop()
+        name = f"{self.process_name}.{method}"
+        loop.create_task(self._run(method, args, kwargs, reply), name=name, context=context)  # noqa: RUF006 - in `tasks`
+
+    async def _run(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]
+    ) -> None:
+        result, error = None, None
+        try:
+            result = await getattr(self._host, method)(*args, **kwargs)
+        except asyncio.CancelledError:
+            error = RayActorError()
+        except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
+            error = RayTaskError(method, "", cause).as_instanceof_cause()
+        if method not in ("exchange", "collect"):
+            self.told_of(method, args, result=result, error=error)
+        if self.dead is not None:
+            error = RayActorError()
+        if not self.hung:
+            self._answer(reply, result=result, error=error)
+
+    def told_of(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
+        """Report a result to the world, if it will be received."""
+        if self.dead is None and not self.hung and not self._cut_off:
+            self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
+            if error is None:
+                self._world.called(self.process_name, method, args, result)
+
+    def _answer(self, reply: asyncio.Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._latency(), _settle, reply, result, error)
+
+    def _latency(self) -> float:
+        return self._latency_s * self._draw.expovariate(1.0)
+
+
+class Observed:
+    """A service in a process; the world sees the result of each call, as replies to several travel together."""
+
+    def __init__(self, service: object) -> None:
+        self._service = service
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            process = current_process()
+            assert process is not None
+            try:
+                result = await getattr(self._service, method)(*args, **kwargs)
+            except Exception as error:
+                process.told_of(method, args, result=None, error=error)
+                raise
+            process.told_of(method, args, result=result, error=None)
+            return result
+
+        return call
+
+
+def _part(reply: asyncio.Future[Any], number: int) -> asyncio.Future[Any]:
+    """One of the results of a call."""
+    part: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def settle(whole: asyncio.Future[Any]) -> None:
+        if whole.cancelled():
+            part.cancel()
+        elif (error := whole.exception()) is not None:
+            _settle(part, None, error)
+        else:
+            _settle(part, whole.result()[number], None)
+
+    reply.add_done_callback(settle)
+    return part
+
+
+def _called_by(method: str, args: tuple[Any, ...]) -> list[str]:
+    """Methods that a message calls."""
+    return [call.method for call in args[1]] if method == "exchange" else [method]
+
+
+def _settle(reply: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if reply.done():
+        return
+    if error is None:
+        reply.set_result(result)
+    else:
+        reply.set_exception(error)
+        reply.exception()  # a caller may not be waiting any more
+
+
+def _told(result: object) -> object:
+    """What the trace shows of an answer."""
+    if result is None or isinstance(result, int | str):
+        return result
+    if isinstance(result, list | tuple):
+        return len(result)
+    group = getattr(result, "group", None)
+    return type(result).__name__ if group is None else f"group {group}"

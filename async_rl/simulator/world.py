@@ -1,0 +1,338 @@
+"""The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
+
+driver     Lives, Resume, Pipeline, Dispatcher, Publisher, Supervisor, Recorder, Checkpoints               (real)
+worker     RolloutHost, Rollouter, agent loops, router, ContentWriter (real) -> files, with faults of Disk
+messages   QueueClient, BatchingClient, handles (real) -> Process (simulated: late, never)
+queue      QueueHost, BatchingServer, EventJournal (real) -> SQLite files, with faults of Disk
+replica    ReplicaHost, BatchingServer, RequestGate (real) -> SimulatedReplica
+trainer    SimulatedTrainer; tools and reward are simulated too
+watched by Oracle
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_rl.config import CheckpointConfig
+from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.rollout.group_contents import StoredContent
+from async_rl.run import causes
+from async_rl.simulator import model
+from async_rl.simulator.disk import Disk
+from async_rl.simulator.installed import installed
+from async_rl.simulator.oracle import Oracle
+from async_rl.simulator.processes import adopt, current_process
+from async_rl.simulator.run import Run
+from async_rl.simulator.scenario import Fault, Scenario, may_drop
+from async_rl.simulator.violations import Violation
+from async_rl.simulator.virtual_time import Deadlock, VirtualTimeLoop
+from message_queue.content import _Files  # pyright: ignore[reportPrivateUsage]
+from message_queue.events import Event as QueueEvent
+from message_queue.journal import EventStore
+from message_queue.recovery import JournalPlace, Restored
+from message_queue.state import QueueState
+from message_queue.tokens import Int32Array
+
+Event = tuple[float, str, str, tuple[object, ...]]
+OPERATOR_S = 20.0  # until a run is started again
+REMOVES = ("remove the directory", "which drops its groups in flight")  # in errors of a journal that cannot be used
+STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
+STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
+CLEAN_UP_TURNS = 2_000
+
+
+class World:
+    """One scenario, run to its end. The task with the name "world" is its own, all others are of the run.
+
+    Args:
+        directory: empty; for checkpoints, metrics and ledger.
+        loop: the virtual-time loop that it will run on.
+        standstill_turns: turns of the event loop without a train step that are a standstill.
+    """
+
+    def __init__(
+        self, scenario: Scenario, *, directory: Path, loop: VirtualTimeLoop, standstill_turns: int = STANDSTILL_TURNS
+    ) -> None:
+        self.scenario = scenario
+        self.directory = directory
+        self.events: list[Event] = []
+        self.violation: Violation | None = None
+        self.fired: list[Fault] = []
+        self.disk = Disk(self, seed=scenario.seed, clock=loop.time)
+        self.oracle = Oracle(
+            scenario,
+            expected_prompt=_prompt_ids,
+            excused=lambda: may_drop(self.fired),
+            serving=lambda: () if self.run is None else self.run.serving,
+            damaged=self.disk.damaged_groups,
+        )
+        self.run: Run | None = None
+        self._queue: QueueState | None = None  # of the newest process
+        self._loop = loop
+        self._standstill_turns = standstill_turns
+        self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
+        self._faults_of_turns = {fault.at: fault for fault in scenario.faults if fault.point.startswith("turn/")}
+        self._passed: Counter[str] = Counter()
+        self._killed = False  # the driver, until the next start
+        self._refused = 0  # starts that ended with an error of the journal
+        self._turn = self._living_turns = self._cleaning = 0  # of the event loop; those of a run; when its end began
+        self._progress = (0.0, 0)
+        threads = random.Random(f"threads {scenario.seed}")
+        loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s + self._slow_disk_s()
+        loop.is_dead = self._is_dead
+        loop.on_result = self._opened
+        loop.on_task = adopt
+        loop.on_turn = self._on_turn
+        loop.set_exception_handler(lambda _loop, _context: None)
+
+    # ---- calls of the parts
+
+    def fault(self, point: str) -> Fault | None:
+        """What goes wrong at `point` this time."""
+        at = self._passed[point]
+        self._passed[point] = at + 1
+        fault = self._faults.get((point, at))
+        if fault is not None:
+            self._happened(fault)
+        return fault
+
+    def note(self, who: str, what: str, *details: object) -> None:
+        """Write a line of the trace."""
+        self.events.append((self._loop.time(), who, what, details))
+
+    def judge(self, check: Any, *args: Any, **kwargs: Any) -> None:
+        """Call a check of the oracle; the first violation ends the world."""
+        try:
+            check(*args, **kwargs)
+        except Violation as violation:
+            self.fail(violation)
+
+    def progressed(self) -> None:
+        """A train step is made, or a run starts."""
+        self._progress = (self._loop.time(), self._turn)
+
+    def called(self, process: str, method: str, args: tuple[Any, ...], result: Any) -> None:
+        """A process answered a call."""
+        if process != "queue":
+            return
+        if method == "checkpointed":
+            self.judge(self.oracle.groups.check_checkpoint, self._newest_state())
+        if method == "take":
+            self.oracle.taken(result)
+        self.judge(self.oracle.groups.answered, method, args, result)
+
+    def queue_starts(self, journal: JournalPlace) -> None:
+        """The process of the queue opens the journal."""
+        self.oracle.queue_starts(RunState() if journal.checkpoint is None else self._newest_state())
+        match (fault := self.fault("disk/open")) and fault.kind:
+            case "bits flip":
+                self.disk.damage_content(self.directory / "journal" / "content")
+            case "events are damaged":
+                self.disk.damage_events(self.directory / "journal")
+            case _:
+                pass
+
+    def queue_opened(self, state: QueueState) -> None:
+        """The journal is open; from now on the oracle sees each event of the queue."""
+        if self.disk.damaged_events:
+            self.fail(Violation("exactly once", "a damaged journal of events is opened"))
+        self._queue, apply = state, state.apply
+
+        def watched(event: QueueEvent) -> None:
+            apply(event)
+            self.judge(self.oracle.followed, event, state.snapshot())
+
+        state.apply = watched
+
+    def reopened(self, restored: Restored, stored: StoredContent) -> None:
+        """A queue has opened its journal, and the driver has read the content of its groups."""
+        assert self._queue is not None
+        notes = (note.replace(str(self.directory), "") for note in (*restored.notes, *stored.notes))
+        self.note("queue", "continues", restored.replay, len(restored.open), *notes)
+        self.judge(self.oracle.reopened, restored, stored, self._queue.snapshot())
+
+    def tool_called(self, session: str) -> None:
+        """A tool starts."""
+        self.note(session, "tool")
+        process = current_process()
+        assert self.run is not None and process is not None
+        if self.run.rollouts.tools_paused and not process.hung:
+            self.fail(Violation("tools", f"{session} calls a tool in {process.process_name}"))
+        self.oracle.tool_called(session)
+
+    def moved(self, groups: Collection[int], stored: StoredContent) -> None:
+        """The driver has read the stored records of a dead worker's groups."""
+        self.note("driver", "moves", *groups)
+        self.judge(self.oracle.moved, groups, stored)
+
+    def fail(self, violation: Violation) -> None:
+        """Note the first violation and end the run."""
+        if self.violation is None:
+            self.violation = violation
+            self.note("oracle", str(violation))
+        self._kill_driver("a violation")
+
+    def kill(self, name: str) -> None:
+        """End a process, if it was started."""
+        if name == "driver":
+            self._kill_driver("the driver died")
+        elif self.run is not None and name in self.run.processes:
+            self.run.processes[name].die("killed")
+
+    # ---- from start to end
+
+    async def live(self) -> None:
+        """Run, and run again as often as something broke that was to break."""
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name("world")
+        for start in range(self.scenario.most_starts):
+            if await self._live_once(start) or self.violation is not None:
+                break
+        else:
+            self.fail(Violation("progress", f"not done after {self.scenario.most_starts} starts"))
+        self._loop.on_turn = lambda: None
+
+    async def _live_once(self, start: int) -> bool:
+        """One start of the run; True at its end or where an invariant is broken."""
+        fired, disk_was_broken = len(self.fired), self.disk.is_broken or self.disk.damaged_events
+        self.note("world", "start", start)
+        self._cleaning, self._killed = 0, False  # a driver may have been killed when none ran
+        self.progressed()
+        self.oracle.driver_starts()
+        self.run, done, error = None, False, None
+        try:
+            self.run = Run(self, number=start)
+            done = await asyncio.create_task(self.run.go(), name="driver")
+        except asyncio.CancelledError:
+            error = "killed"
+        except BaseException as failure:  # noqa: BLE001 - whatever ends the driver; the world goes on
+            error = "; ".join(causes(failure))
+        finally:
+            await self._clean_up()
+        self.note("world", "ended", done, error and error.replace(str(self.directory), ""))
+        if self.run is not None and error is None:
+            self.judge(self.oracle.groups.check_records, self.run.ledger_lines())
+        elif error is not None and error != "killed":
+            lost = 0 if self.run is None else len(self.run.fleet.lost)
+            if not self.scenario.may_end(error, fired=self.fired[fired:], lost=lost, disk_was_broken=disk_was_broken):
+                self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+            await self._operate(error)
+        if self.run is not None and done:
+            self.judge(self.oracle.finish, self._newest_state(), train_step=self.run.train_step)
+        return done
+
+    async def _operate(self, error: str) -> None:
+        """A person reads why the run ended: removes a damaged journal, and repairs the disk at its second error."""
+        if any(text in error for text in REMOVES):
+            if not self.disk.damaged_events:
+                self.fail(Violation("exactly once", f"the journal is refused: {error}"))
+            shutil.rmtree(self.directory / "journal")
+            self.disk.journal_removed()
+            self.oracle.journal_removed()
+        self._refused += "journal" in error
+        if self._refused == 2:
+            self._refused = 0
+            self.disk.repair()
+        await asyncio.sleep(OPERATOR_S)
+
+    def _newest_state(self) -> RunState:
+        """Of the newest checkpoint."""
+        latest = Checkpoints(self.directory / "checkpoints", config=CheckpointConfig()).latest()
+        return RunState() if latest is None else read_run_state(latest)
+
+    # ---- the end of a driver
+
+    def _kill_driver(self, cause: str) -> None:
+        """Stop every task where it is; what they still do on their way out reaches nobody."""
+        self.note("world", "kill", cause)
+        self._killed = True
+        if self.run is not None:
+            self.run.cut_off()
+        self._cleaning = self._turn
+        for task in self._of_the_run():
+            task.cancel()
+
+    async def _clean_up(self) -> None:
+        """End all tasks and files that a run left behind.
+
+        Raises:
+            Deadlock: they do not end.
+        """
+        if self.run is not None:
+            self.run.cut_off()
+        self._killed, self._cleaning = True, self._turn
+        while left := self._of_the_run():
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+        if self.run is not None:
+            self.run.close_files()
+        self._cleaning = 0
+
+    def _is_dead(self) -> bool:
+        """Whether the process whose work runs now was killed."""
+        process = current_process()
+        return self._killed or (process is not None and process.ended)
+
+    def _opened(self, result: object) -> None:
+        """A process has the files open that work in its thread opened."""
+        process = current_process()
+        if isinstance(result, EventStore | _Files) and process is not None:
+            process.files.append(result)
+
+    # ---- the loop
+
+    def _of_the_run(self) -> list[asyncio.Task[Any]]:
+        tasks = sorted(asyncio.all_tasks(self._loop), key=hash)  # by their numbers
+        return [task for task in tasks if task.get_name() != "world"]
+
+    def _on_turn(self) -> None:
+        self._turn += 1
+        if self._cleaning:  # turns while a run ends do not count
+            if self._turn > self._cleaning + CLEAN_UP_TURNS:
+                raise Deadlock("what a dead driver left behind does not end")
+            return
+        self._living_turns += 1
+        fault = self._faults_of_turns.get(self._living_turns)
+        if fault is not None and self.run is not None:
+            self._happened(fault)
+            if fault.kind == "stop is asked for":
+                self.run.lives.request_stop()
+            else:
+                self.kill(fault.point.removeprefix("turn/"))
+        since, turn = self._progress
+        if self._loop.time() > since + STANDSTILL_S or self._turn > turn + self._standstill_turns:
+            waited = f"{self._loop.time() - since:.0f} s and {self._turn - turn} turns of the event loop"
+            self.progressed()
+            self.fail(Violation("progress", f"no train step in {waited}"))
+
+    def _happened(self, fault: Fault) -> None:
+        self.fired.append(fault)
+        self.note("fault", str(fault))
+
+    def _slow_disk_s(self) -> float:
+        fault = self.fault("disk/work")
+        return 0.0 if fault is None else fault.amount
+
+
+def _prompt_ids(index: int) -> Int32Array:
+    """int32 [n], the tokens that a trajectory of prompt `index` starts with."""
+    return np.array(model.SimulatedTokenizer().encode(f"<user>{index:03d}<end><assistant>"), np.int32)
+
+
+def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
+    """Run a world on its loop; a standstill is a violation."""
+    try:
+        with installed(world), asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(world.live())
+    except Deadlock as deadlock:
+        world.violation = world.violation or Violation("progress", str(deadlock))

@@ -1,0 +1,280 @@
+"""A training batch: lengths and coordinates of its sequences, and their content or references to the content.
+
+Nothing is padded or cut. The driver plans with the numbers only. A trajectory is one sequence, or several with
+`resume_routing=split`. Every sampled token is in the loss of at most one sequence. Tokens from weights older than
+`min_update` (staleness.policy=mask) are excluded from the loss and from normalisation; they still serve as context.
+
+A token is *pure* if trainer and engine can differ on it by rounding only. It must have lag 0, every position before it
+must have a routing row, and their K/V must come from the current weights over these rows:
+    append, replace, split   K/V of a position is at least as new as its row: every row before the token needs lag 0.
+    force                    a resumed request recomputes K/V over the existing rows: the age of the rows is irrelevant.
+    kept K/V                 a request may read any K/V that its group left in the prefix cache. The cache is salted by
+                             group, so its K/V has lag 0 only if the group was admitted at lag 0.
+If the model does not route, the first sampled token with lag above 0 ends the pure positions.
+
+Example: a sequence of 7 tokens with the runs (3, 2, 4) and (6, 1, 5) and the row runs (4, 4) and (2, 5) is trained at
+update 5, and version v has v updates. Positions 3 and 4 have lag 1; position 6 has lag 0. It is not pure, because rows
+0 to 3 have lag 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rl.trainer.batch.advantage import Advantages
+from message_queue.heads import GroupHead, SequenceHead
+from message_queue.tokens import Float32Array, Int32Array
+from message_queue.training_sequence import BoolArray, TrainingSequence, sampled_runs
+
+Int64Array = NDArray[np.int64]
+
+
+class BatchError(ValueError):
+    """Trajectories cannot form a batch; the message names the fault."""
+
+
+class LossTokens(NamedTuple):
+    """The n tokens in the loss of a sequence, in order of position."""
+
+    positions: Int64Array
+    """int64 [n], position in the sequence."""
+    logprobs: Float32Array
+    """float32 [n], behaviour logprobs."""
+    lag: Int64Array
+    """int64 [n], staleness in optimizer steps in the mini-batch that trains the sequence."""
+    pure: BoolArray
+    """bool [n], pure as defined at the top of this module; implies lag 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingBatch:
+    """S sequences of a batch of G groups, in the order of the groups.
+
+    One group of three trajectories. The first has a prompt of 3 tokens; version 4 samples 2 tokens, an abort ends the
+    segment, and version 5 samples 2 more (`resume_routing=split`). The second failed. The third has 4 tokens, one of
+    them sampled by version 5. The advantages are 0.5 and -0.5, current_update is 5 and version v has v updates:
+
+        index      lengths  num_loss_tokens  trajectory  advantages  informative
+        (0, 0, 0)  5        2                0            0.5        True
+        (0, 0, 1)  7        2                0            0.5        True
+        (0, 2, 0)  4        1                1           -0.5        True
+
+    With min_update=5 the first row has num_loss_tokens 0 and informative False.
+    """
+
+    contents: Sequence[Any]
+    """[G], the GroupContent of each group or a reference to it; None if this process does not need it."""
+    index: Int64Array
+    """int64 [S, 3], indices of the content: group in `contents`, trajectory in the group, sequence in the
+    trajectory."""
+    lengths: Int64Array
+    """int64 [S], tokens."""
+    num_loss_tokens: Int64Array
+    """int64 [S], tokens in the loss."""
+    trajectory: Int64Array
+    """int64 [S], number of the trajectory in the batch; failed trajectories are not counted."""
+    mini_batch: Int64Array
+    """int64 [S], optimizer step of the batch that trains the sequence, from 0."""
+    advantages: Float32Array
+    """float32 [S], advantage of the trajectory."""
+    informative: BoolArray
+    """bool [S]; False if the rewards were all equal or all sampled tokens are too old: the sequence has no gradient
+    except from KL and entropy."""
+    current_update: int
+    """Optimizer updates of the weights at the start of the batch."""
+    version_updates: Mapping[int, int]
+    """`param_version` -> optimizer updates of the weights."""
+    min_update: int = 0
+    """Tokens sampled by weights with fewer optimizer updates are not in the loss."""
+    kept_kv: bool = False
+    """Whether the engines keep K/V across weight updates (rollout.on_update=keep with rollout.kv=keep)."""
+    admitted_updates: Sequence[int] = ()
+    """[G], optimizer updates of the weights when each group was admitted."""
+
+    def __len__(self) -> int:
+        """Number of sequences S."""
+        return len(self.lengths)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Number of trajectories that did not fail."""
+        return int(self.trajectory.max()) + 1
+
+    def sequence(self, number: int) -> TrainingSequence:
+        """Content of sequence `number`.
+
+        Raises:
+            BatchError: its length differs from `lengths`.
+        """
+        group, trajectory, at = self.index[number].tolist()
+        sequence: TrainingSequence = self.contents[group][trajectory][at]
+        if len(sequence) != self.lengths[number]:
+            raise BatchError(
+                f"sequence {at} of trajectory {trajectory} of group {group} of the batch has {len(sequence)} tokens, "
+                f"but its head says {self.lengths[number]}; head and content must be of the same group"
+            )
+        return sequence
+
+    def loss_tokens(self, number: int) -> LossTokens:
+        """The tokens in the loss of sequence `number`.
+
+        Raises:
+            BatchError: the content has another length, or a token was sampled by a version that was not published.
+        """
+        sequence, now = self.sequence(number), self.current_update + int(self.mini_batch[number])
+        starts, tokens, updates = (
+            np.array([(run.start, run.tokens, self._updates(run.version)) for run in sequence.runs], np.int64)
+            .reshape(-1, 3)
+            .T
+        )
+        first = tokens.cumsum() - tokens
+        positions = np.arange(tokens.sum()) + np.repeat(starts - first, tokens)
+        lag, kept = np.repeat(now - updates, tokens), np.repeat(updates >= self.min_update, tokens)
+        old_kv = self.kept_kv and self.admitted_updates[self.index[number, 0]] != now
+        pure = (lag == 0) & (not old_kv) & (positions <= self._num_fresh(sequence, now))
+        return LossTokens(positions[kept], sequence.logprobs[kept], lag[kept], pure[kept])
+
+    def _num_fresh(self, sequence: TrainingSequence, now: int) -> int:
+        """Number of leading positions whose K/V the current weights computed over the replayed rows."""
+        if sequence.rows is None:
+            return next((run.start for run in sequence.runs if self._updates(run.version) < now), len(sequence))
+        fresh = 0
+        for rows, version in sequence.row_runs:
+            if version < 0 or (self._updates(version) != now and not (sequence.recomputed and not self.kept_kv)):
+                break
+            fresh += rows
+        return fresh
+
+    def _updates(self, version: int) -> int:
+        if version not in self.version_updates:
+            raise BatchError(
+                f"param_version {version} sampled tokens, but only {sorted(self.version_updates)} were published"
+            )
+        return self.version_updates[version]
+
+
+def training_batch(
+    heads: Sequence[GroupHead],
+    contents: Sequence[Any],
+    *,
+    advantages: Advantages,
+    current_update: int,
+    version_updates: Mapping[int, int],
+    min_update: int = 0,
+    kept_kv: bool = False,
+    mini_batches: Mapping[int, int] | None = None,
+) -> TrainingBatch:
+    """Build the input of a train step from heads. Failed rollouts are left out; `TrainingBatch` has an example.
+
+    Args:
+        heads: [G].
+        contents: [G], GroupContent of each group or a reference to it.
+        advantages: of the trajectories that did not fail, in order.
+        current_update, version_updates, min_update, kept_kv: see TrainingBatch.
+        mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
+
+    Raises:
+        BatchError: all trajectories failed, the number of advantages differs, a token was sampled by a version that
+            was not published, or by weights newer than the current ones.
+    """
+    trajectories = [
+        (g, t, trajectory)
+        for g, head in enumerate(heads)
+        for t, trajectory in enumerate(head.trajectories)
+        if not trajectory.failed
+    ]
+    if not trajectories:
+        raise BatchError("the batch has no trajectories")
+    if len(trajectories) != len(advantages.values):
+        raise BatchError(f"{len(trajectories)} trajectories, but {len(advantages.values)} advantages")
+    of_group = [0 if mini_batches is None else mini_batches[head.group] for head in heads]
+    rows: list[tuple[int, ...]] = []
+    for number, (g, t, trajectory) in enumerate(trajectories):
+        for at, sequence in enumerate(trajectory.sequences):
+            young = _young_tokens(sequence, version_updates, min_update=min_update, now=current_update + of_group[g])
+            is_left = young > 0 or not sequence.spans
+            rows.append((g, t, at, sequence.length, young, number, of_group[g], is_left))
+    table = np.array(rows, np.int64)
+    of = table[:, 5]
+    return TrainingBatch(
+        contents=contents,
+        index=table[:, :3],
+        lengths=table[:, 3],
+        num_loss_tokens=table[:, 4],
+        trajectory=of,
+        mini_batch=table[:, 6],
+        advantages=advantages.values[of],
+        informative=advantages.informative[of] & (table[:, 7] > 0),
+        current_update=current_update,
+        version_updates=version_updates,
+        min_update=min_update,
+        kept_kv=kept_kv,
+        admitted_updates=[head.admitted_update for head in heads],
+    )
+
+
+def supervised_batch(examples: Sequence[tuple[Int32Array, BoolArray]]) -> TrainingBatch:
+    """A batch of examples (token ids int32 [t], loss mask bool [t]) for `TrainerRank.train_supervised`.
+
+    Raises:
+        BatchError: there are no examples, an example is empty, or its mask has another length than its tokens.
+    """
+    if not examples:
+        raise BatchError("the supervised batch has no examples")
+    for number, (ids, mask) in enumerate(examples):
+        if len(ids) != len(mask) or not len(ids):
+            raise BatchError(
+                f"example {number} has {len(ids)} tokens and a loss mask of {len(mask)}; both lengths must be equal "
+                "and >= 1"
+            )
+    count, tokens = len(examples), np.array([mask.sum() for _, mask in examples], np.int64)
+    sequences = [
+        TrainingSequence(
+            token_ids=ids,
+            runs=sampled_runs(np.flatnonzero(mask), np.zeros(mask.sum(), np.int32)),
+            logprobs=np.zeros(mask.sum(), np.float32),
+            rows=None,
+            row_runs=(),
+        )
+        for ids, mask in examples
+    ]
+    nothing = np.zeros(count, np.int64)
+    return TrainingBatch(
+        contents=[tuple((sequence,) for sequence in sequences)],
+        index=np.stack([nothing, np.arange(count), nothing], axis=1),
+        lengths=np.array([len(ids) for ids, _ in examples], np.int64),
+        num_loss_tokens=tokens,
+        trajectory=np.arange(count),
+        mini_batch=nothing,
+        advantages=np.zeros(count, np.float32),
+        informative=np.ones(count, np.bool_),
+        current_update=0,
+        version_updates={0: 0},
+        admitted_updates=[0],
+    )
+
+
+def _young_tokens(sequence: SequenceHead, version_updates: Mapping[int, int], *, min_update: int, now: int) -> int:
+    """Number of tokens in the loss: sampled by weights with at least `min_update` optimizer updates.
+
+    Spans (3, 4), (4, 2) with version v = v updates and min_update=4: 2.
+    """
+    young = 0
+    for version, tokens in sequence.spans:
+        updates = version_updates.get(version)
+        if updates is None:
+            raise BatchError(
+                f"param_version {version} sampled tokens, but only {sorted(version_updates)} were published"
+            )
+        if updates > now:
+            raise BatchError(
+                f"param_version {version} has {updates} optimizer updates, more than current_update={now}; a batch "
+                "cannot be sampled by newer weights"
+            )
+        young += tokens if updates >= min_update else 0
+    return young

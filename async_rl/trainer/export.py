@@ -1,0 +1,44 @@
+"""Writes the trainer's current weights for engines or as a checkpoint. Collective over all trainer ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from async_rl.trainer.model.convert import export_weights
+from async_rl.trainer.model.gpt import BuiltModel
+from async_rl.weights.pretrained import save_pretrained
+from async_rl.weights.transport import WeightUpdate, discard_updates, write_update
+
+
+def export_update(model: BuiltModel, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
+    """Write the weights for engines, after removing versions older than `keep_version`.
+
+    Returns:
+        the written version on rank 0, None on other ranks.
+
+    Raises:
+        OSError: `directory` has no free space or is not writable.
+    """
+    tensors = export_weights(model.chunks, shape=model.shape)
+    if dist.get_rank() == 0:
+        discard_updates(directory, keep_version=keep_version)
+        return write_update(directory, version=version, tensors=tensors)
+    for _ in tensors:  # take part in the gathers
+        pass
+    return None
+
+
+def export_pretrained(model: BuiltModel, folder: Path, *, like: Path) -> None:
+    """Write a Hugging Face checkpoint; see `save_pretrained`.
+
+    Raises:
+        OSError: the disk has no free space or `folder` is not writable.
+    """
+    tensors = export_weights(model.chunks, shape=model.shape)
+    if dist.get_rank() == 0:
+        save_pretrained(folder, tensors, like=like)
+    for _ in tensors:  # take part in the gathers
+        pass
+    return None

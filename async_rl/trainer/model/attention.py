@@ -1,0 +1,256 @@
+"""Attention and norm modules for megatron's local spec, whose own refuse packed, context and sequence parallelism.
+
+The forward pass sees rows: the concatenated tokens of several sequences, with batch dimension 1. Positions and
+sequences of the rows travel as megatron's `packed_seq_params`, which is passed to every layer, also when activations
+are recomputed. Attention applies the rotary embedding itself, because it depends on these positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from async_rl.trainer.batch.micro_batch import PackedRows
+from async_rl.trainer.distributed import context_group
+from async_rl.trainer.router_replay import MicroBatchRouting
+
+
+class Rotary:
+    """Table of rotary angles by position, float32.
+
+    Args:
+        frequencies: float32 [dim / 2], radians per position. Channel i rotates with channel i + dim / 2.
+        length: number of positions in the table.
+        amplitude: factor of cosine and sine.
+    """
+
+    def __init__(self, frequencies: Tensor, *, length: int, amplitude: float = 1.0) -> None:
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+        cosine, sine = angles.cos() * amplitude, angles.sin() * amplitude
+        self._cosine, self._signed_sine = torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cosine, signed sine) [t, 1, dim] each for positions int64 [t]; the first half of the sine is negated."""
+        return self._cosine[positions].unsqueeze(1), self._signed_sine[positions].unsqueeze(1)
+
+
+@dataclass(kw_only=True)
+class RowContext(PackedSeqParams):
+    """Properties of the rows of a micro-batch that the layers use."""
+
+    qkv_format: str = "rows"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A format that megatron does not know, so that its code treats the rows as one sequence of a batch of one."""
+    rows: PackedRows
+    """Positions and sequences of the rows."""
+    rotary: tuple[Tensor, Tensor]
+    """(cosine, signed sine) [t, 1, dim] each; see `Rotary.at`."""
+    routing: MicroBatchRouting | None = None
+    """Routing to record or replay; None for the live router."""
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm with support for sequence parallelism: megatron sums the gradients of marked weights over ranks.
+
+    Raises:
+        ValueError: the model has another norm.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"the model's normalization is {config.normalization}; only RMSNorm is supported")
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            return cast(Tensor, _Float32Norm.apply(x, self.weight, self.eps))
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _Float32Norm(torch.autograd.Function):
+    """RMS norm with few passes over memory. On a CPU torch's own consists of many small steps.
+
+    y = n w, n = x r, r = (mean(x^2) + eps)^-1/2;  dx = r (g - n mean(g n)), g = dy w;  dw = sum(dy n)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        r = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        n = x * r
+        ctx.save_for_backward(n, r, weight)
+        return n * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        n, r, weight = ctx.saved_tensors
+        grad_weight = (grad * n).flatten(0, -2).sum(0)
+        g = grad * weight
+        mean = torch.linalg.vecdot(g, n).div_(-n.shape[-1]).unsqueeze(-1)
+        return g.addcmul_(n, mean).mul_(r), grad_weight, None
+
+
+class _Rotate(torch.autograd.Function):
+    """x cos + swap(x) sin, where swap exchanges the halves of the last dimension. The gradient rotates back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, signed_sine)
+        return _rotate(x, cosine, signed_sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cosine, signed_sine = ctx.saved_tensors
+        return _rotate(grad, cosine, -signed_sine), None, None
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first `dim` channels of x [t, heads, channels] by `rotary`, the result of Rotary.at for its rows.
+
+    Channels (1, 0) rotated by 90 degrees become (0, 1).
+    """
+    width = rotary[0].shape[-1]
+    if width == x.shape[-1]:
+        return cast(Tensor, _Rotate.apply(x, *rotary))
+    return torch.cat((cast(Tensor, _Rotate.apply(x[..., :width], *rotary)), x[..., width:]), dim=-1)
+
+
+def _rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+    turned = torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, dims=-1), signed_sine)
+    return turned.to(x.dtype)
+
+
+class _ToSlots(torch.autograd.Function):
+    """Rows [t, ...] -> padded slots [slots, ...]; padding slots repeat a row and have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slot_row: Tensor, row_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row_slot)
+        return rows.index_select(0, slot_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (row_slot,) = ctx.saved_tensors
+        return grad.index_select(0, row_slot), None, None
+
+
+class _ToRows(torch.autograd.Function):
+    """Padded slots [slots, ...] -> rows [t, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, row_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row_slot)
+        ctx.slots = len(slots)
+        return slots.index_select(0, row_slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (row_slot,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.slots, *grad.shape[1:])).index_copy_(0, row_slot, grad), None
+
+
+class RowModule(MegatronModule):
+    """Rotary embedding and `attend`, in place of megatron's core attention.
+
+    With latent attention this module does not rotate: `LatentAttention` rotates before the key is copied to the heads.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.rotates = not config.multi_latent_attention
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: RowContext | None = None,
+    ) -> Tensor:
+        """Output [t, 1, heads * value dim] from query [t, 1, heads, dim], key and value [t, 1, kv heads, own dim].
+
+        Raises:
+            ValueError: `packed_seq_params` is missing.
+        """
+        if packed_seq_params is None:
+            raise ValueError(f"{type(self).__name__} needs packed_seq_params: a RowContext")
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        if self.rotates:
+            q, k = (rotate(x, packed_seq_params.rotary) for x in (q, k))
+        return self.attend(q, k, v, packed_seq_params.rows).reshape(len(q), 1, -1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """Causal attention within each sequence: [t, heads, ...] or [t, heads * ...].
+
+        Inputs are as in `forward`, without the batch dimension.
+        """
+        raise NotImplementedError
+
+
+class RowAttention(RowModule):
+    """Attention with torch's kernels.
+
+    Without context parallelism, sequences of similar length form padded batches (see PackedRows.buckets). Padding is on
+    the right, so causality keeps real tokens from attending to it. With context parallelism, keys and values of all
+    ranks are gathered, and a mask compares sequence and position.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.context_group = context_group()
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """See RowModule."""
+        attend = self._across_ranks if self.context_group.size() > 1 else self._in_slots
+        return attend(query, key, value, rows)
+
+    def _in_slots(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """Attention [t, heads, dim] in padded batches."""
+        parts: list[Tensor] = []
+        q, k, v = (cast(Tensor, _ToSlots.apply(x, rows.slot_row, rows.row_slot)) for x in (query, key, value))
+        sizes = [b.sequences * b.width for b in rows.buckets]
+        for bucket, *qkv in zip(rows.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+            shaped = [x.unflatten(0, (bucket.sequences, bucket.width)).transpose(1, 2) for x in qkv]
+            out = self._attend(*shaped, mask=None)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return cast(Tensor, _ToRows.apply(torch.cat(parts) if len(parts) > 1 else parts[0], rows.row_slot))
+
+    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """Attention [t, heads, dim] to the gathered keys and values of all context ranks."""
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
+        )
+        mask = (rows.segments[:, None] == rows.gathered_segments) & (rows.positions[:, None] >= rows.gathered_positions)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        return self._attend(q, k, v, mask=mask).squeeze(0).transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )

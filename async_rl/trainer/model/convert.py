@@ -1,0 +1,309 @@
+"""Converts weights between Hugging Face checkpoints and the model chunks of a rank, one tensor at a time.
+
+Loading reads only the parts of this rank. Exporting is collective: all ranks iterate together, and each gets all
+complete tensors with Hugging Face names and shapes, one per expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from async_rl.trainer.distributed import expert_group, expert_tensor_group, pipeline_group, tensor_group
+from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
+from async_rl.trainer.model.layers import is_expert, local_name
+from async_rl.weights.model_info import CheckpointError
+
+_LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) -> None:
+    """Load every parameter and correction bias of this rank from the safetensors files of a checkpoint folder.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape, or there are layers for multi-token prediction.
+    """
+    reader = _Reader(checkpoint)
+    reader.refuse_layers_from(shape.megatron["num_layers"])
+    for name, weight in named_weights(chunks):
+        names = weight_names(shape, name)
+        split = _split_of(name, weight)
+        parts = [reader.read(n, weight=weight, split=split) for n in names.names]
+        try:
+            part = _join_names(names, parts, query_groups=_query_groups(chunks[0].config, split))
+            if names.kind == "vocabulary":
+                part = torch.nn.functional.pad(part, (0, 0, 0, len(weight) - len(part)))
+        except RuntimeError:  # parts have incompatible shapes
+            part = parts[0]
+        if part.shape != weight.shape:
+            found = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(names.names, parts, strict=True))
+            raise CheckpointError(
+                f"{checkpoint}: {found} (this rank's part) form {name}, which must have the shape {list(weight.shape)} "
+                "according to the config; config.json and weights do not belong together"
+            )
+        with torch.no_grad():
+            weight.copy_(part)
+
+
+def export_weights(
+    chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, complete tensor) of every weight. The tensors are copies. Collective over all ranks.
+
+    Args:
+        chunks: model chunks of this rank.
+        shape: of the model.
+        read: returns the tensor to export for a parameter, in the shape of the parameter; None exports the value.
+            With `read`, correction biases of routers are left out, because they are buffers.
+    """
+    config = chunks[0].config
+    for name, weight in _whole_weights(chunks, shape, read):
+        names = weight_names(shape, name)
+        if name == "output_layer.weight" and shape.tied:
+            continue
+        if names.kind == "vocabulary":
+            weight = weight[: shape.vocab_size]
+        for hf_name, part in zip(names.names, _split_names(names, weight, config), strict=True):
+            yield hf_name, part.detach().clone(memory_format=torch.contiguous_format)
+
+
+def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the local spec, weight) of this rank, in the same order on all ranks of a pipeline stage.
+
+    Layer and expert numbers in the names are global. With 8 experts on 4 expert-parallel ranks, `local_experts.1` of
+    rank 2 becomes `local_experts.5`.
+    """
+    per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
+    first_expert = per_rank * expert_group().rank()
+    for chunk in chunks:
+        biases = [] if parameters_only else [(n, b) for n, b in chunk.named_buffers() if n.endswith(".expert_bias")]
+        for name, weight in (*chunk.named_parameters(), *biases):
+            name = local_name(name)
+            if name.startswith("decoder.layers."):
+                _, _, number, rest = name.split(".", 3)
+                name = f"decoder.layers.{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
+            name = _LOCAL_EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first_expert}.", name)
+            yield name, weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A group of ranks that each have a part of a tensor."""
+
+    group: dist.ProcessGroup
+    """The group."""
+    size: int
+    """Number of parts."""
+    rank: int
+    """Number of this rank's part."""
+
+    @classmethod
+    def tensor(cls) -> _Split:
+        """Split of dense tensors."""
+        group = tensor_group()
+        return cls(group, group.size(), group.rank())
+
+    @classmethod
+    def expert_tensor(cls) -> _Split:
+        """Split of the tensors of an expert."""
+        group = expert_tensor_group()
+        return cls(group, group.size(), group.rank())
+
+
+# ---- Hugging Face names <-> one megatron tensor
+
+
+def _query_groups(config: Any, split: _Split | None) -> int:
+    """Number of key-value heads in this rank's part of a tensor."""
+    return config.num_query_groups // (split.size if split else 1)
+
+
+def _join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) -> Tensor:
+    """One megatron tensor of the Hugging Face tensors `names`.
+
+    qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1.
+    """
+    match names.kind:
+        case "qkv":
+            return torch.cat([t.unflatten(0, (query_groups, -1)) for t in tensors], dim=1).flatten(0, 1)
+        case "gate_up":
+            return torch.cat(tensors)
+        case "direct" | "vocabulary":
+            return tensors[0]
+
+
+def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor]:
+    """Inverse of `_join_names` for a complete tensor."""
+    match names.kind:
+        case "qkv":
+            grouped = weight.view(config.num_query_groups, -1, *weight.shape[1:])
+            head = config.kv_channels
+            sizes = [grouped.shape[1] - 2 * head, head, head]
+            return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+        case "gate_up":
+            return list(weight.chunk(2))
+        case "direct" | "vocabulary":
+            return [weight]
+
+
+# ---- parts on the ranks of a group -> one complete tensor
+
+
+def _glue(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate the parts of all ranks. gate_up parts (g0, u0) and (g1, u1) become (g0, g1, u0, u1)."""
+    if kind == "gate_up":
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(parts, dim=dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Complete tensors of one parameter, described for the other pipeline stages."""
+
+    names: tuple[str, ...]
+    """One name; for an expert the names at the same local number on all expert-parallel ranks. With 8 experts on 4
+    ranks, the experts 1, 3, 5, 7 form one entry."""
+    shape: tuple[int, ...]
+    """Of one complete tensor."""
+    dtype: torch.dtype
+    """Of the tensor."""
+
+
+def _whole_weights(
+    chunks: Sequence[Any], shape: ModelShape, read: Callable[[Tensor], Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all complete megatron tensors on all ranks, one pipeline stage after the other."""
+    pipeline = pipeline_group()
+    local = list(named_weights(chunks, parameters_only=read is not None))
+    stages: list[Any] = [[_entry(name, parameter, chunks) for name, parameter in local]]
+    if pipeline.size() > 1:
+        mine, stages = stages[0], [None] * pipeline.size()
+        dist.all_gather_object(stages, mine, group=pipeline)
+    for stage, entries in enumerate(stages):
+        for i, entry in enumerate(entries):
+            if stage == pipeline.rank():
+                weights = _gather(*local[i], shape, read or torch.detach)
+            else:
+                device = local[0][1].device
+                weights = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
+            for name, weight in zip(entry.names, weights, strict=True):
+                if pipeline.size() > 1:
+                    weight = weight.contiguous()
+                    dist.broadcast(weight, dist.get_global_rank(pipeline, stage), group=pipeline)
+                yield name, weight
+
+
+def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
+    shape = list(parameter.shape)
+    split = _split_of(name, parameter)
+    if split is not None:
+        shape[parameter.partition_dim] *= split.size  # pyright: ignore[reportAttributeAccessIssue]
+    ranks = expert_group().size()
+    found = _LOCAL_EXPERT.search(name)
+    names = [name]
+    if found is not None and ranks > 1:
+        per_rank = chunks[0].config.num_moe_experts // ranks
+        place = int(found[1]) % per_rank
+        names = [_LOCAL_EXPERT.sub(f"local_experts.{place + r * per_rank}.", name) for r in range(ranks)]
+    return _Entry(tuple(names), tuple(shape), parameter.dtype)
+
+
+def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The complete tensors of `_Entry.names` for a parameter of this stage."""
+    weight = read(parameter).contiguous()
+    split = _split_of(name, parameter)
+    if split is not None:
+        parts = [torch.empty_like(weight) for _ in range(split.size)]
+        dist.all_gather(parts, weight, group=split.group)
+        weight = _glue(weight_names(shape, name).kind, parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
+    experts = expert_group()
+    if not is_expert(name) or experts.size() == 1:
+        return [weight]
+    parts = [torch.empty_like(weight) for _ in range(experts.size())]
+    dist.all_gather(parts, weight.contiguous(), group=experts)
+    return parts
+
+
+def _split_of(name: str, parameter: Tensor) -> _Split | None:
+    """The group over which a parameter is split; None if every rank has the complete parameter."""
+    split = _Split.expert_tensor() if is_expert(name) else _Split.tensor()
+    return split if split.size > 1 and getattr(parameter, "tensor_model_parallel", False) else None
+
+
+class _Reader:
+    """Reads tensors of a checkpoint folder by name, also experts that are saved as one fused tensor per layer.
+
+    Raises:
+        CheckpointError: the folder has no safetensors file.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[str, Any] = {}
+        for path in sorted(checkpoint.glob("*.safetensors")):
+            file = safe_open(path, "pt")
+            self._files |= dict.fromkeys(file.keys(), file)
+        if not self._files:
+            raise CheckpointError(f"{checkpoint} has no *.safetensors file; save the checkpoint in that format")
+
+    def refuse_layers_from(self, first: int) -> None:
+        """Refuse layers for multi-token prediction, which follow the decoder layers in a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint has such layers, which would be neither trained nor exported.
+        """
+        further = [name for name in self._files if (found := _HF_LAYER.match(name)) and int(found[1]) >= first]
+        if further:
+            raise CheckpointError(
+                f"{self._checkpoint} has {len(further)} tensors of layers after num_hidden_layers={first}, the first "
+                f"{min(further)}: multi-token prediction, which the trainer does not train. Save the checkpoint "
+                "without these layers, for example with from_pretrained and save_pretrained of transformers"
+            )
+
+    def read(self, name: str, *, weight: Tensor, split: _Split | None) -> Tensor:
+        """This rank's part of a saved tensor, for a parameter `weight` with split `split`.
+
+        The last part of a vocabulary may be shorter than `weight`: 9 rows on 2 ranks are the parts 0..4 and 5..8.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor.
+        """
+        saved, where = self._find(name)
+        if split is not None:
+            axis = weight.partition_dim + len(where) - weight.dim()  # pyright: ignore[reportAttributeAccessIssue]
+            start, stop = where[axis].start, where[axis].stop
+            size = -(-(stop - start) // split.size)
+            first = min(start + split.rank * size, stop)
+            where[axis] = slice(first, min(first + size, stop))
+        part = saved[tuple(where)]
+        return part.squeeze(0) if len(where) > weight.dim() else part
+
+    def _find(self, name: str) -> tuple[Any, list[slice]]:
+        """The saved tensor that contains `name`, and the slices of `name` in it.
+
+        For `...experts.3.up_proj.weight` in a fused gate_up_proj [8, 128, 64]: slices 3:4, 64:128, 0:64.
+        """
+        if name in self._files:
+            saved = self._files[name].get_slice(name)
+            return saved, [slice(0, size) for size in saved.get_shape()]
+        expert = _HF_EXPERT.fullmatch(name)
+        if expert is not None:
+            prefix, number, kind = expert.groups()
+            fused = f"{prefix}.down_proj" if kind == "down" else f"{prefix}.gate_up_proj"
+            if fused in self._files:
+                saved = self._files[fused].get_slice(fused)
+                _, rows, columns = saved.get_shape()
+                half = {"gate": slice(0, rows // 2), "up": slice(rows // 2, rows), "down": slice(0, rows)}[kind]
+                return saved, [slice(int(number), int(number) + 1), half, slice(0, columns)]
+        raise CheckpointError(f"{self._checkpoint} has no tensor {name}, which config.json requires")

@@ -1,0 +1,267 @@
+"""Builds megatron's GPTModel from a Hugging Face config, wrapped for data parallelism. Weights are not loaded here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from async_rl.trainer.model.attention import Rotary
+from async_rl.trainer.model.families import ModelShape, read_shape
+from async_rl.trainer.model.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
+from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.router_replay import RouterReplay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BuiltModel:
+    """This rank's part of the model."""
+
+    shape: ModelShape
+    """Properties from the Hugging Face config."""
+    config: TransformerConfig
+    """Megatron's config."""
+    chunks: Sequence[GPTModel]
+    """One per virtual pipeline stage."""
+    wrapped: Sequence[DistributedDataParallel]
+    """The same chunks with bfloat16 conversion and data parallelism, for megatron's schedules."""
+    rotary: Rotary
+    """Rotary angles."""
+    replay: RouterReplay | None
+    """Router replay hooks; None for a dense model."""
+
+    @property
+    def for_schedule(self) -> Any:
+        """The `model` argument of megatron's schedules: a list only with a virtual pipeline."""
+        return list(self.wrapped) if len(self.wrapped) > 1 else self.wrapped[0]
+
+    def release_graph(self) -> None:
+        """Drop references to the autograd graph of the last forward pass.
+
+        Megatron's token dispatchers keep gate weights with their graph. The graph references the gradient hooks of the
+        parameters and thereby the model. A part of this cycle is in C++, where Python's garbage collector cannot find
+        it, so that neither the model nor its process groups would be freed.
+        """
+        for chunk in self.chunks:
+            for layer in chunk.decoder.layers:
+                dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+                for name, value in list(vars(dispatcher).items()) if dispatcher is not None else ():
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        setattr(dispatcher, name, None)
+
+
+def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device) -> BuiltModel:
+    """Build this rank's part of the model; its weights are undefined until they are loaded.
+
+    Raises:
+        CheckpointError: the trainer does not support the model.
+        ValueError: the parallel layout does not divide the model; the message names the field.
+    """
+    shape = read_shape(checkpoint)
+    _check_divides(shape, config)
+    engine = uses_transformer_engine(config, device=device)
+    megatron = _transformer_config(shape, config, device, transformer_engine=engine)
+    stages: list[int | None] = [None]
+    if config.parallel.virtual_pipeline > 1:
+        stages = list(range(config.parallel.virtual_pipeline))
+    chunks = [_build_chunk(megatron, shape, config, stage, transformer_engine=engine).to(device) for stage in stages]
+    moe = bool(shape.megatron.get("num_moe_experts"))
+    replay = RouterReplay(chunks, threshold=config.replay_threshold) if moe else None
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,  # the optimizer step refuses a gradient norm that is not finite
+    )
+    wrapped = [
+        DistributedDataParallel(
+            megatron,
+            settings,
+            Float16Module(megatron, chunk) if config.dtype == "bfloat16" else chunk,
+            disable_bucketing=i > 0,
+        )
+        for i, chunk in enumerate(chunks)
+    ]
+    _freeze_expert_bias(megatron, chunks)
+    rotary = Rotary(shape.rope.frequencies(), amplitude=shape.rope.amplitude, length=shape.context_length)
+    return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay)
+
+
+def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
+    """Vocabulary size rounded up to a multiple of `tensor`: 117 ids on 4 ranks are 120."""
+    return -(-shape.vocab_size // tensor) * tensor
+
+
+def _build_chunk(
+    megatron: TransformerConfig,
+    shape: ModelShape,
+    config: TrainerConfig,
+    stage: int | None,
+    *,
+    transformer_engine: bool,
+) -> GPTModel:
+    chunk = GPTModel(
+        megatron,
+        layer_specs(megatron, stage=stage, transformer_engine=transformer_engine),
+        vocab_size=padded_vocab_size(shape, tensor=config.parallel.tensor),
+        max_sequence_length=shape.context_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        position_embedding_type="none",  # RowAttention rotates
+        share_embeddings_and_output_weights=shape.tied,
+        vp_stage=stage,
+    )
+    _mark_weights(chunk)
+    return chunk
+
+
+def _mark_weights(chunk: GPTModel) -> None:
+    """Mark on each weight which dimension tensor parallelism splits, and whether it belongs to an expert.
+
+    Megatron marks the dimension only when it draws initial weights. Transformer Engine marks dimension 0 on every
+    weight that it does not split itself, including experts. Megatron marks experts only with expert parallelism;
+    without the mark and with expert_tensor != tensor, the gradients of experts would be summed over the wrong ranks.
+    """
+    for name, weight in chunk.named_parameters():
+        name = local_name(name)
+        dimension = split_dimension(name, weight)
+        marks: dict[str, Any] = {
+            "tensor_model_parallel": dimension is not None,
+            "partition_dim": -1 if dimension is None else dimension,
+            "partition_stride": 1,
+        }
+        if is_expert(name):
+            marks["allreduce"] = False
+        for mark, value in marks.items():
+            setattr(weight, mark, value)
+
+
+def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel]) -> None:
+    """Keep the routers' correction biases constant, in float32.
+
+    Megatron would change them after every update, by the number of tokens per expert. Under replay these numbers are
+    choices of older weights, and a changed bias would change the routing in the engines without any gradient.
+    """
+    megatron.moe_router_enable_expert_bias = False  # read when gradients are finalized; the scores still use the bias
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None and router.expert_bias is not None:
+                router.enable_expert_bias = False
+                router._maintain_float32_expert_bias()  # pyright: ignore[reportPrivateUsage]
+
+
+def _transformer_config(
+    shape: ModelShape, config: TrainerConfig, device: torch.device, *, transformer_engine: bool
+) -> TransformerConfig:
+    with warnings.catch_warnings():
+        # Megatron warns that recomputing core attention is useless with fused kernels; it is the user's choice.
+        warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
+        megatron = _megatron_config(shape, config, device, transformer_engine=transformer_engine)
+    megatron.finalize_model_grads_func = _sum_gradients
+    return megatron
+
+
+def _megatron_config(
+    shape: ModelShape, config: TrainerConfig, device: torch.device, *, transformer_engine: bool
+) -> TransformerConfig:
+    parallel = config.parallel
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    interleaved = parallel.virtual_pipeline > 1
+    kind = MLATransformerConfig if shape.megatron.get("multi_latent_attention") else TransformerConfig
+    return kind(
+        **shape.megatron,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.dtype == "bfloat16",
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cuda_graph_scope=[],
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=transformer_engine,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        # Gradients are summed, not averaged: the loss contains the weight of each token (losses.token_weights).
+        calculate_per_token_loss=True,
+        variable_seq_lengths=parallel.pipeline > 1,
+        # The interleaved schedule gives wrong results with the default order of point-to-point messages.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        **_recompute(config),
+    )
+
+
+def _recompute(config: TrainerConfig) -> dict[str, Any]:
+    match config.recompute:
+        case "none":
+            return {}
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's gradient reduction over all groups, without the division by a token count."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _check_divides(shape: ModelShape, config: TrainerConfig) -> None:
+    parallel, model = config.parallel, shape.megatron
+    experts = model.get("num_moe_experts") or 0
+    expert_tensor = parallel.expert_tensor_size if experts else 1
+    shared = model.get("moe_shared_expert_intermediate_size")
+    for field, size, what, amount in (
+        ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
+        ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
+        *((("tensor", parallel.tensor, "columns of shared experts", shared),) if shared else ()),
+        (
+            "pipeline x virtual_pipeline",
+            parallel.pipeline * parallel.virtual_pipeline,
+            "layers",
+            model["num_layers"],
+        ),
+        ("expert", parallel.expert, "experts", experts),
+        ("expert_tensor", expert_tensor, "expert columns", model.get("moe_ffn_hidden_size", 0)),
+    ):
+        if amount % size or (size > 1 and not amount):
+            raise ValueError(
+                f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
+            )
+    if not experts and config.router_replay != "none":
+        raise ValueError(
+            f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
+        )

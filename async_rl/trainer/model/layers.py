@@ -1,0 +1,146 @@
+"""Megatron's layer specs with the attention of this package (see attention.py).
+
+There are two specs: local, and Transformer Engine. The latter fuses a norm into the following linear layer and the
+experts of a rank into one module, so that the names of weights differ. `local_name` maps them to the names of the local
+spec, which the rest of the package uses.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_te_version, is_te_min_version
+from torch import Tensor
+
+from async_rl.trainer.model.attention import RMSNorm, RowAttention
+from async_rl.trainer.model.fused_attention import FusedRowAttention
+from async_rl.trainer.model.latent_attention import LatentAttention
+from async_rl.trainer.model.model import TrainerConfig
+
+# Attention of older versions supports neither a scale of the scores nor values with another size than keys, and
+# megatron then ignores these settings silently.
+_OLDEST_TE = "1.10.0"
+_REPLACED: dict[Any, Any] = {
+    WrappedTorchNorm: RMSNorm,
+    DotProductAttention: RowAttention,
+    MLASelfAttention: LatentAttention,
+}
+
+
+def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> bool:
+    """Whether `trainer.layer_spec` selects Transformer Engine on this rank.
+
+    Raises:
+        ValueError: Transformer Engine is required, but it cannot be used on this rank.
+    """
+    if config.layer_spec == "local":
+        return False
+    lacking = what_transformer_engine_lacks(device)
+    if config.layer_spec == "auto":
+        return not lacking and config.dtype == "bfloat16"
+    if lacking:
+        raise ValueError(f"trainer.layer_spec is transformer_engine, but {lacking}, or use layer_spec=auto or local")
+    return True
+
+
+def what_transformer_engine_lacks(device: torch.device) -> str:
+    """Why Transformer Engine cannot be used on `device`, and a fix; empty if it can be used."""
+    if device.type != "cuda":
+        return f"this rank computes on {device.type}; give it a GPU"
+    if not gpt_layer_specs.HAVE_TE:
+        return "transformer_engine cannot be imported; install transformer-engine[pytorch]"
+    if not is_te_min_version(_OLDEST_TE):
+        return f"transformer_engine is {get_te_version()}; install {_OLDEST_TE} or later"
+    return ""
+
+
+def layer_specs(config: TransformerConfig, *, stage: int | None, transformer_engine: bool = False) -> Any:
+    """Spec of the layers of this rank for GPTModel.
+
+    Args:
+        config: megatron's config.
+        stage: virtual pipeline stage; None without a virtual pipeline.
+        transformer_engine: which of the two specs.
+    """
+    specs = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
+    )
+    return _with_row_attention(specs) if transformer_engine else replace_modules(specs)
+
+
+def replace_modules(spec: Any) -> Any:
+    """Replace megatron's modules in a spec (block, layer or module) by the modules of this package."""
+    if isinstance(spec, type):
+        return _REPLACED.get(spec, spec)
+    if isinstance(spec, list):
+        return [replace_modules(part) for part in cast(list[Any], spec)]
+    if isinstance(spec, ModuleSpec):
+        spec.module = _REPLACED.get(spec.module, spec.module)
+        spec.submodules = replace_modules(spec.submodules)
+    elif hasattr(spec, "__dataclass_fields__"):
+        for name in spec.__dataclass_fields__:
+            setattr(spec, name, replace_modules(getattr(spec, name)))
+    return spec
+
+
+def _with_row_attention(specs: Any) -> Any:
+    """Wrap the attention of Transformer Engine's spec in FusedRowAttention."""
+    for layer in {id(layer): layer for layer in specs.layer_specs}.values():  # layers of one kind share a spec
+        attention = layer.submodules.self_attention
+        attention.module = _REPLACED.get(attention.module, attention.module)
+        parts = attention.submodules
+        parts.core_attention = partial(FusedRowAttention, kernel=parts.core_attention)
+    return specs
+
+
+# ---- names and roles of weights
+
+_LOCAL_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
+)
+_SPLIT_ROWS = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
+_SPLIT_COLUMNS = ("linear_proj", "linear_fc2")
+_OUTER = ("word_embeddings", "output_layer")
+
+
+def local_name(name: str) -> str:
+    """Name of a weight in the local spec, from its name in either spec. Layer and expert numbers do not change.
+
+    `mlp.experts.linear_fc1.weight5` -> `mlp.experts.local_experts.5.linear_fc1.weight`.
+    """
+    for pattern, replacement in _LOCAL_NAMES:
+        name, found = pattern.subn(replacement, name)
+        if found:
+            break
+    return name
+
+
+def is_expert(name: str) -> bool:
+    """Whether a weight with this local name belongs to an expert."""
+    return ".local_experts." in name
+
+
+def split_dimension(name: str, weight: Tensor) -> int | None:
+    """The dimension of a weight that tensor parallelism splits; None if each rank has the complete weight.
+
+    Args:
+        name: local name.
+        weight: the weight or this rank's part.
+    """
+    module, _, kind = name.rpartition(".")
+    of = module.rpartition(".")[2]
+    if of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias"):
+        return 0
+    return 1 if of in _SPLIT_COLUMNS and weight.dim() == 2 else None

@@ -1,0 +1,159 @@
+"""Plans which rank trains which sequences of a batch, in which update and micro-batch, and with which loss weights.
+
+The driver plans once from the lengths in the whole batch and sends the plan to all ranks. The ranks then agree on
+weights, counts and micro-batches without seeing each other's tokens. This module must not import megatron.
+
+Sequences 0 to 3 of 5, 9, 4 and 8 tokens on two data-parallel ranks, micro-batches of at most 9 tokens:
+
+    rank 0    [[1], [2]]      13 tokens
+    rank 1    [[3], [0]]      13 tokens
+
+With (2, 4, 1, 3) tokens in the loss, `first_loss_token` is (0, 2, 6, 7) and `num_loss_tokens` is 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from async_rl.trainer.batch.packing import Plan, plan_micro_batches
+from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
+from async_rl.trainer.loss.losses import LossConfig, token_weights
+from async_rl.trainer.model.model import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UpdatePlan:
+    """One optimizer update over all ranks, on a part of the S sequences of a batch."""
+
+    micro_batches: Plan
+    """micro_batches[data rank][i] is a list of sequence numbers."""
+    token_weights: NDArray[np.float32]
+    """float32 [S], loss weight of the tokens of each sequence."""
+    first_loss_token: Int64Array
+    """int64 [S], number of tokens in the loss of the update before this sequence."""
+    num_tokens: int
+    """Tokens of the update on all ranks."""
+    num_loss_tokens: int
+    """Tokens in the loss of the update on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchPlan:
+    """A batch and its updates."""
+
+    batch: TrainingBatch
+    """The batch. When the driver sends the plan to a rank, it contains only the content that the rank needs."""
+    updates: Sequence[UpdatePlan | None]
+    """In the order of the optimizer steps; None if a step has no gradient."""
+
+    def groups_of(self, data_rank: int) -> list[int]:
+        """Indices in `batch.contents` of the groups that a data-parallel rank needs, ascending."""
+        micro_batches = [mb for update in self.updates if update is not None for mb in update.micro_batches[data_rank]]
+        return sorted({int(self.batch.index[number, 0]) for numbers in micro_batches for number in numbers})
+
+
+class Planner:
+    """Plans batches.
+
+    Args:
+        config: layout and sizes of the micro-batches.
+        loss: determines the weights of the tokens.
+    """
+
+    def __init__(self, *, config: TrainerConfig, loss: LossConfig) -> None:
+        self._config = config
+        self._loss = loss
+
+    def policy(self, batch: TrainingBatch) -> BatchPlan:
+        """Plan one update per mini-batch of an RL batch.
+
+        Trajectories that are not informative are not forwarded, unless a KL or entropy term trains them. With
+        loss.count=all they still count in the weights of the other trajectories.
+
+        Raises:
+            ValueError: the batch has more mini-batches than trainer.updates_per_batch.
+        """
+        count = self._config.updates_per_batch
+        if int(batch.mini_batch.max()) >= count:
+            raise ValueError(
+                f"the batch has mini-batches up to {int(batch.mini_batch.max())} with "
+                f"trainer.updates_per_batch={count}; number them 0 to {count - 1}, or change trainer.updates_per_batch"
+            )
+        forwarded = np.ones_like(batch.informative) if self._loss.needs_every_token else batch.informative
+        counted = np.ones_like(batch.informative) if self._loss.count == "all" else batch.informative
+        parts = [batch.mini_batch == number for number in range(count)]
+        updates = [self._update(batch, part & forwarded, counted=part & counted, loss=self._loss) for part in parts]
+        return BatchPlan(batch=batch, updates=updates)
+
+    def whole(self, batch: TrainingBatch) -> BatchPlan:
+        """Plan one update on all sequences of an RL batch."""
+        every = np.ones(len(batch), np.bool_)
+        return BatchPlan(batch=batch, updates=[self._update(batch, every, counted=every, loss=self._loss)])
+
+    def supervised(self, batch: TrainingBatch) -> BatchPlan:
+        """Plan one update on all sequences of a supervised batch, with equal weights of all tokens."""
+        every = np.ones(len(batch), np.bool_)
+        mean_of_tokens = LossConfig()
+        return BatchPlan(batch=batch, updates=[self._update(batch, every, counted=every, loss=mean_of_tokens)])
+
+    def _update(
+        self,
+        batch: TrainingBatch,
+        forwarded: NDArray[np.bool_],
+        *,
+        counted: NDArray[np.bool_],
+        loss: LossConfig,
+    ) -> UpdatePlan | None:
+        """Plan an update on the sequences `forwarded` [S]; None if there are none.
+
+        If the loss weights whole trajectories, all sequences of a trajectory (resume_routing=split) are in one
+        micro-batch, which may then exceed trainer.micro_batch_tokens.
+
+        Args:
+            batch: S sequences.
+            forwarded: bool [S], sequences with a forward pass.
+            counted: bool [S], sequences that count in the loss weights.
+            loss: aggregation of the loss.
+        """
+        if not forwarded.any():
+            return None
+        numbers = np.flatnonzero(forwarded)
+        weights = np.zeros(len(batch), np.float32)
+        weights[counted] = token_weights(
+            torch.from_numpy(batch.num_loss_tokens[counted]),
+            aggregation=loss.aggregation,
+            trajectory=torch.from_numpy(batch.trajectory[counted]),
+            group=torch.from_numpy(batch.index[counted, 0]),
+            fixed_length=loss.fixed_length,
+        ).numpy()
+        first = np.zeros(len(batch), np.int64)
+        first[numbers] = batch.num_loss_tokens[numbers].cumsum() - batch.num_loss_tokens[numbers]
+        units: dict[int, list[int]] = {}
+        for number in numbers.tolist():
+            unit = int(batch.trajectory[number]) if loss.needs_whole_trajectories else number
+            units.setdefault(unit, []).append(number)
+        return UpdatePlan(
+            micro_batches=self._micro_batches(batch, list(units.values())),
+            token_weights=weights,
+            first_loss_token=first,
+            num_tokens=int(batch.lengths[numbers].sum()),
+            num_loss_tokens=int(batch.num_loss_tokens[numbers].sum()),
+        )
+
+    def _micro_batches(self, batch: TrainingBatch, units: Sequence[list[int]]) -> Plan:
+        """Plan micro-batches of units, which are lists of sequences that stay together."""
+        config = self._config
+        plan = plan_micro_batches(
+            [int(batch.lengths[unit].sum()) for unit in units],
+            max_tokens=config.micro_batch_tokens * config.parallel.context,
+            num_ranks=config.data_parallel,
+            padded=not config.packing,
+            # Megatron's interleaved schedule requires a multiple of the number of stages.
+            multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
+        )
+        return [[[number for unit in chosen for number in units[unit]] for chosen in of_rank] for of_rank in plan]

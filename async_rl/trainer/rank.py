@@ -1,0 +1,349 @@
+"""One trainer process, which has a part of the model and trains it on batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.distributed import ProcessGroups
+from async_rl.trainer.export import export_pretrained, export_update
+from async_rl.trainer.forward_backward import Passes
+from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.reference import ReferenceWeights
+from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
+from async_rl.trainer.model.convert import load_weights
+from async_rl.trainer.model.gpt import BuiltModel, build_model
+from async_rl.trainer.model.lm_head import compute_head_in_float32
+from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
+from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
+from async_rl.trainer.state.checkpoint import Manifest, fields_of, load_state, read_manifest, save_state
+from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
+from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
+from async_rl.trainer.step import MicroBatch, MicroBatchBuilder, Objective
+from async_rl.weights.model_info import read_model_info
+from async_rl.weights.transport import WeightUpdate, remove_directory
+
+
+class TrainerRank:
+    """A rank of the trainer. All methods are collective: all ranks call them with the same arguments.
+
+    Args:
+        config: settings of the ranks.
+        optimizer: optimizer and learning-rate schedule.
+        loss: the policy loss.
+        checkpoint: Hugging Face folder with config and initial weights.
+        rank: of this process.
+        world_size: number of ranks.
+        rendezvous: host:port of the store of the ranks; None for a single rank.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used.
+        ValueError: the parallel layout does not divide the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TrainerConfig,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        checkpoint: Path,
+        rank: int,
+        world_size: int,
+        rendezvous: str | None = None,
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        self._config = config
+        self._loss = loss
+        self._info = read_model_info(checkpoint)
+        self._groups = ProcessGroups(config, rank=rank, world_size=world_size, rendezvous=rendezvous)
+        self._model = build_model(checkpoint, config=config, device=self._groups.device)
+        if config.fp32_lm_head:
+            compute_head_in_float32(self._model.chunks)
+        load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
+        self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
+        self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
+        self._held: ReferenceWeights | None = None  # weights of `score`
+        self._planner = Planner(config=config, loss=loss)
+        self._passes = Passes(
+            config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
+        )
+
+    @property
+    def model(self) -> BuiltModel:
+        """This rank's part of the model; gradients remain in `main_grad` until the next update."""
+        return self._model
+
+    @property
+    def data_rank(self) -> int:
+        """Rank in the data-parallel group, which determines the sequences of this rank."""
+        return self._groups.data_rank
+
+    # ---- training
+
+    def train(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
+        """Run one optimizer update per mini-batch of an RL batch and return the metrics of the batch.
+
+        The proximal logprobs, and the routing that R2 replays, are computed with the weights before the first update. A
+        mini-batch without gradients counts as an update. The reference of a KL term has the weights of the start or of
+        the last `reset_optimizer`, and its own routing.
+
+        Args:
+            batch: with the content of all groups, or a plan with the content of the groups that this rank needs.
+
+        Raises:
+            RoutingError: router replay is on, and the routing rows do not fit the model or the batch.
+            FloatingPointError: the gradient of an update is not finite; previous updates of the batch remain.
+        """
+        plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
+        planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
+        if self._reference is not None:
+            for _, micro_batches in planned:
+                self._passes.reference(micro_batches, self._reference)
+        if self._needs_proximal_pass:
+            for _, micro_batches in planned:
+                self._passes.proximal(micro_batches)
+        trained, steps = iter(planned), list[tuple[float, float]]()
+        for update in plan.updates:
+            steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
+        if not planned:
+            return self._nothing_to_train(lr=steps[-1][1])
+        return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=plan.batch.num_trajectories)
+
+    def train_supervised(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
+        """Run one update on the mean cross entropy of the tokens in the loss.
+
+        Returns:
+            loss (nat), tokens, grad_norm, lr.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are unchanged.
+        """
+        plan = self._planner.supervised(batch) if isinstance(batch, TrainingBatch) else batch
+        (update,) = plan.updates
+        assert update is not None
+        micro_batches = self._micro_batches(plan, update, replay="none")
+        grad_norm, lr = self._update(
+            update, micro_batches, self._passes.objective("supervised"), self._config.supervised_aux_loss_coefficient
+        )
+        counted = micro_batches if self._passes.counts_tokens else []
+        here = [sum(float(mb.sums[name]) for mb in counted) for name in ("loss", "tokens")]
+        sums = self._groups.sum_over_ranks(torch.tensor(here, dtype=torch.float64))
+        return {"loss": sums[0].item(), "tokens": sums[1].item(), "grad_norm": grad_norm, "lr": lr}
+
+    def logprobs(self, batch: TrainingBatch) -> list[Tensor]:
+        """Logprobs float32 [n] of the tokens in the loss of each sequence, under the current weights.
+
+        Routing is replayed as in `train`.
+        """
+        plan = self._planner.whole(batch)
+        (update,) = plan.updates
+        assert update is not None
+        micro_batches = self._micro_batches(plan, update)
+        found = self._passes.of_update(update, micro_batches, self._passes.logprobs(micro_batches))
+        return list(found.to(torch.float32).split(batch.num_loss_tokens.tolist()))
+
+    def hold(self) -> None:
+        """Copy the current weights for `score`, until the next `hold`."""
+        if self._held is None:
+            self._held = ReferenceWeights(self._model.chunks)
+        else:
+            self._held.renew()
+
+    def score(self, batch: TrainingBatch) -> list[Tensor]:
+        """As `logprobs`, under the weights of the last `hold`, or the current weights if there was none."""
+        if self._held is None:
+            return self.logprobs(batch)
+        with self._held.loaded():
+            return self.logprobs(batch)
+
+    # ---- weights and state
+
+    def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
+        """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
+        return export_update(self._model, directory, version=version, keep_version=keep_version)
+
+    def remove_updates(self, directory: Path) -> None:
+        """Remove `directory` with all versions, on the machine of rank 0."""
+        if dist.get_rank() == 0:
+            remove_directory(directory)
+
+    def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        """Write the current weights as a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
+        export_pretrained(self._model, folder, like=like)
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, schedule and random state atomically into folder `directory`.
+
+        Raises:
+            OSError: the disk has no free space or is not writable; an existing checkpoint is unchanged.
+        """
+        manifest = Manifest(
+            model=self._model_fields(),
+            layout=self._layout(),
+            updates=self._optimizer.updates,
+            steps=self._optimizer.steps,
+            reference=self._reference is not None,
+        )
+        state = self._state(loading=False, reference=manifest.reference, random=True)
+        save_state(directory, state, manifest=manifest, ranks=self._groups)
+
+    def restore(self, directory: Path) -> None:
+        """Restore the state that `save` wrote, also in another parallel layout.
+
+        In the same layout training continues exactly as without a restart. In another layout, sums have another order,
+        and the random state is reset from trainer.seed + number of updates.
+
+        Raises:
+            TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model.
+        """
+        manifest = read_manifest(directory, model=self._model_fields(), ranks=self._groups)
+        same_layout = manifest.layout == self._layout()
+        reference = manifest.reference and self._reference is not None
+        weights = live_tensors(model_shards(self._model.chunks))
+        state = load_state(directory, self._state(loading=True, reference=reference, random=same_layout))
+        copy_into(weights, state["model"])
+        self._optimizer.load(state.get("optimizer", {}), updates=manifest.updates, steps=manifest.steps)
+        if self._reference is not None and reference:
+            copy_into({name: self._reference.frozen(w) for name, w in weights.items()}, state["reference"])
+        if same_layout:
+            self._groups.set_random_state(state["random"])
+        else:
+            self._groups.reseed(self._config.seed + manifest.updates)
+        self._groups.barrier()
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Replace the optimizer: zero moments, schedule at update 0. The reference becomes the current weights."""
+        self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=self._config)
+        if self._reference is not None:
+            self._reference = ReferenceWeights(self._model.chunks)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._groups.close()
+
+    # ---- inside
+
+    def _micro_batches(
+        self, plan: BatchPlan, update: UpdatePlan, *, replay: RouterReplayMode | None = None
+    ) -> list[MicroBatch]:
+        """Micro-batches of this rank for `update`, with the configured router replay if `replay` is None."""
+        model = self._model
+        builder = MicroBatchBuilder(
+            plan.batch,
+            update,
+            at=self._groups.coordinates,
+            device=self._groups.device,
+            packing=self._config.packing,
+            replay=(replay or self._config.router_replay) if model.replay is not None else "none",
+            routing=self._info.routing,
+            layers=model.replay.layers if model.replay is not None else (),
+            rotary=model.rotary,
+        )
+        return [builder.build(numbers) for numbers in update.micro_batches[self.data_rank]]
+
+    @property
+    def _needs_proximal_pass(self) -> bool:
+        """If False, the proximal policy is the current policy, because a batch has only one update."""
+        config = self._config
+        return config.updates_per_batch > 1 or config.router_replay == "R2" or self._loss.needs_proximal_pass
+
+    def _policy_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        """Run an update on a mini-batch; returns (gradient norm, learning rate)."""
+        objective = self._passes.policy_objective(update, micro_batches)
+        return self._update(update, micro_batches, objective, self._config.aux_loss_coefficient)
+
+    def _update(
+        self,
+        update: UpdatePlan,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        aux_loss_coefficient: float,
+    ) -> tuple[float, float]:
+        """Run forward, backward and optimizer update; returns (gradient norm, learning rate)."""
+        self._set_aux_loss(aux_loss_coefficient, rows=update.num_tokens)
+        self._optimizer.zero_grad()
+        self._passes.train(micro_batches, objective)
+        return self._optimizer.step()
+
+    def _set_aux_loss(self, coefficient: float, *, rows: int) -> None:
+        """Divide the coefficient by `rows`, because megatron multiplies the loss of a micro-batch by its tokens."""
+        self._model.config.moe_aux_loss_coeff = coefficient / max(1, rows)
+
+    def _metrics(
+        self, micro_batches: Sequence[MicroBatch], steps: Sequence[tuple[float, float]], *, trajectories: int
+    ) -> dict[str, float]:
+        """Metrics over all ranks for updates with `steps` (gradient norm, learning rate)."""
+        sums = TokenSums(self._extra_columns, trajectories=trajectories)
+        for micro_batch in micro_batches if self._passes.counts_tokens else ():
+            sums.add(micro_batch.sums, trajectories=micro_batch.trajectories)
+        sums.reduce(
+            self._groups.sum_over_ranks, partial(self._groups.sum_over_ranks, op=torch.distributed.ReduceOp.MAX)
+        )
+        routed = routing_sums([m.context.routing for m in micro_batches], layers=self._replayed_layers)
+        routed = self._groups.sum_over_ranks(routed)
+        grad_norms, lrs = zip(*steps, strict=True)
+        return {
+            **sums.metrics(updates=len(steps)),
+            **routing_metrics(routed, layers=self._replayed_layers),
+            "grad_norm": max(grad_norms),
+            "lr": lrs[-1],
+        }
+
+    def _nothing_to_train(self, *, lr: float) -> dict[str, float]:
+        empty = TokenSums(self._extra_columns, trajectories=0)
+        return {
+            **empty.metrics(updates=1),
+            **routing_metrics(routing_sums([], layers=self._replayed_layers), layers=self._replayed_layers),
+            "grad_norm": 0.0,
+            "lr": lr,
+        }
+
+    @property
+    def _replayed_layers(self) -> tuple[int, ...]:
+        """Global numbers of the layers with replayed routing, on all ranks."""
+        routing = self._info.routing
+        return () if routing is None or self._config.router_replay == "none" else routing.layers
+
+    @property
+    def _extra_columns(self) -> tuple[str, ...]:
+        return (*self._loss.filters, *(("kl",) if self._loss.kl_coefficient > 0 else ()))
+
+    def _state(self, *, loading: bool, reference: bool, random: bool) -> dict[str, Any]:
+        """Content of a checkpoint as nested shards."""
+        weights = model_shards(self._model.chunks)
+        state: dict[str, Any] = {"model": weights}
+        if optimizer := self._optimizer.shards(weights, loading=loading):
+            state["optimizer"] = optimizer  # if empty, another rank writes it for this rank
+        if self._reference is not None and reference:
+            state["reference"] = {
+                name: shard_like(weights[name], self._reference.frozen(tensor), "reference")
+                for name, tensor in live_tensors(weights).items()
+            }
+        if random:
+            state["random"] = object_of_rank(
+                "random", self._groups.random_state(), rank=self._groups.rank, ranks=self._groups.size
+            )
+        return state
+
+    def _model_fields(self) -> dict[str, Any]:
+        return fields_of(self._model.shape, dtype=self._config.dtype)
+
+    def _layout(self) -> dict[str, int]:
+        parallel = self._config.parallel
+        return {
+            "ranks": self._config.ranks,
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "virtual_pipeline": parallel.virtual_pipeline,
+            "expert": parallel.expert,
+            "expert_tensor": parallel.expert_tensor_size,
+            "context": parallel.context,
+        }

@@ -1,0 +1,239 @@
+"""Trainer checkpoints: one folder for all ranks, written atomically and independent of the parallel layout.
+
+    trainer.json      Manifest, and a hash of every other file
+    __R_0.distcp      parts of tensors that rank R wrote; with .metadata, common.pt and metadata.json a checkpoint of
+                      megatron.core.dist_checkpointing (torch_dist)
+
+Tensors are stored under the names of megatron's modules, with global layer and expert numbers. Their global shapes are
+the same in every layout except for the padding of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from torch.distributed.checkpoint.api import CheckpointException
+
+from async_rl.files.atomic_dir import partial_folder, publish_folder, recover_folder
+from async_rl.trainer.model.families import ModelShape
+from async_rl.trainer.state.shards import read_shards, write_shards
+
+Value = TypeVar("Value")
+FORMAT = 3
+_MANIFEST = "trainer.json"
+
+
+class TrainerCheckpointError(ValueError):
+    """A checkpoint cannot be restored; the message names the folder and a fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Description of a checkpoint."""
+
+    model: dict[str, Any]
+    """Result of `fields_of`; the restoring trainer must have the same."""
+    layout: dict[str, int]
+    """Name of a parallel group -> its size when the checkpoint was written."""
+    updates: int
+    """Optimizer updates so far, as the learning rate schedule counts them."""
+    steps: int
+    """Optimizer updates so far, as Adam counts them: without updates that had no gradient."""
+    reference: bool
+    """Whether the checkpoint contains the reference weights of a KL term."""
+
+
+class Ranks(Protocol):
+    """The ranks that share a checkpoint."""
+
+    rank: int
+    """Rank of this process."""
+    size: int
+    """Number of ranks."""
+
+    def gather(self, value: object) -> list[Any]:
+        """Values of all ranks, by rank. Collective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """Content of trainer.json."""
+
+    format: int
+    """FORMAT."""
+    manifest: Manifest
+    """Description of the checkpoint."""
+    files: dict[str, str]
+    """Name of every other file -> hash of its content."""
+
+
+def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: Ranks) -> None:
+    """Write nested shards as checkpoint `directory`, which appears when all files are on disk. Collective.
+
+    Raises:
+        OSError: the disk has no free space or is not writable; raised on all ranks. An existing checkpoint is
+            unchanged.
+    """
+    try:
+        _write(directory, state, manifest, ranks=ranks)
+    except OSError:
+        _on_first_rank(lambda: recover_folder(directory), ranks)  # free the space of the partial copy
+        raise
+
+
+def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks: Ranks) -> None:
+    partial = partial_folder(directory)
+
+    def begin() -> None:
+        recover_folder(directory)
+        partial.mkdir(parents=True)
+
+    _on_first_rank(begin, ranks)
+    try:
+        write_shards(partial, state)
+    except CheckpointException as error:
+        raise _os_error(error, partial) from error
+    mine = [path for path in partial.iterdir() if _writer(path) == ranks.rank]
+    files = {name: value for part in ranks.gather(_hashes(mine)) for name, value in part.items()}
+    document = msgspec.json.encode(_Document(format=FORMAT, manifest=manifest, files=files))
+
+    def finish() -> None:
+        (partial / _MANIFEST).write_bytes(document)
+        publish_folder(directory)
+
+    _on_first_rank(finish, ranks)
+
+
+def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: Ranks) -> Manifest:
+    """Check all files of checkpoint `directory` and return its manifest. Collective.
+
+    Args:
+        directory: the checkpoint.
+        model: required value of `Manifest.model`.
+        ranks: each checks a part of the files.
+
+    Raises:
+        TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model; the same error
+            on all ranks.
+    """
+    document = _on_first_rank(lambda: _read_document(directory), ranks)
+    mine = [directory / name for name in sorted(document.files)[ranks.rank :: ranks.size]]
+    wrong = [problem for part in ranks.gather(_problems(mine, document.files)) for problem in part]
+    if wrong:
+        raise TrainerCheckpointError(f"{directory} is damaged: {'; '.join(wrong)}; restore from an older checkpoint")
+    held = document.manifest.model
+    differing = [
+        f"{name} is {held.get(name)!r} there and {model.get(name)!r} here"
+        for name in sorted({*held, *model})
+        if held.get(name) != model.get(name)
+    ]
+    if differing:
+        raise TrainerCheckpointError(
+            f"{directory} is of another model: {'; '.join(differing)}; give a checkpoint of this model and dtype"
+        )
+    return document.manifest
+
+
+def require_complete(directory: Path) -> None:
+    """Check that all files of checkpoint `directory` exist; their content is checked when it is restored.
+
+    Raises:
+        TrainerCheckpointError: the folder, its manifest or a file is missing.
+    """
+    missing = sorted(name for name in _read_document(directory).files if not (directory / name).is_file())
+    if missing:
+        raise TrainerCheckpointError(
+            f"{directory} lacks {', '.join(missing)}, which ranks wrote on another machine; use a shared disk"
+        )
+
+
+def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Read the tensors of the shards in `state`, in the same nesting. Collective; call `read_manifest` first.
+
+    Raises:
+        TrainerCheckpointError: a tensor is missing or has another shape. The trainer must not be used any more, because
+            some tensors may have been loaded.
+    """
+    try:
+        return read_shards(directory, state)
+    except Exception as error:
+        raise TrainerCheckpointError(
+            f"{directory} does not fit this trainer: {error}; give a checkpoint of the same model"
+        ) from error
+
+
+def fields_of(shape: ModelShape, *, dtype: str) -> dict[str, Any]:
+    """`Manifest.model` of a model; equal to its JSON round trip."""
+    fields = {**shape.megatron, "vocab_size": shape.vocab_size, "tied": shape.tied, "dtype": dtype}
+    return msgspec.json.decode(msgspec.json.encode(fields, enc_hook=str))
+
+
+def _on_first_rank(work: Callable[[], Value], ranks: Ranks) -> Value:
+    """Run `work` on rank 0; all ranks return its result or raise its error. Collective."""
+    outcome: tuple[Value | None, Exception | None] = None, None
+    if ranks.rank == 0:
+        try:
+            outcome = work(), None
+        except (OSError, TrainerCheckpointError) as error:
+            outcome = None, error
+    value, failure = ranks.gather(outcome)[0]
+    if failure is not None:
+        raise failure
+    return value
+
+
+def _writer(path: Path) -> int:
+    """The rank that wrote a file: 3 for `__3_0.distcp`, 0 for files without a rank in their name."""
+    return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
+
+
+def _read_document(directory: Path) -> _Document:
+    recover_folder(directory)
+    path = directory / _MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TrainerCheckpointError(
+            f"{directory} has no readable {_MANIFEST} ({error.strerror}); give the folder of a trainer checkpoint"
+        ) from error
+    try:
+        found = msgspec.json.decode(data).get("format")
+        if found == FORMAT:
+            return msgspec.json.decode(data, type=_Document)
+    except (msgspec.DecodeError, AttributeError) as error:
+        raise TrainerCheckpointError(f"{path} is damaged: {error}; restore from an older checkpoint") from error
+    raise TrainerCheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
+
+
+def _hashes(paths: Sequence[Path]) -> dict[str, str]:
+    return {path.name: _hash(path) for path in paths}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _problems(paths: Sequence[Path], expected: Mapping[str, str]) -> list[str]:
+    found: list[str] = []
+    for path in paths:
+        try:
+            if _hash(path) != expected[path.name]:
+                found.append(f"{path.name} has changed since it was written")
+        except OSError as error:
+            found.append(f"{path.name} cannot be read ({error.strerror})")
+    return found
+
+
+def _os_error(error: CheckpointException, partial: Path) -> OSError:
+    """The first error that torch gathered from the ranks, as an OSError."""
+    cause = next(iter(error.failures.values()))[0]
+    number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
+    return OSError(number, f"a rank could not write its part of the checkpoint: {cause}", str(partial))

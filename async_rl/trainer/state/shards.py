@@ -1,0 +1,113 @@
+"""Describes which part of which global tensor a rank has, so that a checkpoint is independent of the layout.
+
+Megatron's modules describe their parameters and buffers (`sharded_state_dict`). Tensors with one value per weight
+element (moments, float32 weights, reference weights) are sharded like the weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from async_rl.trainer.model.layers import local_name
+
+Shard = ShardedTensor | ShardedTensorFactory
+
+
+def model_shards(chunks: Sequence[Any]) -> dict[str, Shard]:
+    """`chunk.name` -> shard of every parameter and persistent buffer of this rank; `data` is the live tensor.
+
+    In a checkpoint a tensor has its name in the local spec, also with Transformer Engine.
+    """
+    shards = {
+        f"{i}.{name}": shard
+        for i, chunk in enumerate(chunks)
+        for name, shard in chunk.sharded_state_dict(prefix="").items()
+        if isinstance(shard, Shard)
+    }
+    for shard in shards.values():
+        shard.key = local_name(shard.key)
+    return shards
+
+
+def live_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+    """The live tensors of the shards. Call this before a load, which replaces `data` of the shards."""
+    return {name: cast(Tensor, shard.data) for name, shard in shards.items()}
+
+
+def shards_by_tensor(shards: Mapping[str, Shard]) -> dict[int, Shard]:
+    """id of the live tensor -> its shard."""
+    return {id(shard.data): shard for shard in shards.values()}
+
+
+def shard_like(weight: Shard, tensor: Tensor, kind: str) -> Shard:
+    """A shard of `tensor`, which has the shape of this rank's `weight`, with the name `kind`.`name of the weight`."""
+    return make_sharded_optimizer_tensor(weight, tensor, kind)
+
+
+@torch.no_grad()
+def copy_into(live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
+    """Copy loaded tensors into the live tensors with the same names."""
+    for name, tensor in live.items():
+        tensor.copy_(loaded[name])
+
+
+def object_of_rank(name: str, value: object, *, rank: int, ranks: int) -> ShardedObject:
+    """A shard for a value that differs between ranks."""
+    return ShardedObject(name, value, (ranks,), (rank,))
+
+
+def write_shards(directory: Path, state: dict[str, Any]) -> None:
+    """Write nested shards into the empty folder `directory`; replicated parts are written once. Collective.
+
+    Raises:
+        torch.distributed.checkpoint.CheckpointException: a rank could not write; raised on all ranks.
+    """
+    dist_checkpointing.save(state, str(directory), sharded_strategy=_InProcessSave("torch_dist", 1))
+
+
+def read_shards(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Read the tensors of nested shards, for this rank's layout; the result has the same nesting. Collective.
+
+    The tensors in `state` may be overwritten even if reading fails.
+
+    Raises:
+        Exception: an error of megatron or torch; the files do not fit the shards.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # megatron uses deprecated names of torch
+        return cast(dict[str, Any], dist_checkpointing.load(state, str(directory)))
+
+
+class _InProcessSave(SaveShardedStrategy):
+    """Writes megatron's torch_dist format in the process of the rank and syncs it to disk.
+
+    Megatron's own strategy forks a process per file, which is unsafe in a rank with gloo, NCCL or CUDA threads, and
+    errors in that process have no errno.
+    """
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        parts, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(  # pyright: ignore[reportPrivateUsage]
+            sharded_state_dict, keep_only_main_replica=True
+        )
+        save(
+            torch_strategies.mcore_to_pyt_state_dict(parts),  # pyright: ignore[reportArgumentType]
+            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
+            planner=torch_strategies.MCoreSavePlanner(flatten_state_dict=False),
+        )
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return True

@@ -1,0 +1,353 @@
+"""Micro-batches: their rows, forward pass and loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
+from async_rl.trainer.batch.routed_experts import replayed_rows
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.loss.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
+from async_rl.trainer.loss.losses import LossConfig, TokenLogprobs, Trajectories, kl_term, policy_loss
+from async_rl.trainer.loss.mismatch import lag_buckets, token_sums
+from async_rl.trainer.model.attention import Rotary, RowContext
+from async_rl.trainer.model.model import RouterReplayMode
+from async_rl.trainer.planning import UpdatePlan
+from async_rl.trainer.router_replay import MicroBatchRouting, layer_tables
+from message_queue.sampling_support import SamplingSupport
+from message_queue.tokens import ContractError, RoutingSpec
+from message_queue.training_sequence import TrainingSequence
+
+_LOSS_COLUMNS = {
+    "behaviour_logprobs": torch.float32,
+    "lag_bucket": torch.int64,
+    "advantages": torch.float32,
+    "token_weights": torch.float32,
+    "trajectory": torch.int64,
+}
+"""Per-token inputs of the loss and their dtypes."""
+_PLACES = {"token": torch.int64, "number": torch.int64}
+"""Per-token indices; see `MicroBatchBuilder._loss_columns`."""
+
+ObjectiveKind = Literal["policy", "supervised", "logprobs"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Inputs of one forward pass on one rank, on its device: t rows with n tokens in the loss.
+
+    Sequences of 5 and 4 tokens with positions (3, 4) and (3) in the loss, on one rank. These are the tokens 3, 4 and 8
+    of the micro-batch. `loss_rows` is (2, 3, 7), because a row predicts the next token. With `first_loss_token` 0 and 2
+    `numbers` is (0, 1, 2). If the sequences are the trajectories 6 and 9 of the batch, `trajectories` is (6, 9) and the
+    column `trajectory` is (0, 0, 1).
+    """
+
+    token_ids: Tensor
+    """int64 [1, t], 0 for padding."""
+    loss_rows: Tensor
+    """int64 [n], rows whose next token is in the loss."""
+    targets: Tensor
+    """int64 [n], ids of the tokens in the loss."""
+    numbers: Tensor
+    """int64 [n], numbers of these tokens among the loss tokens of the update."""
+    columns: dict[str, Tensor]
+    """Inputs of the loss, [n] each; see `_LOSS_COLUMNS`. Passes add proximal and reference logprobs."""
+    kept: KeptTokens | None
+    """Tokens over which the distributions are normalised; None if all are over the whole vocabulary."""
+    trajectories: Tensor
+    """int64 [count], ascending, numbers in the batch of the trajectories in the micro-batch; equal on all ranks of a
+    context-parallel group. The column `trajectory` has indices into it."""
+    context: RowContext
+    """Rows, rotary angles and routing."""
+    has_padding: bool
+    """Whether the rows of this rank include padding."""
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Results of the objective."""
+
+    def forward(self, model: Any, *, at: Coordinates) -> Tensor:
+        """Run the forward pass: logits [1, t, V / tensor] on the last pipeline stage, hidden states on other stages."""
+        return model(
+            self.token_ids, None, None, packed_seq_params=self.context, padding_mask=self._padding_mask(model, at)
+        )
+
+    def _padding_mask(self, model: Any, at: Coordinates) -> Tensor | None:
+        """Mask bool [1, rows], True for padding, which the load-balance loss must not count.
+
+        With a mask, megatron weights that loss by the tokens of all tensor and context ranks; without a mask, by the
+        tokens of this rank. Therefore the mask is None only for a single rank without padding. The first pipeline stage
+        splits the mask for sequence parallelism; other stages expect a mask that is already split.
+        """
+        if not self.has_padding and at.tensor * at.context == 1:
+            return None
+        padding = self.context.rows.index < 0
+        first = unwrap(model).pre_process
+        return (padding if first else padding.chunk(at.tensor)[at.tensor_rank]).unsqueeze(0)
+
+
+def unwrap(model: Any) -> Any:
+    """The GPTModel inside its wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+class MicroBatchBuilder:
+    """Builds the micro-batches of an update on one rank.
+
+    Args:
+        batch: with the content of the sequences of this rank.
+        update: loss weights and token numbers.
+        at: coordinates of this rank.
+        device: of this rank.
+        packing: see `pack_rows`.
+        replay: kind of router replay.
+        routing: layers and shape of the routing rows in the batch; None for a dense model.
+        layers: global numbers (from 0) of the MoE layers of this rank.
+        rotary: rotary angles of the model.
+    """
+
+    def __init__(
+        self,
+        batch: TrainingBatch,
+        update: UpdatePlan,
+        *,
+        at: Coordinates,
+        device: torch.device,
+        packing: bool,
+        replay: RouterReplayMode,
+        routing: RoutingSpec | None,
+        layers: Sequence[int],
+        rotary: Rotary,
+    ) -> None:
+        self._batch = batch
+        self._update = update
+        self._at = at
+        self._device = device
+        self._packing = packing
+        self._replay: RouterReplayMode = replay
+        self._routing = routing
+        self._layers = layers
+        self._rotary = rotary
+
+    def build(self, numbers: Sequence[int]) -> MicroBatch:
+        """Build the micro-batch of the sequences `numbers` of the batch; without sequences it has only padding.
+
+        Raises:
+            RoutingError: routing rows cannot be replayed.
+            ContractError: a token in the loss is not among the tokens that the sampler kept at its position.
+        """
+        sequences, to = [self._batch.sequence(number) for number in numbers], self._device
+        rows = pack_rows([len(sequence) for sequence in sequences], at=self._at, packing=self._packing)
+        token_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(s.token_ids for s in sequences)])).long()
+        loss = self._loss_columns(numbers)
+        place = torch.full((len(token_ids),), -1).index_copy(0, loss["token"], torch.arange(len(loss)))
+        place = take_rows(place, rows.next_index, fill=-1)
+        loss_rows = (place >= 0).nonzero().squeeze(-1)
+        loss = loss[place[loss_rows]]
+        targets = token_ids[loss["token"]]
+        kept = self._kept_tokens(sequences, loss["token"], targets)
+        # Of all sequences, not only of the tokens on this rank, so that it is equal on all context ranks.
+        trajectories = torch.from_numpy(self._batch.trajectory[list(numbers)]).unique(sorted=True)
+        loss["trajectory"] = torch.searchsorted(trajectories, loss["trajectory"])
+        return MicroBatch(
+            token_ids=take_rows(token_ids, rows.index, fill=0).unsqueeze(0).to(to),
+            loss_rows=loss_rows.to(to),
+            targets=targets.to(to),
+            numbers=loss["number"],
+            columns={name: loss[name].to(to) for name in _LOSS_COLUMNS},
+            kept=None if kept is None else kept.to(to),
+            trajectories=trajectories,
+            context=RowContext(
+                rows=rows.to(to),
+                rotary=self._rotary_at(rows.positions),
+                routing=self._micro_batch_routing(dict(zip(numbers, sequences, strict=True)), rows),
+            ),
+            has_padding=bool((rows.index < 0).any()),
+        )
+
+    def _loss_columns(self, numbers: Sequence[int]) -> TensorDict:
+        """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, and
+
+        token: int64 [n], number among all tokens of the micro-batch.
+        number: int64 [n], number among the loss tokens of the update.
+        """
+        batch, update, start = self._batch, self._update, 0
+        found = {name: [torch.empty(0, dtype=kind)] for name, kind in (_LOSS_COLUMNS | _PLACES).items()}
+        for number in numbers:
+            positions, logprobs, lag, pure = batch.loss_tokens(number)
+            count = len(positions)
+            columns = {
+                "behaviour_logprobs": torch.from_numpy(logprobs),
+                "lag_bucket": lag_buckets(torch.from_numpy(lag), torch.from_numpy(pure)),
+                "advantages": torch.full((count,), float(batch.advantages[number])),
+                "token_weights": torch.full((count,), float(update.token_weights[number])),
+                "trajectory": torch.full((count,), int(batch.trajectory[number])),
+                "token": start + torch.from_numpy(positions),
+                "number": int(update.first_loss_token[number]) + torch.arange(count),
+            }
+            for name, column in columns.items():
+                found[name].append(column)
+            start += int(batch.lengths[number])
+        joined = {name: torch.cat(columns) for name, columns in found.items()}
+        return TensorDict(joined, batch_size=[len(joined["token"])])
+
+    def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
+        """Kept tokens at the tokens in the loss.
+
+        Args:
+            sequences: of the micro-batch.
+            tokens: int64 [n], numbers of the tokens in the loss among all tokens of the micro-batch.
+            targets: int64 [n], ids of the tokens in the loss.
+
+        Raises:
+            ContractError: a target is not among the kept tokens.
+        """
+        if all(sequence.support is None for sequence in sequences):
+            return None
+        support = SamplingSupport.join([s.support or SamplingSupport.whole(len(s)) for s in sequences])
+        counts, token_ids = support.take(tokens.numpy()).unpack()
+        kept = KeptTokens.of(torch.from_numpy(counts), torch.from_numpy(token_ids))
+        if kept is not None and (absent := len(kept.cut) - kept.num_containing(targets)):
+            raise ContractError(
+                f"SamplingSupport of a micro-batch has {absent} of {len(kept.cut)} sets without the sampled token; "
+                "each set must belong to the position of its token"
+            )
+        return kept
+
+    def _rotary_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosine, signed_sine = self._rotary.at(positions)
+        return cosine.to(self._device), signed_sine.to(self._device)
+
+    def _micro_batch_routing(
+        self, sequences: Mapping[int, TrainingSequence], rows: PackedRows
+    ) -> MicroBatchRouting | None:
+        if self._replay == "none":
+            return None
+        index, segments, positions = (
+            column.chunk(self._at.tensor)[self._at.tensor_rank]
+            for column in (rows.index, rows.segments, rows.positions)
+        )
+        real = (index >= 0).to(self._device)
+        if self._replay == "R2":
+            return MicroBatchRouting(mode="record", tables={}, real=real)
+        assert self._routing is not None
+        experts, live = replayed_rows(
+            sequences, segments.numpy(), positions.numpy(), routing=self._routing, layers=self._layers
+        )
+        tables = layer_tables(torch.from_numpy(experts), torch.from_numpy(live), layers=self._layers, to=self._device)
+        return MicroBatchRouting(mode="replay", tables=tables, real=real)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Computes loss and sums from the logits of a micro-batch."""
+
+    kind: ObjectiveKind
+    """`policy` and `supervised` are trained; `logprobs` returns logprobs without a loss."""
+    loss: LossConfig
+    """The policy loss."""
+    tensor_group: Any
+    """Tensor-parallel group."""
+    vocab_columns: int
+    """Columns of this rank's logits without vocabulary padding."""
+    context_group: Any = None
+    """Ranks with other tokens of the same trajectories; None for a single rank."""
+    log_ratio_bound: float = math.inf
+    """Bound of the update for m2po; see `losses.surrogate`."""
+
+    def token_logprobs(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logprob of each token in the loss and entropy of its distribution, float32 [n] each.
+
+        The distribution is the one that the engine sampled from: over the kept tokens, at its temperature.
+        """
+        rows, targets, kept = micro_batch.loss_rows, micro_batch.targets, micro_batch.kept
+        settings: dict[str, Any] = {
+            "group": self.tensor_group,
+            "temperature": 1.0 if self.kind == "supervised" else self.loss.temperature,
+            "with_entropy": self.kind == "policy",
+        }
+
+        def over_all(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            vocabulary = logits[0, :, : self.vocab_columns]
+            return logprobs_and_entropy(vocabulary, rows, targets, full_columns=logits.shape[-1], **settings)
+
+        if kept is None:
+            return over_all(rows, targets)
+        cut = kept_logprobs_and_entropy(
+            logits[0], rows[kept.cut], targets[kept.cut], kept, columns=self.vocab_columns, **settings
+        )
+        if not len(kept.whole):
+            return cut
+        whole = over_all(rows[kept.whole], targets[kept.whole])
+        order = torch.cat((kept.cut, kept.whole)).argsort()
+        return torch.cat((cut[0], whole[0]))[order], torch.cat((cut[1], whole[1]))[order]
+
+    def __call__(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalar loss, a summand of the loss of the update, and float64 sums over the tokens (or the logprobs)."""
+        logprobs, entropy = self.token_logprobs(logits, micro_batch)
+        columns = micro_batch.columns
+        match self.kind:
+            case "logprobs":
+                return logprobs.new_zeros(()), {"logprobs": logprobs.detach()}
+            case "supervised":
+                loss = -(columns["token_weights"] * logprobs).sum()
+                return loss, {"loss": loss.detach(), "tokens": loss.new_tensor(float(len(logprobs)))}
+            case "policy":
+                return self._policy(logprobs, entropy, micro_batch)
+
+    def _policy(self, current: Tensor, entropy: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        columns, index, count = micro_batch.columns, micro_batch.columns["trajectory"], len(micro_batch.trajectories)
+        behaviour, advantages, reference = (
+            columns["behaviour_logprobs"],
+            columns["advantages"],
+            columns.get("reference_logprobs"),
+        )
+        logprobs = TokenLogprobs(
+            current=current,
+            behaviour=behaviour,
+            # Without a proximal pass the batch is one update, so the current policy is the proximal policy.
+            proximal=columns.get("proximal_logprobs", current.detach()),
+            reference=reference,
+        )
+        token_loss, touched = policy_loss(
+            logprobs,
+            advantages=advantages,
+            entropy=entropy,
+            config=self.loss,
+            trajectories=Trajectories(index=index, count=count, group=self.context_group),
+            log_ratio_bound=self.log_ratio_bound,
+        )
+        loss = (columns["token_weights"] * token_loss).sum()
+        with torch.no_grad():
+            extra: dict[str, Tensor] = {name: touched[name] for name in self.loss.filters}
+            if self.loss.kl_coefficient > 0 and reference is not None:
+                extra["kl"] = kl_term(logprobs, "k3", cap=self.loss.behaviour_weight_cap)
+            sums = token_sums(
+                current=current,
+                behaviour=behaviour,
+                entropy=entropy,
+                advantages=advantages,
+                lag_bucket=columns["lag_bucket"],
+                extra=extra,
+            )
+            drift = Trajectories(index=index, count=count).sums(current - behaviour)
+        return loss, {**sums, "loss": loss.detach(), "trajectory": drift}
+
+
+def scheduled_loss(
+    logits: Tensor, *, micro_batch: MicroBatch, objective: Objective
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Apply the objective in the form of megatron's schedules: (loss, token count, results).
+
+    With a token count the schedules do not scale the loss; the value of the count is not used.
+    """
+    loss, results = objective(logits, micro_batch)
+    return loss, torch.zeros((), dtype=torch.int, device=logits.device), results
