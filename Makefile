@@ -7,8 +7,9 @@ TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
-FAST_TESTS := tests/architecture tests/unit tests/flow tests/simulation/test_found.py tests/conformance/test_vllm_parity.py \
-	tests/e2e/test_trainer.py
+UNIT_TESTS := tests/architecture tests/message_queue tests/agent_loop tests/async_rl tests/recipes tests/benchmarks \
+	tests/helpers tests/flow
+FAST_TESTS := $(UNIT_TESTS) tests/simulator/test_found.py tests/conformance/test_vllm_parity.py tests/e2e/test_trainer.py
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
@@ -49,7 +50,7 @@ test: setup setup-sglang
 
 # The simulator finds every defect that is planted in the control code.
 mutations: setup
-	$(PYTEST) -m mutations tests/simulation $(ARGS)
+	$(PYTEST) -m mutations tests/simulator $(ARGS)
 
 # At most five minutes on two idle cores: without servers and whole runs, but with one vLLM engine and one trainer.
 test-fast: setup

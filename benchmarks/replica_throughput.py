@@ -169,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = args.checkpoint
         if checkpoint is None:
-            from tests.tiny_models import qwen3_moe_config, save_checkpoint
+            from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
             checkpoint = save_checkpoint(
                 qwen3_moe_config(vocab_size=512, max_position_embeddings=2 * config.max_model_len), Path(folder), seed=0

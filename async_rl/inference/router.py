@@ -10,7 +10,7 @@ four replicas, one at half the speed, and 1,024 rollouts of long-tailed lengths 
     this rule         334 s                       3 %
 
 With replicas of one speed the three differ by less than 2 % in time. Figures are means over three seeds of the
-simulation in tests/unit/test_routing_balance.py.
+simulation in tests/async_rl/inference/test_router_balance.py.
 """
 
 from __future__ import annotations

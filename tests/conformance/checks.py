@@ -16,8 +16,8 @@ from message_queue.training_sequence import TrainingSequence
 from message_queue.trajectory import Trajectory
 from tests.conformance.engines import EngineUnderTest, Exchange
 from tests.conformance.reference import Reference, logprob_gap, routing_mismatches, settled_rows
-from tests.dense import behaviour_logprobs, param_versions
-from tests.unit.groups import sets_of
+from tests.helpers.dense import behaviour_logprobs, param_versions
+from tests.helpers.groups import sets_of
 
 
 def gap_of(tested: EngineUnderTest, exchange: Exchange, *, strict: bool = False) -> float:

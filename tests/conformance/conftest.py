@@ -26,7 +26,6 @@ from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_envir
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput, WeightVersion
-from tests import numerics
 from tests.conformance import sglang_support
 from tests.conformance.engines import STEP_S, EngineUnderTest, Exchange
 from tests.conformance.planted import plugin_folder
@@ -40,7 +39,8 @@ from tests.conformance.probes import (
     VllmProbe,
     slow_down,
 )
-from tests.fakes import SPEC, FakeEngine
+from tests.helpers import numerics
+from tests.helpers.fakes import SPEC, FakeEngine
 
 T = TypeVar("T")
 VOCAB = 117
@@ -71,7 +71,7 @@ class Models:
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+    from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
 
     folder = tmp_path_factory.mktemp("models")
     config = qwen3_moe_config(vocab_size=VOCAB)

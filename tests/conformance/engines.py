@@ -19,7 +19,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.reference import Reference
-from tests.fakes.rollouts import RolloutsHere
+from tests.helpers.fakes.rollouts import RolloutsHere
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.vllm import decode as vllm_decode
 from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import Int32Array, RoutingSpec, TokenOutput
-from tests import numerics
 from tests.conformance.reference import Reference, reference_of_parts
 from tests.conformance.sglang_support import loads
-from tests.fakes import FakeEngine, fake_logprob, fake_row
+from tests.helpers import numerics
+from tests.helpers.fakes import FakeEngine, fake_logprob, fake_row
 
 
 class TransformersTruth:

@@ -1,7 +1,7 @@
 """What an engine must agree with: one float64 forward of transformers over the trajectory, and how close is equal.
 
 How close is up to the trajectory: transformers makes the same forward in float32, too, and is as far from float64 as
-float32 is on these tokens (up to 6e-5 in Qwen3-MoE, up to 3e-4 in Mixtral). `tests/numerics.py` says how much
+float32 is on these tokens (up to 6e-5 in Qwen3-MoE, up to 3e-4 in Mixtral). `tests/helpers/numerics.py` says how much
 farther an engine may be. One row that is not forced changes 4e-2 or more.
 """
 
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from tests import numerics
+from tests.helpers import numerics
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,9 @@ from async_rl.inference.sglang.engine import SglangConfig, SglangReplica
 from async_rl.inference.sglang.server import interpreter
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput
-from tests import numerics
 from tests.conformance.reference import gap_with_rows, reference
-from tests.tiny_models import COMMON, qwen3_moe_config, save_checkpoint, spread_model
+from tests.helpers import numerics
+from tests.helpers.tiny_models import COMMON, qwen3_moe_config, save_checkpoint, spread_model
 
 VOCAB = 117
 SMALL_POOL = 1200  # K/V slots: many long requests do not fit at once and some are retracted

@@ -22,7 +22,7 @@ from tests.conformance import sglang_support
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of
 from tests.conformance.conftest import CONFIG, Models, fake_under_test, sglang_under_test, start_vllm, vllm_under_test
 from tests.conformance.engines import EngineUnderTest, Exchange, tokens
-from tests.stored import stored
+from tests.helpers.stored import stored
 
 pytestmark = [
     pytest.mark.numerics,

@@ -11,8 +11,8 @@ from agent_loop.engine import SamplingConfig
 from tests.conformance.checks import assert_cut, assert_merged, assert_true, k3, sampled_of, versions_of
 from tests.conformance.conftest import Report
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
-from tests.dense import loss_mask
-from tests.unit.groups import sets_of
+from tests.helpers.dense import loss_mask
+from tests.helpers.groups import sets_of
 
 pytestmark = [
     pytest.mark.numerics,

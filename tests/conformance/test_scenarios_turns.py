@@ -20,9 +20,9 @@ from tests.conformance.checks import assert_merged, assert_true, gaps_under_own_
 from tests.conformance.conftest import Report
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
 from tests.conformance.reference import routing_mismatches
-from tests.dense import loss_mask, param_versions
-from tests.fakes import FakeReward, FakeTool
-from tests.stored import stored
+from tests.helpers.dense import loss_mask, param_versions
+from tests.helpers.fakes import FakeReward, FakeTool
+from tests.helpers.stored import stored
 
 pytestmark = [
     pytest.mark.numerics,

@@ -20,7 +20,7 @@ from message_queue.training_sequence import content_of
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
 from tests.conformance.engines import EngineUnderTest, tokens
-from tests.dense import behaviour_logprobs
+from tests.helpers.dense import behaviour_logprobs
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),

@@ -13,7 +13,6 @@ import pytest_asyncio
 
 from async_rl.inference.sglang.engine import SglangReplica
 from message_queue.tokens import StopReason, TokenOutput
-from tests import numerics
 from tests.conformance.reference import Reference, logprob_gap, reference, routing_mismatches
 from tests.conformance.sglang_support import (
     Models,
@@ -26,6 +25,7 @@ from tests.conformance.sglang_support import (
     request,
     require_sglang,
 )
+from tests.helpers import numerics
 
 pytestmark = [
     pytest.mark.numerics,

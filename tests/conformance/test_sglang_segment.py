@@ -18,7 +18,7 @@ from async_rl.inference.sglang.config import MAX_KEPT
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.weights.model_info import ModelInfo
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
-from tests.unit.groups import sets_of
+from tests.helpers.groups import sets_of
 
 ROUTING = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)
 INFO = ModelInfo(family="glm4_moe", vocab_size=50, num_layers=4, context_length=100, routing=ROUTING)

@@ -19,7 +19,7 @@ from async_rl.inference.vllm.segment import (
 )
 from async_rl.weights.model_info import ModelInfo
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
-from tests.unit.groups import sets_of
+from tests.helpers.groups import sets_of
 
 ROUTING = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)
 OLD, NEW = WeightVersion(3, "c"), WeightVersion(4, "d")

@@ -11,7 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from tests.unit.killed_saves import kill_before_touch
+from tests.helpers.killed_saves import kill_before_touch
 
 
 def save_over(model, state, number):

@@ -8,8 +8,8 @@ from message_queue.content import ContentWriter
 from message_queue.heads import head_of
 from message_queue.queue import TrajectoryQueue
 from message_queue.trajectory import PromptGroup
-from tests.stored import records_of
-from tests.unit.groups import SPEC, segment, trajectory
+from tests.helpers.groups import SPEC, segment, trajectory
+from tests.helpers.stored import records_of
 
 TOKENS = 50_000  # 200 kB of rows, which is more than travels with a message
 RUN = "run"

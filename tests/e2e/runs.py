@@ -21,7 +21,7 @@ from message_queue.contract import QueueError
 from message_queue.disk_errors import JournalError
 from message_queue.recovery import open_queue
 from tests.conformance.reference import reference
-from tests.dense import behaviour_logprobs, param_versions
+from tests.helpers.dense import behaviour_logprobs, param_versions
 
 SMALL = (
     "task.factory=tests.e2e.parity_task:parity_task",

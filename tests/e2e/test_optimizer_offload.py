@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import assert_near, make_batch, save_tiny_moe, start_trainer
 

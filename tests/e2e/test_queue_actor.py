@@ -18,7 +18,7 @@ from message_queue.heads import head_of
 from message_queue.recovery import JournalPlace
 from message_queue.staleness import StalenessConfig
 from tests.e2e.queue_rollouter import RUN, Rollouter, made
-from tests.unit.groups import SPEC
+from tests.helpers.groups import SPEC
 
 
 @pytest.fixture(scope="module", autouse=True)

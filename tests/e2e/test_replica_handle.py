@@ -25,7 +25,7 @@ from async_rl.inference.replica import Replica
 from async_rl.rollout.dispatcher import WorkerLostError
 from message_queue.contract import Admission
 from message_queue.tokens import StopReason
-from tests.fakes import FakeEngine, fake_weights
+from tests.helpers.fakes import FakeEngine, fake_weights
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 

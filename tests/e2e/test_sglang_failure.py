@@ -40,7 +40,7 @@ PATIENCE_S = 30.0  # far below any time-out of the configuration but the load's
 
 @pytest.fixture(scope="module")
 def dense_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.tiny_models import qwen3_dense_config, save_checkpoint
+    from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
 
     require_sglang()
     return save_checkpoint(qwen3_dense_config(), tmp_path_factory.mktemp("dense"), seed=0)
@@ -113,7 +113,7 @@ async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(
     import torch
     from safetensors.torch import load_file, save_file
 
-    from tests.tiny_models import save_checkpoint
+    from tests.helpers.tiny_models import save_checkpoint
 
     require_sglang()
     path = save_checkpoint(mixtral(num_hidden_layers=2), tmp_path, seed=0) / "model.safetensors"

@@ -12,7 +12,7 @@ from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.support import (
     LAYERS,
     assert_equal_gradients,

@@ -11,10 +11,10 @@ import torch
 
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.state.checkpoint import TrainerCheckpointError
+from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
-from tests.tiny_models import qwen3_moe_config, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",

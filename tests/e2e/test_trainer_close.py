@@ -6,8 +6,8 @@ import weakref
 import psutil
 import pytest
 
+from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 from tests.parallel.support import make_batch, start_trainer
-from tests.tiny_models import qwen3_moe_config, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -12,7 +12,7 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
-from tests import numerics, tiny_models
+from tests.helpers import numerics, tiny_models
 from tests.parallel.support import (
     NO_UPDATE,
     TRAINER,

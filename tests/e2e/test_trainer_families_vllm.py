@@ -15,9 +15,9 @@ from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_envir
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
 from message_queue.tokens import TokenOutput
-from tests import numerics, tiny_models
 from tests.conformance.conftest import generate, prompt, publish, request
 from tests.conformance.reference import reference
+from tests.helpers import numerics, tiny_models
 from tests.parallel.support import assert_near, load_reference, make_batch, start_trainer
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests import numerics
+from tests.helpers import numerics
+from tests.helpers.tiny_models import qwen2_moe_config, qwen3_moe_config, save_checkpoint
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
-from tests.tiny_models import qwen2_moe_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [
     pytest.mark.numerics,

@@ -7,8 +7,8 @@ import torch
 
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests import numerics, tiny_models
 from tests.e2e.test_trainer_families import exported, saved
+from tests.helpers import numerics, tiny_models
 from tests.parallel.support import (
     TRAINER,
     assert_equal_gradients,

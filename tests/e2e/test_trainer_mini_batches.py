@@ -8,7 +8,7 @@ import torch
 from async_rl.config import load_config
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.support import (
     LAYERS,
     TOP_K,

@@ -9,7 +9,7 @@ from async_rl.trainer.batch.routed_experts import RoutingError
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import read_update
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.support import (
     LAYERS,
     assert_equal_steps,

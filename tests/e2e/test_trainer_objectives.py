@@ -14,7 +14,7 @@ from async_rl.trainer.loss.losses import (
     LossName,
 )
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.support import (
     assert_equal_gradients,
     assert_equal_metrics,

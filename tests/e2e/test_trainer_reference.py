@@ -7,7 +7,7 @@ import torch
 
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.support import (
     assert_equal_gradients,
     gradients,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from async_rl.trainer.loss.losses import LossConfig
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.support import (
     EXPERTS,
     LAYERS,

@@ -7,7 +7,8 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ContractError
-from tests import numerics
+from tests.helpers import numerics
+from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
 from tests.parallel.support import (
     VOCAB,
     add_support,
@@ -24,7 +25,6 @@ from tests.parallel.support import (
     start_trainer,
     support_of,
 )
-from tests.tiny_models import qwen3_dense_config, save_checkpoint
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 

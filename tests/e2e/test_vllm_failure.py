@@ -42,7 +42,7 @@ PATIENCE_S = 30.0  # far below any time-out of the configuration but the load's
 
 @pytest.fixture(scope="module")
 def dense_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.tiny_models import qwen3_dense_config, save_checkpoint
+    from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
 
     return save_checkpoint(qwen3_dense_config(), tmp_path_factory.mktemp("dense"), seed=0)
 

@@ -14,7 +14,6 @@ import pytest
 from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import RoutedExperts
-from tests import numerics
 from tests.conformance.conftest import VOCAB, generate, prompt, publish, request, slowly, start_vllm, until_sampled
 from tests.conformance.reference import (
     gap_with_rows,
@@ -22,6 +21,7 @@ from tests.conformance.reference import (
     reference,
     reference_of_parts,
 )
+from tests.helpers import numerics
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
@@ -43,7 +43,7 @@ def assert_agrees(model: Any, tokens: Any, logprobs: Any, rows: Any, *, start: i
 async def test_deepseek_agrees_with_transformers_fresh_updated_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from tests.tiny_models import deepseek_v3_config, save_checkpoint, spread_model
+    from tests.helpers.tiny_models import deepseek_v3_config, save_checkpoint, spread_model
 
     paths = [save_checkpoint(deepseek_v3_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     models = [spread_model(deepseek_v3_config(), seed=seed) for seed in (0, 1)]
@@ -91,7 +91,7 @@ def family_config(family: str) -> Any:
     """8 experts, top-2."""
     import transformers
 
-    from tests.tiny_models import COMMON, glm4_moe_config
+    from tests.helpers.tiny_models import COMMON, glm4_moe_config
 
     fields = {**COMMON, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_experts_per_tok": 2}
     match family:
@@ -113,7 +113,7 @@ def family_config(family: str) -> Any:
 async def test_a_family_agrees_free_forced_and_over_an_update_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ):
-    from tests.tiny_models import save_checkpoint, spread_model
+    from tests.helpers.tiny_models import save_checkpoint, spread_model
 
     paths = [save_checkpoint(family_config(family), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     models = [spread_model(family_config(family), seed=seed) for seed in (0, 1)]
@@ -152,7 +152,7 @@ async def test_a_family_agrees_free_forced_and_over_an_update_in_flight(
 async def test_a_dense_model_is_updated_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: Literal["keep", "recompute"], tied: bool
 ):
-    from tests.tiny_models import qwen3_dense_config, save_checkpoint, spread_model
+    from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint, spread_model
 
     model = qwen3_dense_config(tie_word_embeddings=tied)
     paths = [save_checkpoint(model, tmp_path / str(seed), seed=seed) for seed in (0, 1)]
@@ -182,7 +182,7 @@ async def test_a_dense_model_is_updated_in_flight(
 async def test_tensor_parallel_workers_agree_load_alike_and_end_with_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+    from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
 
     paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))

@@ -20,9 +20,9 @@ from async_rl.config import ClusterConfig
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import StopReason
-from tests import numerics
 from tests.conformance.conftest import generate, prompt, request
 from tests.conformance.reference import gap_with_rows, reference
+from tests.helpers import numerics
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
@@ -48,7 +48,7 @@ def cluster() -> Iterator[None]:
 async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_behind(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+    from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
 
     paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
@@ -108,7 +108,7 @@ def test_an_actor_that_no_node_can_hold_is_refused_by_field(cluster: None, wante
 
 
 async def test_a_tensor_parallel_replica_serves_inside_the_placement_group_of_a_run(cluster: None, tmp_path: Path):
-    from tests.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+    from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
 
     placement = Placement(ClusterConfig(), ranks=0, replicas=1, workers=0, gpus_per_replica=0)
     await placement.ready()
@@ -132,7 +132,7 @@ async def test_a_tensor_parallel_replica_serves_inside_the_placement_group_of_a_
 
 
 async def test_an_engine_that_does_not_start_shows_the_root_cause_in_its_log(cluster: None, tmp_path: Path):
-    from tests.tiny_models import qwen3_dense_config, save_checkpoint
+    from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
 
     with pytest.raises(EngineError, match="replica-0: start failed") as raised:
         await ReplicaHandle.start(

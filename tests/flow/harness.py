@@ -43,7 +43,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, state_of_checkpoint
 from message_queue.staleness import StalenessConfig
-from tests.fakes import SPEC, FakeEngine, SeededScript, fake_weights
+from tests.helpers.fakes import SPEC, FakeEngine, SeededScript, fake_weights
 
 STOP = 1
 VOCAB = 40

@@ -14,10 +14,10 @@ from message_queue.content import ContentWriter
 from message_queue.disk_errors import JournalFull, JournalSettingsError
 from message_queue.journal import EventStore
 from message_queue.progress import TrajectoryClosed
-from tests.dense import behaviour_logprobs, param_versions
-from tests.fakes import fake_logprob, true_rows
 from tests.flow.crashes import STEPS, Kill, Life
 from tests.flow.test_pipeline import check_ledger
+from tests.helpers.dense import behaviour_logprobs, param_versions
+from tests.helpers.fakes import fake_logprob, true_rows
 
 BATCH = 4
 

@@ -15,7 +15,7 @@ from tests.flow.crashes import STEPS, Life
 from tests.flow.harness import FakeTrainer, Harness, Prompts
 from tests.flow.test_crashes import check, lives_of
 from tests.flow.test_pipeline import check_ledger
-from tests.unit.groups import trajectory
+from tests.helpers.groups import trajectory
 
 
 class Rewards:

@@ -12,11 +12,11 @@ from async_rl.run import causes
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.heads import head_of
 from message_queue.trajectory import PromptGroup
-from tests.dense import behaviour_logprobs, loss_mask, param_versions
-from tests.fakes import fake_logprob, true_rows
-from tests.faults import FAULTS
 from tests.flow.harness import FakeTrainer, Harness
 from tests.flow.test_pipeline import check_ledger
+from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions
+from tests.helpers.fakes import fake_logprob, true_rows
+from tests.helpers.faults import FAULTS
 
 
 def now_and_then(share):

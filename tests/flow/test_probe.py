@@ -17,9 +17,9 @@ from async_rl.rollout.schedule import read_schedule
 from async_rl.trainer.batch.training_batch import supervised_batch
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup
-from tests.fakes import SPEC, FakeEngine, SeededScript
 from tests.flow.harness import FakeTrainer, Harness
-from tests.unit.groups import segment, trajectory
+from tests.helpers.fakes import SPEC, FakeEngine, SeededScript
+from tests.helpers.groups import segment, trajectory
 
 PROBE = MismatchConfig()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from async_rl.trainer.distributed import open_store
 from async_rl.trainer.loss.losses import LossConfig
-from tests import numerics, tiny_models
+from tests.helpers import numerics, tiny_models
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
 from tests.parallel.support import NO_UPDATE, gradients, make_batch, padded_rank

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
-from tests import numerics, tiny_models
+from tests.helpers import numerics, tiny_models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ import torch
 from async_rl.files.atomic_dir import partial_folder
 from async_rl.trainer.distributed import open_store
 from async_rl.trainer.model.model import ParallelConfig
+from tests.helpers.killed_saves import kill_before_touch
 from tests.parallel.processes import rank_processes
 from tests.parallel.ranks import ADAM, LIMIT_S
 from tests.parallel.support import make_batch, make_supervised_batch, start_trainer
-from tests.unit.killed_saves import kill_before_touch
 
 NEXT_SEEDS = (3, 4)
 

@@ -21,8 +21,8 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.routing_rows import RowRun
 from message_queue.sampling_support import SamplingSupport
 from message_queue.training_sequence import TrainingSequence, sampled_runs
-from tests import numerics
-from tests.tiny_models import qwen3_moe_config, save_checkpoint
+from tests.helpers import numerics
+from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
 VOCAB, EXPERTS, TOP_K, LAYERS = 117, 8, 2, (1, 2, 3)
 LENGTHS = (23, 9, 31, 14, 9, 17)

@@ -4,7 +4,7 @@ import pytest
 
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import ParallelConfig
-from tests import tiny_models
+from tests.helpers import tiny_models
 from tests.parallel.ranks import ADAM, assert_equal_cases, run_case, run_on_ranks
 from tests.parallel.support import LENGTHS, load_reference, make_batch, policy_terms, reference_step, start_trainer
 

@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import ParallelConfig
-from tests import numerics
+from tests.helpers import numerics
 from tests.parallel.ranks import ADAM, BALANCE, assert_equal_cases, run_balance_case, run_case, run_on_ranks
 from tests.parallel.support import (
     TRAINER,

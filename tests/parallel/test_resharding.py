@@ -12,6 +12,7 @@ from async_rl.inference.checkpoint_weights import digest_checkpoint
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.weights.pretrained import keep_model_files
+from tests.helpers.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import NEXT_SEEDS, Chain, pretrained_folder, run_chains, whole_tensors
 from tests.parallel.support import (
@@ -25,7 +26,6 @@ from tests.parallel.support import (
     reference_step,
     start_trainer,
 )
-from tests.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [
     pytest.mark.numerics,

@@ -1,0 +1,29 @@
+"""A replica in its process: what becomes of the requests of a client that died."""
+
+import asyncio
+
+import numpy as np
+
+from agent_loop.engine import GenerateRequest
+from async_rl.cluster.actors import ReplicaHost
+from async_rl.cluster.rpc import Call
+from tests.helpers.fakes import FakeEngine, SeededScript
+
+
+async def test_the_requests_of_a_dead_client_leave_the_engine_and_others_stay():
+    engine = FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8), token_s=60.0)
+    host = ReplicaHost()
+    host._serve(engine)
+    exchanges = []
+    for number, client in enumerate(("worker-0", "worker-1")):
+        request = GenerateRequest(request_id=f"{client}#0.", token_ids=np.array([2, 3], np.int32), max_new_tokens=9)
+        call = Call(number, "generate", (request,), {})
+        exchanges.append(asyncio.create_task(host.exchange(client, [call], [])))
+    async with asyncio.timeout(10):
+        while engine.in_flight < 2:  # noqa: ASYNC110 - the fake has no event for it
+            await asyncio.sleep(0)
+    await host.forget_client("worker-0")
+    assert engine.in_flight == 1
+    for exchange in exchanges:
+        exchange.cancel()
+    await host.forget_client("worker-1")

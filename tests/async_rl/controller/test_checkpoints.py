@@ -1,0 +1,112 @@
+"""Checkpoints appear whole, are pruned, and round-trip the driver's state."""
+
+import subprocess
+import sys
+
+import pytest
+
+from async_rl.config import CheckpointConfig
+from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.rollout.validator import is_due
+from message_queue.queue import Admission, QueueSnapshot
+from tests.helpers.killed_saves import BEFORE, NoRecords
+
+STATE = RunState(
+    train_step=4,
+    param_version=2,
+    version_updates={0: 0, 1: 2, 2: 4},
+    prompt_cursor=70,
+    unfinished_prompts=(61, 66),
+    queue=QueueSnapshot(
+        next_group=71,
+        next_update=4,
+        version=2,
+        update=4,
+        unfinished=(Admission(group=70, prompt=66, admitted_version=2, admitted_update=4),),
+    ),
+)
+
+
+class Saver:
+    def __init__(self, error=None):
+        self._error = error
+
+    async def save(self, directory):
+        directory.mkdir()
+        (directory / "model").write_text("weights")
+        if self._error:
+            raise self._error
+
+
+async def test_the_state_reads_back(tmp_path):
+    path = await Checkpoints(tmp_path, config=CheckpointConfig()).save(STATE, trainer=Saver(), records=NoRecords())
+    state = read_run_state(path)
+    assert state.version_updates == STATE.version_updates
+    assert state.queue == STATE.queue
+    assert (path / "trainer" / "model").exists()
+
+
+async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_path):
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+    first = await checkpoints.save(STATE, trainer=Saver(), records=NoRecords())
+    with pytest.raises(OSError):
+        await checkpoints.save(RunState(train_step=5), trainer=Saver(OSError("disk full")), records=NoRecords())
+    assert checkpoints.latest() == first
+    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+
+
+async def test_a_step_that_is_saved_again_is_the_new_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+    for version in (1, 2):
+        path = await checkpoints.save(
+            RunState(train_step=4, param_version=version), trainer=Saver(), records=NoRecords()
+        )
+    assert read_run_state(path).param_version == 2
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("step", [6, BEFORE[-1]], ids=["a new step", "the same step again"])
+def test_a_kill_at_any_touch_of_the_disk_leaves_whole_checkpoints(tmp_path, step):
+    subprocess.run([sys.executable, "-m", "tests.helpers.killed_saves", str(tmp_path), str(step)], check=True)
+    runs = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
+    assert len(runs) > 15
+    seen = set()
+    for run in runs:
+        checkpoints = Checkpoints(run, config=CheckpointConfig())
+        checkpoints.recover()
+        names = {path.name for path in run.iterdir()}
+        assert names <= {"step-000002", "step-000004", f"step-{step:06d}"}, run.name
+        assert {"step-000004"} <= names, run.name
+        for path in run.iterdir():
+            word = {3: "old", 5: "newer"}[read_run_state(path).param_version]
+            held = {file.name: file.read_text() for file in (path / "trainer").iterdir()}
+            assert held == {"model": word, "optimizer": word}, run.name
+        seen.add((checkpoints.latest().name, read_run_state(checkpoints.latest()).param_version))
+    assert seen == {("step-000004", 3), (f"step-{step:06d}", 5)}
+
+
+def test_recovering_a_run_that_never_saved_is_nothing(tmp_path):
+    Checkpoints(tmp_path / "checkpoints", config=CheckpointConfig()).recover()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_only_the_newest_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig(keep=2))
+    for step in (2, 9, 10):
+        await checkpoints.save(RunState(train_step=step), trainer=Saver(), records=NoRecords())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-000010"]
+
+
+@pytest.mark.parametrize("content", [None, b"{", b'{"format": 99, "state": {}}'])
+def test_what_is_no_checkpoint_is_refused_with_the_way_out(tmp_path, content):
+    if content is not None:
+        (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(ValueError, match="resume"):
+        read_run_state(tmp_path)
+
+
+def test_due_is_the_batch_that_reaches_the_interval():
+    assert [s for s in range(1, 12) if is_due(s, every=5, per_batch=1)] == [5, 10]
+    assert [s for s in range(4, 41, 4) if is_due(s, every=10, per_batch=4)] == [12, 20, 32, 40]
+    assert [s for s in range(7, 31, 4) if is_due(s, every=4, per_batch=4)] == list(range(7, 31, 4))
+    assert not is_due(5, every=0, per_batch=1)

@@ -1,0 +1,222 @@
+"""A loss of power at any moment leaves a whole checkpoint, and the records of all steps that it holds."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from async_rl.config import CheckpointConfig, load_config
+from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.controller.resume import Resume
+from async_rl.files.atomic_dir import partial_folder, publish_folder
+from async_rl.metrics.recorder import Recorder, StepRecord
+from async_rl.metrics.truncation import ENDED_UNSEEN, RECORD_LOST, missing_records
+from async_rl.rollout.group_contents import StoredContent
+from message_queue.contract import QueueSnapshot
+from message_queue.ledger import LedgerCounts
+from tests.async_rl.metrics.test_observe import Null
+from tests.helpers.power_loss import Disk
+
+STEPS = 4
+
+
+class Saver:
+    """A trainer that writes two files as `async_rl.trainer.state.checkpoint` does."""
+
+    def __init__(self, word):
+        self._word = word
+
+    async def save(self, directory):
+        partial_folder(directory).mkdir()
+        for name in ("model", "optimizer"):
+            (partial_folder(directory) / name).write_text(self._word)
+        publish_folder(directory)
+
+
+class Lines(Null):
+    """A console that keeps what it is told."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def state_of(step):
+    ledger = LedgerCounts(admitted=step, trained=step)
+    return RunState(train_step=step, queue=QueueSnapshot(next_group=step, ledger=ledger))
+
+
+def record(recorder, step):
+    """One step, in which the group of that number was trained."""
+    recorder.step(StepRecord(metrics={"train_step": step}, staleness_tokens={}, schedule=[]))
+    recorder.ledger([{"group": step - 1, "outcome": "trained", "train_step": step}])
+
+
+class Run:
+    """Steps with a checkpoint of each, the last of them saved twice; whole, or until the power is lost."""
+
+    def __init__(self, root, target):
+        self.directory, self.target = root / "outputs" / "run", target
+        self.returned = 0  # newest step whose save returned
+        self.seen = set()
+        self.disks = 0
+
+    async def go(self, disk):
+        recorder = Recorder(self.directory, console=Null(), scalars=Null())
+        checkpoints = Checkpoints(self.directory / "checkpoints", config=CheckpointConfig(keep=2))
+        with contextlib.closing(recorder):
+            for step in (*range(1, STEPS + 1), STEPS):
+                if step > self.returned:
+                    record(recorder, step)
+                await checkpoints.save(state_of(step), trainer=Saver(f"step {step}"), records=recorder)
+                self.returned = step
+                disk.step()
+
+    def look(self, disk, _step):
+        for left in disk.left_overs(self.target):
+            self.disks += 1
+            self.check(left / self.directory.relative_to(self.directory.parents[1]))
+
+    def check(self, directory):
+        checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(keep=2))
+        checkpoints.recover()
+        latest = checkpoints.latest()
+        step = 0 if latest is None else read_run_state(latest).train_step
+        self.seen.add(step)
+        assert step >= self.returned, f"{directory}: the checkpoint of step {self.returned} was there and is lost"
+        if latest is None:
+            return
+        held = {path.name: path.read_text() for path in (latest / "trainer").iterdir()}
+        assert held == dict.fromkeys(("model", "optimizer"), f"step {step}"), directory
+        assert missing_records(directory, train_step=step, trained=step) == [], directory
+
+
+async def lose_power_everywhere(tmp_path):
+    root, target = tmp_path / "disk", tmp_path / "left"
+    root.mkdir(), target.mkdir()
+    run = Run(root.resolve(), target)
+    with Disk(root.resolve(), look=run.look) as disk:
+        await run.go(disk)
+    return run
+
+
+async def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_and_its_records(tmp_path):
+    run = await lose_power_everywhere(tmp_path)
+    assert run.seen == set(range(STEPS + 1)) and run.disks > 200
+
+
+def break_sync_of_records(patch):
+    patch.setattr(Recorder, "sync", lambda self: None)
+
+
+def break_sync_of_files(patch):
+    patch.setattr("async_rl.files.atomic_dir._sync_tree", lambda folder: None)
+
+
+def break_sync_of_names(patch):
+    from async_rl.files import atomic_dir
+
+    whole = atomic_dir.sync_path
+    patch.setattr(atomic_dir, "sync_path", lambda path: None if path.name == "checkpoints" else whole(path))
+
+
+def break_making_of_folders(patch):
+    patch.setattr("async_rl.metrics.recorder.make_folder", lambda folder: folder.mkdir(parents=True))
+
+
+@pytest.mark.parametrize(
+    "plant", [break_sync_of_records, break_sync_of_files, break_sync_of_names, break_making_of_folders]
+)
+async def test_a_sync_that_is_left_out_is_found(tmp_path, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        await lose_power_everywhere(tmp_path)
+
+
+# ---- records that are shorter than their checkpoint
+
+
+def recorded(directory):
+    recorder = Recorder(directory, console=Null(), scalars=Null())
+    for step in range(1, STEPS + 1):
+        record(recorder, step)
+    recorder.close()
+
+
+def gone_on(directory, **of):
+    """What a person is told, and the ledger, of a run that goes on after the last step."""
+    console = Lines()
+    recorder = Recorder(directory, console=console, scalars=Null())
+    recorder.go_on_after(STEPS, **{"next_group": STEPS, "live": (), "trained": STEPS} | of)
+    recorder.close()
+    return console.notes, [json.loads(line) for line in (directory / "ledger.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "schedule.jsonl", "ledger.jsonl"])
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_record_file_that_lost_its_end_is_told_of(tmp_path, name, cut):
+    recorded(tmp_path)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[:-cut])
+    lost = STEPS - whole[:-cut].count(b"\n") - (cut == 1)  # a record without its line's end is whole
+    notes, ledger = gone_on(tmp_path)
+    assert [name in note for note in notes] == [True] * bool(lost)
+    assert len(ledger) == STEPS
+    for line in ledger[STEPS - lost :] if name == "ledger.jsonl" else ():
+        assert (line["outcome"], line["reason"]) == ("dropped", RECORD_LOST)
+
+
+def test_lines_that_are_damaged_cost_no_line_after_them(tmp_path):
+    recorded(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b"\0" * 9 + b"\xff\n" + b"".join(lines[2:]))
+    notes, _ = gone_on(tmp_path)
+    assert len(notes) == 1 and "metrics.jsonl lacks 1 train steps, 2 to 2" in notes[0]
+    left = [json.loads(line)["train_step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert left == [1, 3, 4]
+
+
+def test_an_empty_record_file_is_told_of(tmp_path):
+    recorded(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    notes, _ = gone_on(tmp_path)
+    assert len(notes) == 1 and f"lacks {STEPS} train steps" in notes[0]
+
+
+def test_records_of_another_run_are_not_missed(tmp_path):
+    assert gone_on(tmp_path, next_group=0, trained=None) == ([], [])
+
+
+def test_a_group_that_ended_after_the_checkpoint_is_no_lost_record(tmp_path):
+    recorded(tmp_path)
+    notes, ledger = gone_on(tmp_path, next_group=STEPS + 1)
+    assert ["ledger.jsonl" in note for note in notes] == [True] and ledger[-1]["reason"] == ENDED_UNSEEN
+
+
+async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tmp_path):
+    directory = tmp_path / "run"
+    recorded(directory)
+    recorder = Recorder(directory, console=Null(), scalars=Null())
+    checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig())
+    checkpoint = await checkpoints.save(state_of(STEPS), trainer=Saver("weights"), records=recorder)
+    recorder.close()
+    restored = SimpleNamespace(
+        began=False, live=frozenset(), given_up=frozenset(), next_group=STEPS, open=(), replay=0, notes=()
+    )
+
+    def notes_of(output_dir, *, resume):
+        config = load_config([f"output_dir={output_dir}", f"resume={resume}", "trainer.router_replay=R3"])
+        console = Lines()
+        recorder = Recorder(output_dir, console=console, scalars=Null())
+        Resume(config).rewind(restored, StoredContent(), recorder)
+        recorder.close()
+        return [note for note in console.notes if "lacks" in note]
+
+    assert notes_of(directory, resume="auto") == []
+    assert notes_of(tmp_path / "other", resume=checkpoint) == [], "the records are where the run was"
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert len(notes_of(directory, resume="auto")) == 1

@@ -1,0 +1,311 @@
+"""Bad input is refused before any process starts, with the field, the value and the way out."""
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import CONFIGS, RECIPES, ROOT, ConfigError, load_config, recipe_overrides
+from tests.helpers import tiny_models
+
+TOP_LEVEL = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
+
+
+@pytest.fixture
+def dense_checkpoint(tmp_path):
+    tiny_models.qwen3_dense_config(max_position_embeddings=4096).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def moe_checkpoint(tmp_path):
+    tiny_models.qwen3_moe_config(max_position_embeddings=4096, dense_layers=()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL)
+def test_every_top_level_config_builds_a_run(name):
+    assert load_config([], config_name=name).total_train_steps > 0
+
+
+@pytest.mark.parametrize(("group", "choice"), GROUPS)
+def test_every_choice_of_every_group_builds_a_run(group, choice, dense_checkpoint):
+    extra = (
+        [f"model.checkpoint={dense_checkpoint}", "trainer.router_replay=none"]
+        if (group, choice) == ("model", "hugging_face")
+        else []
+    )
+    load_config([f"{group}={choice}", *extra])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "output_dir=somewhere",
+        "total_train_steps=3",
+        "seed=4",
+        "engine=vllm",
+        "engine.replicas=2",
+        "staleness.max_staleness=3",
+        "staleness.policy=drop",
+        "rollout.on_update=drain",
+        "rollout.on_update=keep",
+        "rollout.resume_routing=append",
+        "rollout.resume_routing=force",
+        "rollout.resume_routing=replace",
+        "rollout.resume_routing=split",
+        "rollout.limits.max_refused_answers=0",
+        "journal.fsync=true",
+        "engine=sglang",
+        "sync.every=2",
+        "sync.transport=shm",
+        "trainer.router_replay=R2",
+        "trainer.router_replay=none",
+        "trainer.recompute=full",
+        "trainer.packing=false",
+        "loss=ppo_clip",
+        "resume=never",
+        "resume=auto",
+    ],
+)
+def test_the_documented_overrides_exist(override):
+    load_config([override])
+
+
+@pytest.mark.parametrize("override", ["total_train_steps=0", "warm_start.steps=0"])
+def test_no_steps_suit_the_default_schedule(override):
+    config = load_config([override])
+    assert 0 in (config.total_train_steps, config.warm_start.steps)
+
+
+def test_a_decay_without_steps_is_refused_in_a_run_that_trains():
+    with pytest.raises(ConfigError, match=r"optimizer\.decay .*decay_steps=0"):
+        load_config(["optimizer.decay_steps=0"])
+    with pytest.raises(ConfigError, match=r"optimizer\.decay .*decay_steps=0"):
+        load_config(["warm_start.optimizer.decay_steps=0", "total_train_steps=0"])
+
+
+def test_a_parallel_layout_can_be_asked_for():
+    config = load_config(["trainer.ranks=2", "trainer.parallel.tensor=2"])
+    assert config.trainer.parallel.tensor == 2
+    for field in ("pipeline", "virtual_pipeline", "expert", "expert_tensor", "context"):
+        load_config([f"trainer.parallel.{field}=1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["trainr.recompute=full"], ["trainr"]),
+        (["staleness.max_stalenes=2"], ["max_stalenes"]),
+        (["engine=trt"], ["trt"]),
+        (["total_train_steps=many"], ["total_train_steps", "many"]),
+        (["total_train_steps=-1"], ["total_train_steps", "-1"]),
+        (["staleness.max_staleness=-2"], ["staleness.max_staleness", "-2"]),
+        (["staleness.policy=wish"], ["staleness.policy", "wish"]),
+        (["rollout.on_update=hope"], ["rollout.on_update", "hope"]),
+        (["rollout.trajectories_per_group=1"], ["rollout.trajectories_per_group", "advantage.name=grpo"]),
+        (["rollout.kv=keep"], ["rollout.kv", "rollout.on_update=resume"]),
+        (["rollout.resume_routing=wish"], ["rollout.resume_routing", "wish"]),
+        (["rollout.resume_routing=force", "trainer.router_replay=none"], ["rollout.resume_routing", "router_replay"]),
+        (["engine=sglang", "engine.kv_cache_tokens=5"], ["engine.kv_cache_tokens", "5"]),
+        (["engine=sglang", "engine.block_size=32"], ["engine.block_size"]),
+        (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch", "0"]),
+        (["rollout.sampling.temperature=-1"], ["temperature", "-1"]),
+        (["rollout.sampling.temperature=0.001"], ["temperature", "0.001"]),
+        (["rollout.sampling.top_p=2"], ["top_p", "2"]),
+        (["rollout.sampling.min_p=1"], ["min_p", "1"]),
+        (["rollout.sampling.min_p=-0.1"], ["min_p", "-0.1"]),
+        (["engine=sglang", "rollout.sampling.top_k=20000"], ["rollout.sampling.top_k", "20000", "sglang"]),
+        (["rollout.limits.max_tokens=100000"], ["rollout.limits.max_tokens", "100000", "engine.max_model_len"]),
+        (["sync.every=3", "staleness.max_staleness=1"], ["staleness.max_staleness", "1", "sync.every=3"]),
+        (["staleness.policy=recycle", "staleness.max_recycles=0"], ["staleness.max_recycles", "0", "drop"]),
+        (
+            ["rollout.failure.on_failed=fill", "rollout.failure.max_fills=9"],
+            ["rollout.failure.max_fills is 9", "trajectories_per_group=8"],
+        ),
+        (["sync.transport=disk"], ["sync.transport", "sync.directory"]),
+        (["sync.directory=/tmp"], ["sync.directory", "/tmp", "sync.transport=disk"]),
+        (["staleness.max_recycles=2"], ["staleness.max_recycles is 2", "staleness=recycle"]),
+        (["staleness=drop", "staleness.max_recycles=2"], ["staleness.max_recycles is 2"]),
+        (["rollout.failure.max_fills=2"], ["rollout.failure.max_fills is 2", "rollout.failure.on_failed=fill"]),
+        (["journal.fsync=always"], ["journal.fsync", "always"]),
+        (["loss=ppo_clip", "loss.behaviour_weight_cap=99"], ["loss.behaviour_weight_cap is 99", "loss.name=ppo_clip"]),
+        (["loss=gspo", "loss.name=tis"], ["loss.clip_low", "loss.name=tis"]),
+        (["loss.kl_estimator=k2"], ["loss.kl_estimator is k2", "loss.kl_coefficient"]),
+        (["trainer.router_replay=R4"], ["router_replay", "R4"]),
+        (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),
+        (["trainer.replay_threshold=0.5", "trainer.router_replay=none"], ["replay_threshold=0", "router_replay"]),
+        (["engine.enforce_eager=false"], ["enforce_eager"]),
+        (["engine.device=cpu", "cluster.gpus_per_replica=1"], ["cluster.gpus_per_replica is 1", "engine.device=cpu"]),
+        (["engine.device=cuda", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=cuda"]),
+        (["cluster=ray", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=auto"]),
+        (["cluster.gpus_per_replica=1", "engine.tensor_parallel=2"], ["gpus_per_replica is 1", "tensor_parallel=2"]),
+        (
+            ["cluster.gpus_per_replica=2.5", "engine.tensor_parallel=2"],
+            ["gpus_per_replica is 2.5", "tensor_parallel=2"],
+        ),
+        (["cluster.gpus_per_replica=1.5"], ["cluster.gpus_per_replica is 1.5"]),
+        (["cluster.gpus_per_replica=-1"], ["cluster.gpus_per_replica is -1"]),
+        (["+cluster.rank_env.OMP_NUM_THREADS=4"], ["cluster.rank_env", "OMP_NUM_THREADS"]),
+        (["+cluster.replica_env.VLLM_USE_V2_MODEL_RUNNER=0"], ["cluster.replica_env", "VLLM_USE_V2_MODEL_RUNNER"]),
+        (["engine=sglang", "+cluster.replica_env.CUDA_VISIBLE_DEVICES=0"], ["cluster.replica_env", "CUDA_VISIBLE"]),
+        (["+cluster.rank_env.NCCL_DEBUG=[1]"], ["cluster.rank_env.NCCL_DEBUG"]),
+        (["engine.block_size=33"], ["block_size", "33"]),
+        (["optimizer.decay=wavy"], ["decay", "wavy"]),
+        (["loss.name=wish"], ["loss", "wish"]),
+        (["loss.temperature=0.5"], ["loss.temperature", "0.5", "rollout.sampling.temperature"]),
+        (["trainer.updates_per_batch=2", "staleness.max_staleness=0"], ["max_staleness is 0", "per_batch=2", "to 3"]),
+        (["trainer.updates_per_batch=2", "sync.every=3"], ["sync.every is 3", "trainer.updates_per_batch=2"]),
+        (["trainer.updates_per_batch=2", "total_train_steps=3"], ["total_train_steps is 3", "updates_per_batch=2"]),
+        (
+            ["trainer.updates_per_batch=5", "staleness.max_staleness=9"],
+            ["rollout.groups_per_batch is 32", "trainer.updates_per_batch=5"],
+        ),
+        (
+            ["trainer.updates_per_batch=32", "total_train_steps=64", "staleness.max_staleness=31", "trainer.ranks=16"],
+            ["trainer.updates_per_batch=32", "16 data-parallel ranks"],
+        ),
+        (["rollout.groups_per_batch=3", "rollout.trajectories_per_group=3", "trainer.ranks=2"], ["9", "2"]),
+        (["model=hugging_face", "model.checkpoint=/nowhere"], ["model.checkpoint", "/nowhere"]),
+        (["model=hugging_face"], ["model.checkpoint"]),
+        (["resume=/nowhere"], ["resume", "/nowhere"]),
+        (["task.factory=nonsense"], ["task.factory", "nonsense"]),
+        (["+wish=1"], ["wish"]),
+    ],
+    ids=lambda value: "+".join(value)[:48] if isinstance(value, list) else None,
+)
+def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 2, "one clear error, not a page"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        ([], 0),
+        (["engine.device=cuda"], 1),
+        (["engine.device=cuda", "engine.tensor_parallel=4"], 4),
+        (["engine.tensor_parallel=4"], 0),
+        (["cluster=ray", "engine.tensor_parallel=2"], 2),
+        (["cluster=ray", "engine.device=cpu", "engine.tensor_parallel=2"], 0),
+        (["cluster=ray", "cluster.gpus_per_replica=0.5"], 0.5),
+        (["cluster=ray", "cluster.gpus_per_replica=4", "engine.tensor_parallel=2"], 4),
+    ],
+)
+def test_gpus_of_a_replica_follow_from_the_device_and_tensor_parallel(overrides, gpus):
+    assert load_config(overrides).gpus_per_replica == gpus
+
+
+@pytest.mark.parametrize("overrides", [["engine.device=cuda"], ["cluster=ray"]])
+def test_cuda_graphs_are_allowed_with_routing_replay_off_the_cpu(overrides):
+    assert load_config([*overrides, "engine.enforce_eager=false"]).captures_routing
+
+
+def test_rules_about_the_device_wait_for_a_device_of_another_machine(moe_checkpoint):
+    model = ["model=hugging_face", f"model.checkpoint={moe_checkpoint}", "engine.block_size=48"]
+    with pytest.raises(ConfigError, match=r"engine\.block_size is 48"):
+        load_config([*model, "engine.device=cpu", "cluster=ray"])
+    load_config([*model, "cluster=ray"])
+
+
+def test_the_documented_cluster_command_is_accepted():
+    lines = iter((ROOT / "docs" / "how_to.md").read_text().splitlines())
+    command = next(line for line in lines if line.strip().startswith("python -m async_rl.run cluster=ray")).split()
+    while command[-1] == "\\":
+        command[-1:] = next(lines).split()
+    config = load_config(command[3:])
+    assert config.sync.transport == "disk", "it asks for more GPUs than one node has"
+
+
+def test_environment_variables_of_ranks_and_replicas_are_text():
+    config = load_config(["+cluster.rank_env.NCCL_DEBUG=INFO", "+cluster.rank_env.CUDA_DEVICE_MAX_CONNECTIONS=1"])
+    assert config.cluster.rank_env == {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def paths_of(config, prefix=""):
+    """Dotted name and value of each path, at any depth."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Path):
+            yield f"{prefix}{field.name}", value
+        elif is_dataclass(value):
+            yield from paths_of(value, f"{prefix}{field.name}.")
+
+
+def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
+    monkeypatch.chdir(dense_checkpoint)
+    (dense_checkpoint / "run.json").touch()
+    config = load_config(
+        [
+            *("model=hugging_face", "model.checkpoint=.", "trainer.router_replay=none", "engine=sglang"),
+            *("output_dir=runs/one", "resume=.", "schedule=plan", "task.prompt_file=prompts.jsonl"),
+            *("sync.transport=disk", "sync.directory=weights", "warm_start.cache=warm", "engine.python=bin/python"),
+        ]
+    )
+    found = dict(paths_of(config))
+    assert {name: str(path.relative_to(dense_checkpoint)) for name, path in found.items()} == {
+        "output_dir": "runs/one",
+        "resume": ".",
+        "schedule": "plan",
+        "model.checkpoint": ".",
+        "engine.python": "bin/python",
+        "sync.directory": "weights",
+        "warm_start.cache": "warm",
+        "task.prompt_file": "prompts.jsonl",
+    }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sync.directory=/tmp", "sync.transport=disk"],
+        ["staleness=recycle", "staleness.max_recycles=2"],
+        ["rollout.failure.max_fills=2", "rollout.failure.on_failed=fill"],
+        ["rollout.failure.max_retries=0"],
+        ["journal.fsync=true"],
+        ["loss.kl_estimator=k2", "loss.kl_coefficient=0.1"],
+        ["loss=gspo", "loss.name=ppo_clip"],
+        ["validation.prompts=0"],
+    ],
+    ids="+".join,
+)
+def test_an_option_that_has_an_effect_is_accepted(overrides):
+    load_config(overrides)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)
+def test_every_recipe_builds_a_run(recipe):
+    assert load_config(recipe_overrides(recipe)).total_train_steps > 0
+
+
+@pytest.mark.parametrize("content", [None, "cells: {}", "overrides: 3", "["])
+def test_a_recipe_that_is_none_is_refused_with_its_path(tmp_path, content):
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"--recipe.*recipe\.yaml"):
+        recipe_overrides(path)
+
+
+def test_routing_replay_of_a_dense_model_is_refused(dense_checkpoint):
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay is R3.*dense.*trainer\.router_replay=none"):
+        load_config(["model=hugging_face", f"model.checkpoint={dense_checkpoint}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "granitemoe"}, r"model\.checkpoint: .*model_type 'granitemoe'"),
+        ({"hidden_act": "gelu"}, r"model\.checkpoint: .*hidden_act='gelu'"),
+    ],
+)
+def test_a_model_that_the_trainer_does_not_build_is_refused(moe_checkpoint, changes, message):
+    path = moe_checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        load_config(["model=hugging_face", f"model.checkpoint={moe_checkpoint}"])

@@ -1,0 +1,64 @@
+"""`python -m async_rl.export`: what is refused before any weight is read."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from async_rl.export import EXIT_REFUSED, main
+from async_rl.trainer.model.model import TrainerConfig
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with checkpoints of steps 2 and 4, the latter half removed."""
+    directory = tmp_path / "run"
+    (directory / "model").mkdir(parents=True)
+    (directory / "config.yaml").write_text(json.dumps({"trainer": asdict(TrainerConfig())}))
+    for step in (2, 4):
+        (directory / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    (directory / "checkpoints" / "step-000002" / "run.json").touch()
+    return directory
+
+
+def refused(capsys, *arguments):
+    """The one line that says why."""
+    assert main([str(argument) for argument in arguments]) == EXIT_REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_export_refuses_a_folder_that_is_no_run_directory(capsys, tmp_path):
+    assert str(tmp_path / "nowhere") in refused(capsys, tmp_path / "nowhere")
+    assert "config.yaml" in refused(capsys, tmp_path)
+
+
+def test_export_refuses_a_config_that_is_not_of_a_run(capsys, run):
+    (run / "config.yaml").write_text("trainer: 3")
+    assert "config.yaml" in refused(capsys, run)
+
+
+def test_export_refuses_a_step_without_a_whole_checkpoint(capsys, run):
+    line = refused(capsys, run, "--step", 4)
+    assert "--step" in line and "steps 2" in line
+
+
+def test_export_refuses_a_run_without_checkpoints(capsys, run):
+    (run / "checkpoints" / "step-000002" / "run.json").unlink()
+    assert str(run / "checkpoints") in refused(capsys, run)
+
+
+def test_export_refuses_an_output_that_exists(capsys, run):
+    (run / "export" / "step-000002").mkdir(parents=True)
+    assert "--out" in refused(capsys, run)
+    assert "--out" in refused(capsys, run, "--out", run / "model")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_export_refuses_a_checkpoint_that_is_damaged(capsys, run):
+    from tests.helpers.tiny_models import qwen3_dense_config
+
+    qwen3_dense_config(num_hidden_layers=1).save_pretrained(run / "model")
+    assert "trainer.json" in refused(capsys, run)
+    assert not (run / "export").exists()

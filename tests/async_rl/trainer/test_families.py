@@ -1,0 +1,145 @@
+"""Model configs as the trainer reads them: what each family means, and what is refused with a way out."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import modeling_rope_utils
+
+from async_rl.trainer.model.families import FAMILIES, read_shape, weight_names
+from async_rl.weights.model_info import CheckpointError, read_model_info
+from tests.helpers import numerics, tiny_models
+
+pytestmark = pytest.mark.numerics
+
+CONFIGS = {
+    "deepseek_v3": tiny_models.deepseek_v3_config,
+    "glm4_moe": tiny_models.glm4_moe_config,
+    "mixtral": tiny_models.mixtral_config,
+    "qwen2": tiny_models.qwen2_config,
+    "qwen2_moe": tiny_models.qwen2_moe_config,
+    "qwen3": tiny_models.qwen3_dense_config,
+    "qwen3_moe": tiny_models.qwen3_moe_config,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+
+
+def write(folder, family, **changes):
+    """A folder with the config of `family`; a value of None takes the field out."""
+    config = CONFIGS[family]().to_dict() | changes
+    config = {name: value for name, value in config.items() if name not in changes or value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_every_family_is_tested_here():
+    assert CONFIGS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_trainer_and_model_info_agree_about_layers_and_experts(tmp_path, family):
+    folder = write(tmp_path, family)
+    shape, info = read_shape(folder), read_model_info(folder)
+    assert info.family == family
+    layers = shape.megatron.get("moe_layer_freq", [])
+    if info.routing is None:
+        assert not any(layers)
+        return
+    assert [i for i, has_experts in enumerate(layers) if has_experts] == list(info.routing.layers)
+    assert shape.megatron["num_moe_experts"] == info.routing.num_experts
+    assert shape.megatron["moe_router_topk"] == info.routing.top_k
+
+
+SLIDING = "attends to the whole sequence"
+REFUSED = [
+    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config='fp8'.*convert the checkpoint"),
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'.*SiLU"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True.*bias on the output"),
+    ("qwen3", {"mlp_bias": True}, "mlp_bias=True"),
+    ("qwen2", {"use_sliding_window": True}, f"use_sliding_window=True.*{SLIDING}"),
+    ("qwen2_moe", {"layer_types": ["sliding_attention", "full_attention"]}, f"sliding_attention.*{SLIDING}"),
+    ("mixtral", {"sliding_window": 4096}, f"sliding_window=4096.*{SLIDING}"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'.*plain and yarn"),
+    ("qwen3_moe", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("glm4_moe", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor=0.1.* 3 of 32 channels"),
+    ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'.*sigmoid"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
+    ("deepseek_v3", {"n_group": 4, "topk_group": 2}, r"topk_group=2.*num_experts_per_tok // topk_group = 1"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "no field 'kv_lora_rank', which deepseek_v3 needs"),
+    ("qwen3", {"model_type": "llama"}, "model_type 'llama'; the trainer builds deepseek_v3, glm4_moe, mixtral"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED, ids=[f"{f}-{next(iter(c))}" for f, c, _ in REFUSED])
+def test_what_is_not_built_is_refused_by_name_and_value(tmp_path, family, changes, message):
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_shape(write(tmp_path, family, **changes))
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"mscale": 0.7, "mscale_all_dim": 1.0},
+        {"attention_factor": 1.3, "beta_fast": 16, "beta_slow": 2},
+        {"truncate": False},
+        {"factor": 2.0, "original_max_position_embeddings": 64},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_moe"])
+def test_yarn_angles_equal_those_of_transformers(tmp_path, family, fields):
+    rope = {**YARN, **fields, **({"partial_rotary_factor": 0.5} if family == "glm4_moe" else {})}
+    config = CONFIGS[family](rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
+    ours = read_shape(tmp_path).rope
+    # A power of the base: the rounding of its exponent is multiplied by the logarithm of the base.
+    rtol = numerics.FACTOR * numerics.EPSILON * math.log(rope["rope_theta"])
+    torch.testing.assert_close(ours.frequencies(), theirs, rtol=rtol, atol=0.0)
+    assert ours.amplitude == pytest.approx(amplitude)
+
+
+def test_rope_of_old_configs_is_read_too(tmp_path):
+    folder = write(
+        tmp_path,
+        "deepseek_v3",
+        rope_parameters=None,
+        rope_theta=5000.0,
+        rope_scaling={"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0},
+    )
+    shape = read_shape(folder)
+    assert shape.rope.base == 5000.0
+    assert shape.rope.dim == 64
+    assert shape.rope.yarn is not None
+    assert shape.megatron["softmax_scale"] == pytest.approx((0.1 * 3.6888794541 + 1) ** 2 / 192**0.5)
+
+
+def test_weights_have_the_names_of_their_family(tmp_path):
+    def names(family, weight):
+        (folder := tmp_path / family).mkdir(exist_ok=True)
+        return weight_names(read_shape(write(folder, family)), weight).names
+
+    expert = "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
+    experts = "model.layers.3.mlp.experts.5."
+    assert names("qwen3_moe", expert) == (f"{experts}gate_proj.weight", f"{experts}up_proj.weight")
+    old = "model.layers.3.block_sparse_moe.experts.5."
+    assert names("mixtral", expert) == (f"{old}w1.weight", f"{old}w3.weight")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert names("glm4_moe", "decoder.layers.1.mlp.router.expert_bias") == (bias,)
+    gate = "model.layers.0.mlp.shared_expert_gate.weight"
+    assert names("qwen2_moe", "decoder.layers.0.mlp.shared_experts.gate_weight") == (gate,)
+    down = "model.layers.2.self_attn.kv_a_proj_with_mqa.weight"
+    assert names("deepseek_v3", "decoder.layers.2.self_attention.linear_kv_down_proj.weight") == (down,)
+    with pytest.raises(KeyError):
+        names("qwen3", "decoder.layers.0.mlp.router.weight")

@@ -1,0 +1,255 @@
+"""Router replay of one layer: what is forced, what is counted, and which experts a threshold leaves out."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.metrics.registry import metric_of
+from async_rl.trainer.batch.routed_experts import RoutingError, replayed_rows
+from async_rl.trainer.metrics import routing_metrics, routing_sums
+from async_rl.trainer.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, layer_tables
+from message_queue.routing_rows import RowRun
+from message_queue.tokens import RoutingSpec
+from message_queue.training_sequence import TrainingSequence
+from tests.helpers import numerics
+
+pytestmark = pytest.mark.numerics
+
+ROUNDING = numerics.rounding(16)  # a softmax of 8 scores, some sums and a quotient
+EXPERTS, TOP_K = 8, 3
+ROUTING = RoutingSpec(layers=(1, 3, 4), num_experts=EXPERTS, top_k=TOP_K)
+
+
+def top_k(scores, k, num_groups=None, group_topk=None):
+    return torch.topk(scores, k, dim=1)
+
+
+def softmax_router(*, pre_softmax=False):
+    return SimpleNamespace(
+        score_function="softmax", expert_bias=None, config=SimpleNamespace(moe_router_pre_softmax=pre_softmax)
+    )
+
+
+def sigmoid_router(bias):
+    return SimpleNamespace(score_function="sigmoid", expert_bias=bias, config=SimpleNamespace())
+
+
+def routed(scores, table, *, router=None, threshold=0.0, real=None):
+    """(scores, experts, sums) of layer 1 replaying `table`."""
+    replay = LayerReplay(router or softmax_router(), layer=1, threshold=threshold)
+    real = torch.ones(len(scores), dtype=torch.bool) if real is None else real
+    replay.routing = MicroBatchRouting(mode="replay", tables={1: table}, real=real)
+    given_scores, experts = replay.get_replay_topk(scores, TOP_K, default_compute_topk=top_k)
+    sums = replay.routing.sums.get(1)
+    return given_scores, experts, sums if sums is None else dict(zip(ROUTING_SUMS, sums.tolist(), strict=True))
+
+
+def random_case(seed, rows=6):
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, EXPERTS, generator=g)
+    recorded = torch.rand(rows, EXPERTS, generator=g).topk(TOP_K).indices
+    return scores, recorded
+
+
+CASES = st.integers(0, 10_000)
+
+
+@given(CASES, st.floats(0, 1))
+def test_a_row_keeps_k_different_experts_and_all_that_are_likely_enough(seed, threshold):
+    scores, recorded = random_case(seed)
+    probabilities, live = scores.softmax(-1), scores.topk(TOP_K).indices
+    experts, refused = keep_likely(recorded, live, probabilities, threshold=threshold)
+    floor = threshold * probabilities.gather(1, live).min(1).values
+    for row in range(len(scores)):
+        chosen, own, held = set(experts[row].tolist()), set(live[row].tolist()), recorded[row].tolist()
+        likely = {e for e in held if probabilities[row, e] >= floor[row]}
+        assert len(chosen) == TOP_K
+        assert likely <= chosen <= likely | own
+        assert [e in likely for e in held] == (~refused[row]).tolist()
+
+
+@given(CASES)
+def test_a_threshold_of_zero_keeps_every_recorded_expert(seed):
+    scores, recorded = random_case(seed)
+    experts, refused = keep_likely(recorded, scores.topk(TOP_K).indices, scores.softmax(-1), threshold=0.0)
+    assert torch.equal(experts, recorded)
+    assert not refused.any()
+
+
+@given(CASES)
+def test_a_threshold_of_one_gives_the_live_choice_as_a_set(seed):
+    scores, recorded = random_case(seed)
+    live = scores.topk(TOP_K).indices
+    experts, _ = keep_likely(recorded, live, scores.softmax(-1), threshold=1.0)
+    assert torch.equal(experts.sort(-1).values, live.sort(-1).values)
+
+
+def test_the_best_of_the_own_choice_takes_the_place_of_a_refused_expert():
+    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.09, 0.01]])
+    experts, refused = keep_likely(torch.tensor([[4, 1, 3]]), torch.tensor([[0, 1, 2]]), probabilities, threshold=0.4)
+    assert refused.tolist() == [[True, False, False]]
+    assert experts.tolist() == [[1, 3, 0]]
+
+
+def test_replay_forces_the_recorded_experts_and_keeps_the_gradient_of_their_scores():
+    scores, recorded = random_case(0)
+    scores.requires_grad_()
+    chosen, experts, _ = routed(scores, recorded)
+    assert torch.equal(experts, recorded)
+    chosen.sum().backward()
+    assert torch.equal(scores.grad, torch.zeros_like(scores).scatter(1, recorded, 1.0))
+
+
+def test_counts_are_of_real_tokens_and_tell_fallback_from_replay():
+    scores = torch.tensor([[4.0, 3, 2, 1, 0, -1, -2, -3]]).repeat(4, 1)
+    table = torch.tensor([[0, 1, 2], [0, 1, 7], [-1, -1, -1], [5, 6, 7]])
+    _, experts, sums = routed(scores, table, real=torch.tensor([True, True, True, False]))
+    assert experts.tolist() == [[0, 1, 2], [0, 1, 7], [0, 1, 2], [5, 6, 7]]
+    p = scores[0].softmax(-1)
+    expected = {"agreeing": 5, "replayed": 6, "refused": 0, "fallback": 1, "rows": 3}
+    assert {name: sums[name] for name in expected} == expected
+    assert sums["mass"] == pytest.approx(2 * float(p[0] + p[1]) + float(p[2] + p[7]), rel=ROUNDING)
+
+
+def test_a_pass_without_gradient_counts_nothing():
+    with torch.no_grad():
+        assert routed(*random_case(1))[2] is None
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_what_is_replayed_does_not_depend_on_whether_it_is_counted(threshold):
+    case = random_case(2)
+    with torch.no_grad():
+        uncounted = routed(*case, threshold=threshold)[1]
+    assert torch.equal(routed(*case, threshold=threshold)[1], uncounted)
+
+
+def test_refused_experts_are_counted_and_overlap_is_of_the_recorded_ones():
+    scores = torch.tensor([[4.0, 3, 2, 1, 0, -1, -2, -9]])
+    _, experts, sums = routed(scores, torch.tensor([[7, 0, 3]]), threshold=0.2)
+    assert sorted(experts[0].tolist()) == [0, 1, 3]
+    assert (sums["refused"], sums["replayed"], sums["agreeing"]) == (1, 3, 1)
+
+
+def test_the_mass_of_a_sigmoid_router_leaves_out_the_bias_that_steers_its_choice():
+    scores = torch.rand(1, EXPERTS, generator=torch.Generator().manual_seed(3))
+    bias = torch.linspace(-1, 1, EXPERTS)
+    table = torch.tensor([[0, 1, 2]])
+    sums = routed(scores + bias, table, router=sigmoid_router(bias))[2]
+    assert sums["mass"] == pytest.approx(float(scores[0, :3].sum() / scores.sum()), rel=ROUNDING)
+
+
+def test_the_mass_of_a_router_that_scores_by_probability_is_their_sum():
+    scores = torch.randn(1, EXPERTS, generator=torch.Generator().manual_seed(4)).softmax(-1)
+    sums = routed(scores, torch.tensor([[0, 1, 2]]), router=softmax_router(pre_softmax=True))[2]
+    assert sums["mass"] == pytest.approx(float(scores[0, :3].sum()), rel=ROUNDING)
+
+
+def test_metrics_are_of_each_layer_and_of_all_and_every_key_has_a_meaning():
+    scores = torch.tensor([[4.0, 3, 2, 1, 0, -1, -2, -3]]).repeat(2, 1)
+    routing = MicroBatchRouting(mode="replay", tables={}, real=torch.ones(2, dtype=torch.bool))
+    for layer, rows in ((1, [[0, 1, 2], [0, 1, 7]]), (3, [[5, 6, 7], [-1, -1, -1]])):
+        replay = LayerReplay(softmax_router(), layer=layer)
+        routing.tables[layer], replay.routing = torch.tensor(rows), routing
+        replay.get_replay_topk(scores, TOP_K, default_compute_topk=top_k)
+    metrics = routing_metrics(routing_sums([routing, None], layers=(1, 3)), layers=(1, 3))
+    assert metrics["routing/overlap"] == pytest.approx(5 / 9)
+    assert metrics["routing/overlap_layer1"] == pytest.approx(5 / 6)
+    assert metrics["routing/overlap_layer3"] == 0
+    assert metrics["routing/fallback_fraction"] == 0.25
+    assert metrics["routing/gate_mass_layer3"] == pytest.approx(scores[0].softmax(-1)[5:].sum().item())
+    assert metrics["routing/fallback_fraction_layer3"] == 0.5
+    assert 0 < metrics["routing/gate_mass_layer3"] < metrics["routing/gate_mass"] < metrics["routing/gate_mass_layer1"]
+    assert all(metric_of(key) is not None for key in metrics)
+    assert metric_of("loss_layer1") is None and metric_of("routing/overlap_layer") is None
+
+
+def test_a_layer_without_rows_and_rows_of_another_shape_are_refused():
+    scores, recorded = random_case(5)
+    replay = LayerReplay(softmax_router(), layer=2)
+    replay.routing = MicroBatchRouting(mode="replay", tables={1: recorded}, real=torch.ones(6, dtype=torch.bool))
+    with pytest.raises(RoutingError, match=r"layer 2 has experts but no routing rows.*\[1\]"):
+        replay.get_replay_topk(scores, TOP_K, default_compute_topk=top_k)
+    with pytest.raises(RoutingError, match=r"6 tokens to 3 experts each, but its routing rows have shape \[5, 3\]"):
+        routed(scores, recorded[:5])
+
+
+def sequence_of(rows, *, length, row_runs=None):
+    """A sequence of `length` tokens over the rows uint8 [r, L, K]."""
+    return TrainingSequence(
+        token_ids=np.zeros(length, np.int32),
+        runs=(),
+        logprobs=np.zeros(0, np.float32),
+        rows=rows,
+        row_runs=row_runs or (RowRun(len(rows), 0),),
+    )
+
+
+def numbered_rows(length):
+    """uint8 [length, 3, K]: position, layer place and choice say which experts a row has."""
+    experts = np.arange(length)[:, None, None] + 2 * np.arange(3)[:, None] + np.arange(TOP_K)
+    return (experts % EXPERTS).astype(np.uint8)
+
+
+@pytest.mark.parametrize("layers", [(3,), (1, 3), (1, 4), (4, 1), ()])
+def test_replayed_rows_are_those_of_the_layers_and_tokens_asked_for(layers):
+    rows = numbered_rows(4)
+    runs = (RowRun(1, 3), RowRun(1, -1), RowRun(2, 3))
+    sequences = {4: sequence_of(rows[:2], length=3), 9: sequence_of(rows, length=5, row_runs=runs)}
+    of, positions = np.array([0, 0, 0, 1, 1, 1, 1, 2]), np.array([0, 1, 2, 0, 1, 3, 4, 0])
+    found, live = replayed_rows(sequences, of, positions, routing=ROUTING, layers=layers)
+    assert (found.dtype, found.shape) == (np.uint8, (8, len(layers), TOP_K))
+    assert live.tolist() == [False, False, True, False, True, False, True, True]
+    tables = layer_tables(torch.from_numpy(found), torch.from_numpy(live), layers=layers, to=torch.device("cpu"))
+    assert tuple(tables) == layers
+    for layer, table in tables.items():
+        expected = rows[positions[~live], ROUTING.layers.index(layer)]
+        assert table[~torch.from_numpy(live)].tolist() == expected.tolist()
+        assert (table[torch.from_numpy(live)] == -1).all()
+
+
+def test_replayed_rows_of_many_experts_keep_ids_of_two_bytes():
+    spec = RoutingSpec(layers=(1,), num_experts=300, top_k=2)
+    rows = np.array([[[299, 7]]], np.uint16)
+    found, live = replayed_rows(
+        {0: sequence_of(rows, length=2)}, np.zeros(2, int), np.arange(2), routing=spec, layers=(1,)
+    )
+    tables = layer_tables(torch.from_numpy(found), torch.from_numpy(live), layers=(1,), to=torch.device("cpu"))
+    assert tables[1].tolist() == [[299, 7], [-1, -1]]
+
+
+def with_expert(rows, value):
+    rows[1, 2, 0] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (with_expert(numbered_rows(3), EXPERTS), "sequence 9, position 1, layer 4"),
+        (with_expert(numbered_rows(3), 6), "a duplicate expert.*position 1, layer 4"),
+        (numbered_rows(3)[:, 1:], r"layers \[1, 3, 4\]"),
+        (numbered_rows(3).astype(np.uint16), "uint16"),
+        (numbered_rows(5), "sequence 9 of 4 tokens"),
+        (None, "trainer.router_replay"),
+    ],
+    ids=["range", "duplicate", "layers", "type", "too many", "absent"],
+)
+def test_replayed_rows_that_do_not_fit_are_refused(rows, found):
+    bad = sequence_of(numbered_rows(3), length=4)
+    bad = replace(bad, rows=rows)
+    of, positions = np.repeat([0, 1], 4), np.tile(np.arange(4), 2)
+    with pytest.raises(RoutingError, match=found):
+        replayed_rows(
+            {4: sequence_of(numbered_rows(3), length=4), 9: bad}, of, positions, routing=ROUTING, layers=(3, 4)
+        )
+
+
+def test_replayed_rows_of_a_layer_that_the_batch_lacks_are_refused():
+    with pytest.raises(RoutingError, match=r"routes layers \[2\], but rows exist for layers \[1, 3, 4\]"):
+        replayed_rows({}, np.zeros(0, int), np.zeros(0, int), routing=ROUTING, layers=(2, 3))

@@ -1,0 +1,149 @@
+"""The writer of Hugging Face checkpoint folders: shards, index, dtype, and a folder that is whole or not there."""
+
+import json
+import weakref
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from async_rl.files import atomic_dir
+from async_rl.inference.checkpoint_weights import digest_checkpoint
+from async_rl.weights import pretrained
+from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.pretrained import keep_model_files, save_pretrained
+from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
+
+FILES = {"config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The files of a model beside its weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "tiny", "torch_dtype": "float32"}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def tensors(count=5, *, dtype=torch.bfloat16):
+    """`count` tensors of 16 elements, and a small one of another dtype."""
+    for i in range(count):
+        yield f"layer.{i}", torch.arange(16).to(dtype) + i
+    yield "bias", torch.ones(2, dtype=torch.float32)
+
+
+def digest_of(named):
+    digest = WeightsDigest()
+    for name, tensor in named:
+        digest.update(name, tensor)
+    return digest.hexdigest()
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_save_pretrained_writes_one_file_if_one_shard_suffices(tmp_path, model):
+    save_pretrained(tmp_path / "final", tensors(), like=model)
+    assert names(tmp_path / "final") == FILES | {"model.safetensors"}
+    with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {name for name, _ in tensors()}
+        assert file.metadata() == {"format": "pt"}
+    assert digest_checkpoint(tmp_path / "final") == digest_of(tensors())
+
+
+def test_save_pretrained_shards_by_size_and_indexes_every_tensor(tmp_path, model):
+    save_pretrained(tmp_path / "final", tensors(), like=model, max_shard_bytes=80)
+    shards = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert names(tmp_path / "final") == FILES | {*shards, "model.safetensors.index.json"}
+    index = json.loads((tmp_path / "final" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 32 + 8
+    found = {}
+    for shard in shards:
+        with safe_open(tmp_path / "final" / shard, "pt") as file:
+            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        assert sum(tensor.nbytes for tensor in held.values()) <= 80
+        assert [index["weight_map"][name] for name in held] == [shard] * len(held)
+        found |= held
+    assert digest_of(found.items()) == digest_of(tensors()) == digest_checkpoint(tmp_path / "final")
+
+
+def test_save_pretrained_holds_no_more_tensors_than_a_shard(tmp_path, model):
+    alive, most = 0, 0
+
+    def counted():
+        nonlocal alive, most
+        for i in range(20):
+            tensor = torch.full((16,), float(i))
+            alive += 1
+            most = max(most, alive)
+            weakref.finalize(tensor.untyped_storage(), leave)
+            yield f"layer.{i}", tensor
+
+    def leave():
+        nonlocal alive
+        alive -= 1
+
+    save_pretrained(tmp_path / "final", counted(), like=model, max_shard_bytes=3 * 64)
+    assert most <= 3 + 2  # a shard, the next tensor, and the one that the generator still has
+
+
+def test_save_pretrained_gives_a_tensor_above_the_limit_its_own_shard(tmp_path, model):
+    save_pretrained(tmp_path / "final", tensors(3), like=model, max_shard_bytes=8)
+    assert len(list((tmp_path / "final").glob("*.safetensors"))) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_pretrained_says_the_dtype_of_the_weights(tmp_path, model, dtype):
+    save_pretrained(tmp_path / "final", tensors(dtype=dtype), like=model)
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    expected = str(dtype).removeprefix("torch.")
+    assert (config["dtype"], config["torch_dtype"], config["model_type"]) == (expected, expected, "tiny")
+
+
+def test_save_pretrained_copies_no_weights_of_the_model_it_is_like(tmp_path, model):
+    for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        (model / name).touch()
+    save_pretrained(tmp_path / "final", tensors(), like=model)
+    assert names(tmp_path / "final") == FILES | {"model.safetensors"}
+
+
+def test_save_pretrained_that_fails_leaves_the_folder_before(tmp_path, model, monkeypatch):
+    def full_disk():
+        yield from tensors(1)
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        save_pretrained(tmp_path / "final", full_disk(), like=model)
+    assert names(tmp_path) == {"model"}
+    save_pretrained(tmp_path / "final", tensors(), like=model)
+    with pytest.raises(OSError, match="no space"):
+        save_pretrained(tmp_path / "final", full_disk(), like=model)
+    assert names(tmp_path) == {"model", "final"} and digest_checkpoint(tmp_path / "final") == digest_of(tensors())
+
+
+def test_save_pretrained_goes_through_the_folder_that_appears_whole(tmp_path, model, monkeypatch):
+    seen = []
+
+    def publish(folder):
+        seen.append((folder.exists(), names(atomic_dir.partial_folder(folder))))
+        atomic_dir.publish_folder(folder)
+
+    monkeypatch.setattr(pretrained, "publish_folder", publish)
+    save_pretrained(tmp_path / "final", tensors(), like=model)
+    assert seen == [(False, FILES | {"model.safetensors"})]
+
+
+def test_keep_model_files_keeps_all_but_weights_and_adds_generation(tmp_path):
+    checkpoint = save_checkpoint(qwen3_dense_config(), tmp_path / "start", seed=0)
+    (checkpoint / "tokenizer.json").write_text("{}")
+    keep_model_files(checkpoint, tmp_path / "run" / "model")
+    assert names(tmp_path / "run" / "model") == {"config.json", "tokenizer.json", "generation_config.json"}
+    generation = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 2
+    (checkpoint / "generation_config.json").write_text('{"temperature": 0.6}')
+    keep_model_files(checkpoint, tmp_path / "run" / "model")
+    assert json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text()) == {"temperature": 0.6}

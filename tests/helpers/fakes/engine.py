@@ -1,0 +1,331 @@
+"""A stand-in for an engine with the life cycle of a replica, held to the contract of one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from async_rl.inference.replica import ReplicaStats
+from async_rl.inference.spans import cut_into_segments
+from async_rl.weights.transport import WeightUpdate
+from message_queue.sampling_support import SamplingSupport
+from message_queue.tokens import (
+    ContractError,
+    RoutedExperts,
+    RoutingSpec,
+    StopReason,
+    TokenOutput,
+    WeightVersion,
+)
+from tests.helpers.fakes.sampled import SPEC, Script, fake_kept, fake_logprob, fake_row, fake_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """After `after` more tokens of a decode, `load` if given; then the decode ends, or with `goes_on` goes on."""
+
+    after: int
+    load: int | None = None
+    goes_on: bool = False
+
+
+Fault = Callable[[GenerateRequest, list[TokenOutput]], list[TokenOutput]]
+"""What becomes of an answer on its way; tests/helpers/faults.py has a collection."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A decode under way. interrupt: it is to end now. moving: it is not frozen. landed: its caller has the result."""
+
+    interrupt: asyncio.Event = field(default_factory=asyncio.Event)
+    moving: asyncio.Event = field(default_factory=asyncio.Event)
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self) -> None:
+        self.interrupt.set()
+        self.moving.set()
+
+
+class FakeEngine:
+    """An Engine with the life cycle of a replica: pause, abort, freeze, load, resume; one event loop, no threads.
+
+    Args:
+        script: next token given the tokens so far.
+        token_s: seconds per token on the event loop's clock; 0 gives way to other tasks after each token.
+        interruptions: consumed one per `generate` call, and one more after each that lets its decode go on; None lets
+            that call run through.
+        context_length: a decode that reaches it ends with LENGTH.
+        fail: called with each request before it decodes; what it returns is raised.
+        faults: consumed one per answer, which it spoils; None leaves it good.
+        edge: whether answers are checked as a replica does, which makes bad ones AnswerError; else they are passed on.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        routing: RoutingSpec | None = SPEC,
+        token_s: float = 0.0,
+        interruptions: Iterable[Interruption | None] = (),
+        context_length: int = 1 << 20,
+        fail: Callable[[GenerateRequest], Exception | None] = lambda _request: None,
+        faults: Iterable[Fault | None] = (),
+        edge: bool = True,
+        name: str = "fake-0",
+        version: int = 0,
+    ) -> None:
+        self.name = name
+        self.requests: list[GenerateRequest] = []
+        self.loads: list[tuple[int, str]] = []  # (version, kv)
+        self.weights = fake_weights(version)
+        self.num_tokens = 0
+        self._script = script
+        self._routing = routing
+        self._token_s = token_s
+        self._interruptions = iter(interruptions)
+        self._context_length = context_length
+        self._fail = fail
+        self._faults = iter(faults)
+        self._edge = edge
+        self._dead: ReplicaLostError | None = None
+        self._hung = False
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running: dict[str, _Flight] = {}
+        self._prefixes: Counter[str] = Counter()  # of the ids that run
+        self._idle = asyncio.Event()  # set while nothing runs
+        self._idle.set()
+
+    # ---- life cycle
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that decode now, frozen ones too; those that wait at the pause are not among them."""
+        return len(self._running)
+
+    async def pause(self) -> None:
+        """New decodes wait; running ones go on."""
+        await self._answering()
+        self._open.clear()
+
+    async def resume(self) -> None:
+        await self._answering()
+        self._open.set()
+        for flight in self._running.values():
+            flight.moving.set()
+
+    async def abort(self) -> int:
+        """End every running decode with what it has; returns their number once all have answered."""
+        await self._answering()
+        flights = list(self._running.values())
+        for flight in flights:
+            flight.end()
+        for flight in flights:
+            await flight.landed.wait()
+        return len(flights)
+
+    async def drain(self) -> None:
+        """Return when nothing runs. Pause first, or new decodes may prolong it."""
+        await self._answering()
+        await self._idle.wait()
+        await self._answering()
+
+    async def freeze(self) -> int:
+        """Hold every running decode until `resume`."""
+        await self._answering()
+        if self._open.is_set():
+            raise EngineError(f"{self.name}: freeze while serving; call pause first")
+        for flight in self._running.values():
+            flight.moving.clear()
+        return len(self._running)
+
+    async def load(self, update: WeightUpdate | WeightVersion, *, kv: str = "recompute") -> WeightVersion:
+        """Serve other weights from now on.
+
+        Raises:
+            EngineError: not paused, or a decode is in flight that is not frozen.
+        """
+        await self._answering()
+        moving = sum(flight.moving.is_set() for flight in self._running.values())
+        if self._open.is_set() or moving:
+            raise EngineError(f"{self.name}: load with {moving} decodes in flight; pause and abort first")
+        self.weights = update.weights if isinstance(update, WeightUpdate) else update
+        self.loads.append((self.weights.version, kv))
+        return self.weights
+
+    async def checksum(self) -> str:
+        return self.weights.digest
+
+    async def stats(self) -> ReplicaStats:
+        await self._answering()
+        return ReplicaStats(in_flight=self.in_flight, tokens_sampled=self.num_tokens, busy_seconds=0.0)
+
+    def die(self, cause: str = "killed") -> None:
+        """Fail every request and every control call, running or new."""
+        self._dead = ReplicaLostError(f"replica {self.name} is dead: {cause}")
+        self._open.set()
+        for flight in self._running.values():
+            flight.end()
+
+    def hang(self) -> None:
+        """Answer nothing from now on, neither requests nor control calls."""
+        self._hung = True
+
+    # ---- decoding
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        self._refuse_bad_ids(request)
+        self.requests.append(request)
+        await self._answering()
+        while not self._open.is_set():  # a pause may follow a resume before this task runs
+            await self._open.wait()
+        await self._answering()
+        if (failure := self._fail(request)) is not None:
+            raise failure
+        flight = self._running[request.request_id] = _Flight()
+        flight.moving.set()
+        self._idle.clear()
+        self._prefixes.update(prefixes := [request.request_id[:end] for end in range(1, len(request.request_id))])
+        try:
+            answer = await self._decode(request, flight)
+            return self._sent(request, answer)
+        finally:
+            del self._running[request.request_id]
+            self._prefixes.subtract(prefixes)
+            flight.landed.set()
+            if not self._running:
+                self._idle.set()
+
+    async def _decode(self, request: GenerateRequest, flight: _Flight) -> list[TokenOutput]:
+        ids = request.token_ids.tolist()
+        prompt, samplers = len(ids), list[WeightVersion]()
+        interruption, since = next(self._interruptions, None), 0
+        reason = StopReason.LENGTH
+        while len(samplers) < request.max_new_tokens and len(ids) < self._context_length:
+            await self._wait_for_token(flight)
+            while interruption is not None and since == interruption.after:
+                if interruption.load is not None:
+                    self.weights = fake_weights(interruption.load)
+                if not interruption.goes_on:
+                    flight.interrupt.set()
+                    break
+                interruption, since = next(self._interruptions, None), 0
+            if flight.interrupt.is_set():
+                reason = StopReason.ABORT
+                break
+            samplers.append(self.weights)
+            ids.append(self._script(np.asarray(ids, np.int32)))
+            since += 1
+            if ids[-1] in request.stop_token_ids:
+                reason = StopReason.STOP
+                break
+        self.num_tokens += len(samplers)
+        return self._output(request, ids[:prompt], ids[prompt:], samplers, reason)
+
+    def _output(
+        self,
+        request: GenerateRequest,
+        prompt: list[int],
+        sampled: list[int],
+        samplers: list[WeightVersion],
+        reason: StopReason,
+    ) -> list[TokenOutput]:
+        rows = None
+        if self._routing is not None and sampled:
+            held = range(request.rows_held, len(prompt) + len(sampled) - 1)
+            stacked = np.zeros((len(held), *self._routing.row_shape), np.uint8)
+            for at, position in enumerate(held):
+                stacked[at] = self._forward(request, [*prompt, *sampled], position, samplers)
+            rows = RoutedExperts(first_position=request.rows_held, experts=stacked)
+        logprobs = [
+            fake_logprob(token, len(prompt) + i, weights.version)
+            for i, (token, weights) in enumerate(zip(sampled, samplers, strict=True))
+        ]
+        support = None
+        if request.sampling.is_cut:
+            kept = [fake_kept(token, len(prompt) + i) for i, token in enumerate(sampled)]
+            support = SamplingSupport.pack(
+                np.array([len(ids) for ids in kept], np.int64), np.array([t for ids in kept for t in ids], np.int64)
+            )
+        spans = [(weights, len(list(run))) for weights, run in itertools.groupby(samplers)]
+        return cut_into_segments(
+            request,
+            token_ids=np.asarray(sampled, np.int32),
+            logprobs=np.asarray(logprobs, np.float32),
+            routed_experts=rows,
+            spans=spans or [(self.weights, 0)],
+            stop_reason=reason,
+            replica=self.name,
+            support=support,
+        )
+
+    def _forward(
+        self, request: GenerateRequest, ids: list[int], position: int, samplers: list[WeightVersion]
+    ) -> np.ndarray:
+        """The row of `position`: forced, or by the weights that sampled the next token of this decode."""
+        assert self._routing is not None
+        forced = request.forced_experts
+        if forced is not None and position < forced.end_position:
+            return forced.experts[position]
+        owner = samplers[max(0, position + 1 - len(request.token_ids))]
+        return fake_row(ids[position], position, owner.version, self._routing)
+
+    def _sent(self, request: GenerateRequest, answer: list[TokenOutput]) -> list[TokenOutput]:
+        """The answer as it arrives: spoiled if that is its turn, and checked if there is an edge."""
+        if (fault := next(self._faults, None)) is None:
+            return answer
+        try:
+            answer = fault(request, answer)
+            if self._edge:
+                check_at_edge(request, answer, routing=self._routing)
+        except ContractError as error:
+            raise AnswerError(f"{self.name}: request {request.request_id}: {error}") from error
+        return answer
+
+    async def _wait_for_token(self, flight: _Flight) -> None:
+        if not self._token_s:
+            await asyncio.sleep(0)
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._token_s):
+                    await flight.interrupt.wait()
+        await flight.moving.wait()
+        await self._answering()
+
+    async def _answering(self) -> None:
+        if self._hung:
+            await asyncio.Event().wait()
+        if self._dead is not None:
+            raise ReplicaLostError(str(self._dead))
+
+    def _refuse_bad_ids(self, request: GenerateRequest) -> None:
+        name = request.request_id
+        if self._prefixes[name] or any(name[:end] in self._running for end in range(1, len(name) + 1)):
+            raise EngineError(f"request id {name!r} is a prefix of one that runs, or begins with one")
+
+
+def check_at_edge(
+    request: GenerateRequest, answer: list[TokenOutput], *, routing: RoutingSpec | None, vocab_size: int = 1 << 20
+) -> None:
+    """What a replica checks before it returns an answer: every segment, and the extent of its rows.
+
+    Raises:
+        ContractError: the first thing that is wrong.
+    """
+    row, end = request.rows_held, len(request.token_ids)
+    for segment in answer:
+        segment.check(vocab_size=vocab_size, routing=routing, cut=request.sampling.is_cut)
+        end += len(segment)
+        given = segment.routed_experts
+        if given is not None and (given.first_position, given.end_position) != (row, end - 1):
+            raise ContractError(
+                f"routed_experts has rows {given.first_position}..{given.end_position - 1}; need {row}..{end - 2}"
+            )
+        row = max(row, end - 1)
