@@ -43,9 +43,9 @@ from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
 Config = TypeVar("Config")
-ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "configs"
-RECIPES = ROOT / "recipes"
+_PACKAGE = Path(__file__).resolve().parent
+_FILES = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # an installed wheel or a checkout
+CONFIGS, RECIPES = _FILES / "configs", _FILES / "recipes"
 
 
 FLOAT32_MAX_K3 = 1e-4

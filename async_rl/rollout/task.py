@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 from agent_loop.chat import Tokenizer
@@ -92,10 +93,20 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     """
     module, _, name = config.factory.partition(":")
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory = getattr(_import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"task.factory is {config.factory!r}, which cannot be imported: {error}") from error
     try:
         return cast(Task, factory(config.options, seed=seed))
     except TypeError as error:
         raise ValueError(f"task.options is {dict(config.options)}, which {config.factory} refuses: {error}") from error
+
+
+def _import_module(name: str) -> ModuleType:
+    """Import a module. The recipes of an installed wheel are below `async_rl`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if name.partition(".")[0] != "recipes" or error.name is None or not error.name.startswith("recipes"):
+            raise
+        return importlib.import_module(f"async_rl.{name}")

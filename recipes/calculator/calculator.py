@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.tools import ToolError
-from recipes.calculator.problems import apply_operator
+
+from .problems import apply_operator
 
 NAME = "calculator"
 ERROR_TEXT = "error"  # the reply to every failed call

@@ -16,10 +16,11 @@ from agent_loop.loop import Message
 from agent_loop.tools import MalformedCall, ToolError, parse_tool_calls
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
-from recipes.calculator.calculator import ERROR_TEXT, NAME, calculate
-from recipes.calculator.problems import Problem, make_prompt
-from recipes.calculator.reward import answer_text
-from recipes.calculator.tokenizer import END_OF_TURN
+
+from .calculator import ERROR_TEXT, NAME, calculate
+from .problems import Problem, make_prompt
+from .reward import answer_text
+from .tokenizer import END_OF_TURN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

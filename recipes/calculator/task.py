@@ -18,12 +18,13 @@ from agent_loop.tools import Gate, ToolRunner, describe_tool
 from async_rl.files.validation import explain
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
-from recipes.calculator.calculator import ERROR_TEXT, Calculator, LatencyConfig
-from recipes.calculator.demonstrator import Demonstrator
-from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
-from recipes.calculator.problems import ProblemConfig, draw_problem, make_prompt
-from recipes.calculator.reward import ExactAnswer
-from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
+
+from .calculator import ERROR_TEXT, Calculator, LatencyConfig
+from .demonstrator import Demonstrator
+from .model import TinyModelConfig, save_initial_checkpoint
+from .problems import ProblemConfig, draw_problem, make_prompt
+from .reward import ExactAnswer
+from .tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

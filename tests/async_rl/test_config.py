@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import CONFIGS, RECIPES, ROOT, ConfigError, load_config, recipe_overrides
+from async_rl.config import CONFIGS, RECIPES, ConfigError, load_config, recipe_overrides
 from tests.helpers import tiny_models
 
 TOP_LEVEL = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
@@ -214,7 +214,7 @@ def test_rules_about_the_device_wait_for_a_device_of_another_machine(moe_checkpo
 
 
 def test_the_documented_cluster_command_is_accepted():
-    lines = iter((ROOT / "docs" / "how_to.md").read_text().splitlines())
+    lines = iter((Path(__file__).parents[2] / "docs" / "how_to.md").read_text().splitlines())
     command = next(line for line in lines if line.strip().startswith("python -m async_rl.run cluster=ray")).split()
     while command[-1] == "\\":
         command[-1:] = next(lines).split()
