@@ -1,4 +1,4 @@
-"""Ray actors of a run and their placement; `handles.py` and `cluster/` have the typed driver side of each.
+"""Ray actors of a run and their placement; `clients.py` and the other modules here have the typed driver side of each.
 
 The classes are plain and tested without Ray; an actor only wraps one. Queue and replica are async actors: Ray runs up
 to 1,000 messages at a time on one event loop. Each client has one waiting message and one that brings calls.

@@ -29,6 +29,7 @@ from message_queue.tokens import TokenOutput, WeightVersion
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_STARTING = ("open_rendezvous", "start")  # calls of a trainer rank that may fail because another one died
 
 
 class TrainerError(RuntimeError):
@@ -36,7 +37,7 @@ class TrainerError(RuntimeError):
 
 
 class TrainerLostError(TrainerError):
-    """A trainer rank is dead or silent; another set of ranks may continue from a checkpoint."""
+    """A trainer rank is dead, silent or did not start; another set of ranks may continue from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,11 @@ class ReplicaHandle:
         try:
             await self._control(timeout_s, Replica.close)
         finally:
-            ray.kill(self.address.actor)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process."""
+        ray.kill(self.address.actor)
 
     async def _control(
         self,
@@ -228,6 +233,9 @@ class TrainerHandle:
     Args:
         planner: decides which rank trains which sequence of a batch.
         logs: folder with the output of each rank, whose end becomes a note of an error of that rank.
+
+    Attributes:
+        pids: process ids of the ranks, once they have started.
     """
 
     def __init__(
@@ -242,6 +250,7 @@ class TrainerHandle:
         self._logs = logs
         self._planner = planner
         self._timeout_s = timeout_s
+        self.pids: list[int] = []
 
     @classmethod
     async def start(
@@ -258,7 +267,11 @@ class TrainerHandle:
     ) -> TrainerHandle:
         """Start all ranks; they meet at an address of rank 0.
 
-        variables: of the environment, beside those that a rank needs.
+        Args:
+            variables: of the environment, beside those that a rank needs.
+
+        Raises:
+            TrainerLostError: a rank did not start; all are killed.
         """
         environment = {"env_vars": {**(variables or {}), **rank_environment(config)}}
         actors = [
@@ -268,15 +281,20 @@ class TrainerHandle:
             for i in range(config.ranks)
         ]
         handle = cls(actors, planner=Planner(config=config, loss=loss), timeout_s=timeout_s, logs=logs)
-        rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
-        common = {
-            "config": config,
-            "optimizer": optimizer,
-            "loss": loss,
-            "checkpoint": checkpoint,
-            "rendezvous": rendezvous,
-        }
-        await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
+        try:
+            rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
+            common = {
+                "config": config,
+                "optimizer": optimizer,
+                "loss": loss,
+                "checkpoint": checkpoint,
+                "rendezvous": rendezvous,
+            }
+            await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
+            handle.pids = await handle._all("pid", [a.pid.remote() for a in actors])
+        except BaseException:
+            handle.kill()  # the ranks that started hold the places of the next ones
+            raise
         return handle
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
@@ -326,10 +344,6 @@ class TrainerHandle:
     async def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         await self._first("reset_optimizer", lambda actor: actor.reset_optimizer.remote(optimizer))
 
-    async def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return await self._all("pid", [a.pid.remote() for a in self._actors])
-
     async def close(self, *, timeout_s: float, remove_updates: Path | None = None) -> None:
         """Close every rank, after `remove_updates` if given; a rank that does not answer is killed."""
         try:
@@ -338,8 +352,12 @@ class TrainerHandle:
                     await self.remove_updates(remove_updates)
                 await self._first("close", lambda actor: actor.close.remote())
         finally:
-            for actor in self._actors:
-                ray.kill(actor)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the processes of all ranks."""
+        for actor in self._actors:
+            ray.kill(actor)
 
     async def _first(self, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
         """Answer of rank 0 to a call of every rank."""
@@ -355,10 +373,10 @@ class TrainerHandle:
                 task.cancel()
 
     async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
-        who = f"trainer rank {rank}"
+        who, failed = f"trainer rank {rank}", TrainerLostError if what in _STARTING else TrainerError
         try:
             return await _answer(
-                ref, who=who, what=what, timeout_s=self._timeout_s, error=TrainerError, dead=TrainerLostError
+                ref, who=who, what=what, timeout_s=self._timeout_s, error=failed, dead=TrainerLostError
             )
         except TrainerError as error:
             by_node = isinstance(error.__cause__, ObjectLostError)  # which the log of a rank explains no better
@@ -393,7 +411,11 @@ def _require_complete(directory: Path) -> None:
 async def _answer(
     ref: Awaitable[T], *, who: str, what: str, timeout_s: float, error: type[Exception], dead: type[Exception]
 ) -> T:
-    """What an actor answers within `timeout_s`, else `error` (`dead`: silent or no process) with who failed at what."""
+    """What an actor answers within `timeout_s`, else `error` (`dead`: silent or no process) with who failed at what.
+
+    An actor that counts as dead may only be out of reach (`ActorUnavailableError`). Whoever starts another in its place
+    kills it before, so that it does not come back.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             return await ref

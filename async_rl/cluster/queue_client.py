@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from async_rl.cluster.actors import QueueActor
 from async_rl.cluster.queue_host import REFUSALS, QueueUnavailable
-from async_rl.cluster.rpc import BatchingClient
+from async_rl.cluster.rpc import BatchingClient, first_line
 from async_rl.files.logs import open_log
 from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.heads import GroupHead
@@ -117,7 +117,7 @@ class QueueClient:
         except TimeoutError as error:
             raise QueueUnavailable(f"the queue did not {what} within {timeout_s:g} s") from error
         except RayError as error:
-            raise QueueUnavailable(f"the queue died before it could {what}: {error}") from error
+            raise QueueUnavailable(f"the queue died before it could {what} ({first_line(error)})") from error
 
 
 class QueueHandle(QueueClient):

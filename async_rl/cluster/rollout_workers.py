@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
 from transformers import AutoTokenizer
 
 from agent_loop.loop import Prompt
@@ -33,6 +34,7 @@ from message_queue.contract import Admission
 from message_queue.trajectory import Trajectory
 
 T = TypeVar("T")
+GONE_S = 0.05  # time between two looks whether a killed process is dead
 
 
 def build_worker(
@@ -222,7 +224,7 @@ class WorkerHandle:
         await self._answer("end", self._actor.end.remote(), timeout_s=self._stop_timeout_s)
 
     async def close(self, *, timeout_s: float) -> None:
-        """End the rollouts of a worker that answers, then the process; returns once it is gone."""
+        """End the rollouts of a worker that answers, then the process; returns once it is dead."""
         try:
             if not self._is_lost:
                 await self.end()
@@ -231,10 +233,22 @@ class WorkerHandle:
             await self._gone(timeout_s)
 
     async def _gone(self, timeout_s: float) -> None:
+        """Return once Ray knows that the killed process is dead, at the latest after `timeout_s`.
+
+        A process that Ray cannot reach is not dead: it may write and send requests until the kill arrives. Its records
+        replace nothing of its successor (see `content_reader`), but its requests would have the same names.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while await self._may_live():  # noqa: ASYNC110 - Ray has no event for it
+                    await asyncio.sleep(GONE_S)
+
+    async def _may_live(self) -> bool:
         try:
-            await self._answer("end", self._actor.pid.remote(), timeout_s=timeout_s)
-        except WorkerLostError:
-            return
+            await cast(Awaitable[int], self._actor.pid.remote())
+        except RayActorError as error:
+            return isinstance(error, ActorUnavailableError)
+        return True
 
     async def _answer(self, what: str, ref: Awaitable[T], *, timeout_s: float | None = None) -> T:
         """The actor's answer. A worker that is silent in a call without a bound is noticed by `events`."""

@@ -178,7 +178,7 @@ class BatchingClient(Generic[S]):
         try:
             self._receive(self._handle.collect.remote(self._name))
         except Exception as error:  # noqa: BLE001 - the callers raise it
-            self._fail_sent(f"could not be asked again ({error})", error)
+            self._fail_sent(f"could not be asked again ({first_line(error)})", error)
 
     async def _settle(self, replies: Awaitable[Sequence[Reply]]) -> None:
         bound = COLLECT_S + self._timeout_s
@@ -189,7 +189,7 @@ class BatchingClient(Generic[S]):
         except Exception as error:  # noqa: BLE001 - the callers raise it
             silent = isinstance(error, TimeoutError) and deadline.expired()
             self._fail_sent(
-                f"gave no sign of life within {bound:g} s" if silent else f"died ({_first_line(error)})", error
+                f"gave no sign of life within {bound:g} s" if silent else f"died ({first_line(error)})", error
             )
             return
         if len(received) <= REPLIES_AT_ONCE:
@@ -228,7 +228,7 @@ class BatchingClient(Generic[S]):
             future.set_exception(error)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Name and first line of an error; Ray's errors have many lines."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 

@@ -36,7 +36,15 @@ from functools import partial
 
 from agent_loop.loop import Prompt
 from async_rl.controller.checkpoints import Checkpoints, RunState
-from async_rl.controller.interfaces import WATCH_EVERY_S, GroupQueue, PipelineConfig, Replicas, StageError, Trainer
+from async_rl.controller.interfaces import (
+    WATCH_EVERY_S,
+    GroupQueue,
+    PipelineConfig,
+    Replicas,
+    StageError,
+    Trainer,
+    run_stage,
+)
 from async_rl.controller.prepare import PreparedBatch, prepare
 from async_rl.controller.probe import Probe
 from async_rl.inference.notifier import Notifier
@@ -130,6 +138,7 @@ class Pipeline:
     def request_stop(self) -> None:
         """Finish the train step under way, save a checkpoint, and return from `run`."""
         self._stop.set()
+        self._rollouts.end_soon()
 
     async def run(self) -> bool:
         """Run to the last train step; True if it got there, False after a stop request.
@@ -148,12 +157,12 @@ class Pipeline:
         async with asyncio.TaskGroup() as background:
 
             def begin(name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-                stages[name] = background.create_task(self._stage(name, work), name=name)
+                stages[name] = background.create_task(run_stage(name, work), name=name)
 
             stages: dict[str, asyncio.Task[None]] = {}
             begin("workers", self._rollouts.watch)
             if (restored := self._restored) is not None:
-                await self._stage("catch up", lambda: self._catch_up(restored))
+                await run_stage("catch up", lambda: self._catch_up(restored))
             if self._train_step == 0 and (self._restored is None or self._restored.began):
                 await self._validations.now(0)
             begin("feed", self._feed)
@@ -163,7 +172,7 @@ class Pipeline:
             begin("validate", self._validations.run)
             begin("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
             try:
-                await self._stage("train", self._train)
+                await run_stage("train", self._train)
             except StageError:
                 with contextlib.suppress(Exception):  # it must not hide why the stage failed
                     await self._put_down(stages)
@@ -171,7 +180,7 @@ class Pipeline:
             stages["feed"].cancel()
             self._conductor.finish()
             await self._updates.join()
-            await self._stage("probe", self._compare)
+            await run_stage("probe", self._compare)
             await self._put_down(stages)
             await self._save()
             if finished := not self._stop.is_set():
@@ -179,12 +188,6 @@ class Pipeline:
             for task in stages.values():
                 task.cancel()
         return finished
-
-    async def _stage(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        try:
-            await work()
-        except Exception as error:
-            raise StageError(f"stage {name} failed") from error
 
     async def _put_down(self, stages: Mapping[str, asyncio.Task[None]]) -> None:
         """End the rollouts, with all that they generated written down."""
@@ -296,15 +299,18 @@ class Pipeline:
             known = {*hopeless, *known} & set(await self._queue.expired())
 
     async def _train(self) -> None:
-        while self._train_step < self._config.total_train_steps:
-            begun, busy = time.monotonic(), await self._replicas.busy_seconds()
-            batch = await self._take_or_stop()
-            if batch is None:
-                return
-            await self._step(batch, waited=time.monotonic() - begun, begun=begun, busy=busy)
-            self._validations.request(self._train_step)
-            if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._config.updates_per_batch):
-                await self._save()
+        try:
+            while self._train_step < self._config.total_train_steps:
+                begun, busy = time.monotonic(), await self._replicas.busy_seconds()
+                batch = await self._take_or_stop()
+                if batch is None:
+                    return
+                await self._step(batch, waited=time.monotonic() - begun, begun=begun, busy=busy)
+                self._validations.request(self._train_step)
+                if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._config.updates_per_batch):
+                    await self._save()
+        finally:
+            self._rollouts.end_soon()
 
     async def _publish(self) -> None:
         while True:

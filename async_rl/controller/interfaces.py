@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,18 @@ WATCH_EVERY_S = 10.0  # between two signs of life of a replica
 
 class StageError(RuntimeError):
     """A stage failed; the cause is chained."""
+
+
+async def run_stage(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Run a stage.
+
+    Raises:
+        StageError: `work` failed.
+    """
+    try:
+        await work()
+    except Exception as error:
+        raise StageError(f"stage {name} failed") from error
 
 
 class Trainer(Protocol):

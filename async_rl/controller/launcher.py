@@ -21,6 +21,7 @@ from async_rl.cluster.clients import ReplicaHandle, TrainerHandle
 from async_rl.cluster.rollout_workers import build_worker
 from async_rl.config import RunConfig
 from async_rl.controller.config_record import record_config
+from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
 from async_rl.controller.probe import Probe
 from async_rl.controller.processes import Workers
@@ -29,7 +30,7 @@ from async_rl.controller.resume import Resume
 from async_rl.files.atomic_dir import make_folder
 from async_rl.inference.pool import ReplicaFleet
 from async_rl.metrics.console import open_console
-from async_rl.metrics.recorder import Recorder
+from async_rl.metrics.recorder import Console, Recorder
 from async_rl.metrics.report import read_run, write_report
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
@@ -95,8 +96,6 @@ class Program:
             )
             await placement.ready()
             await self._require_places(placement)
-            watch = asyncio.create_task(placement.watch(recorder.warn))
-            stack.callback(watch.cancel)
             weights_directory = self._weights_directory
             stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
             workers = Workers(
@@ -108,17 +107,24 @@ class Program:
                 processes=self._directory / "processes.json",
                 logs=logs,
             )
-            trainer, replicas, checkpoint = await workers.start(console)
-            keep_model_files(checkpoint, self._directory / "model")
-            await trainer.remove_updates(weights_directory)  # those of a killed run
-            lasting = await self._build_lasting(workers, replicas, checkpoint, recorder, trace)
-            held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
-            lives = Lives(config, lasting, order=self._order, held_out=held_out, resume=self._resume)
-            async with stop_on_interrupt(lives.request_stop, note=recorder.note):
-                finished = await lives.run(trainer)
+            async with asyncio.TaskGroup() as background:
+                nodes = background.create_task(run_stage("nodes", lambda: placement.watch(recorder.warn)))
+                finished = await self._run_with(workers, console=console, recorder=recorder, trace=trace)
+                nodes.cancel()
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
             return finished
+
+    async def _run_with(self, workers: Workers, *, console: Console, recorder: Recorder, trace: Trace) -> bool:
+        """Start the processes, and run the pipeline to its end."""
+        trainer, replicas, checkpoint = await workers.start(console)
+        keep_model_files(checkpoint, self._directory / "model")
+        await trainer.remove_updates(self._weights_directory)  # those of a killed run
+        lasting = await self._build_lasting(workers, replicas, checkpoint, recorder, trace)
+        held_out = self._task.validation_prompts(count) if (count := self._config.validation.prompts) else ()
+        lives = Lives(self._config, lasting, order=self._order, held_out=held_out, resume=self._resume)
+        async with stop_on_interrupt(lives.request_stop, note=recorder.note):
+            return await lives.run(trainer)
 
     # ---- parts
 

@@ -95,7 +95,8 @@ class Workers:
         What these published stays: a replica that is restarted meanwhile loads it.
 
         Raises:
-            TrainerLostError, QueueUnavailable: a node died, and no other has room for a rank or the queue.
+            TrainerLostError: a rank did not start, or its node died and no other has room.
+            QueueUnavailable: the node of the queue died, and no other has room.
         """
         await self._closing(lost.close)()
         ranks = [(f"trainer rank {i}", self._placement.rank(i)) for i in range(self._config.trainer.ranks)]
@@ -127,8 +128,12 @@ class Workers:
         assert self._fleet is not None
         await self._closing(cast(WorkerHandle, lost).close)()
         for member in self._fleet.live_or_none:
-            with contextlib.suppress(EngineError):  # a failed replica has no requests either
-                await cast(ReplicaHandle, member.replica).forget_client(lost.name)
+            replica = cast(ReplicaHandle, member.replica)
+            try:
+                async with self._fleet.calling(member):
+                    await replica.forget_client(lost.name)
+            except EngineError:
+                replica.kill()  # it may only be out of reach; dead, it does not come back with the requests
 
     async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
         """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
@@ -174,7 +179,7 @@ class Workers:
             logs=self._logs,
         )
         self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
-        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(await trainer.pids())})
+        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(trainer.pids)})
         return trainer
 
     async def _start_replicas(self) -> list[ReplicaHandle]:

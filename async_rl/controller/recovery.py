@@ -63,7 +63,9 @@ class StartsParts(Protocol[T]):
     """Starts the parts that may fail; see `async_rl.controller.processes.Workers`."""
 
     async def start_queue(self) -> RunQueue: ...
-    async def replace_trainer(self, lost: T) -> T: ...
+    async def replace_trainer(self, lost: T) -> T:
+        """Close `lost` and start another in its place; called again with the same `lost` if that fails."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +136,19 @@ class Lives(Generic[T]):
     async def run(self, trainer: T) -> bool:
         """Run; if the trainer or the queue fails, continue from the last checkpoint and the journal.
 
+        A restart that fails is followed by another one; both are counted.
+
         Returns:
             Whether all train steps were done; False after a stop request.
 
         Raises:
             Exception: any other cause of a failed stage, or a failure beyond `supervision.max_restarts`.
         """
-        limit = RestartLimit(self._config.supervision)
+        limit, again = RestartLimit(self._config.supervision), False
         while True:
             try:
+                if again:
+                    trainer = await self._lasting.workers.replace_trainer(trainer)
                 return await self._run_once(trainer)
             except Exception as error:
                 lost = _lost_part(error)
@@ -155,7 +161,7 @@ class Lives(Generic[T]):
                 self._lasting.recorder.warn("\n".join([text, *notes_of(lost)]))
                 self._resume = Resume(self._config, again=True)
                 await self._lasting.publisher.go_on()  # the life before may have left the replicas on hold
-                trainer = await self._lasting.workers.replace_trainer(trainer)
+                again = True
 
     # ---- one life
 
@@ -183,7 +189,7 @@ class Lives(Generic[T]):
             await self._close(queue)
             return finished
         finally:
-            queue.kill()
+            queue.kill()  # one that was only out of reach must not come back beside the next one
             await lasting.rollouts.end()
 
     async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:

@@ -128,6 +128,7 @@ class Dispatcher:
         self._num_writers = self._num_awaited = 0
         self._handouts = itertools.count()
         self._tools_paused = False
+        self._ending = asyncio.Event()
         self._cancels: set[asyncio.Task[None]] = set()
         self.tokens = TokenCount()
 
@@ -141,6 +142,7 @@ class Dispatcher:
             JournalError: the disk refuses.
         """
         self._place, self.tokens = place, TokenCount()
+        self._ending.clear()
         self._num_writers = await asyncio.to_thread(next_writer, place.directory)
         self._handouts = itertools.count(self._num_writers * MAX_HANDOUTS)  # above those of all earlier writers
         writers = {member.worker: number for number, member in enumerate(self._live, start=self._num_writers)}
@@ -191,12 +193,16 @@ class Dispatcher:
     async def pause(self) -> None:
         """No tool starts until `resume`."""
         self._tools_paused = True
-        await self._all(lambda worker: worker.pause_tools())
+        await self._tools(lambda worker: worker.pause_tools())
 
     async def resume(self) -> None:
         """Tools start again."""
         self._tools_paused = False
-        await self._all(lambda worker: worker.resume_tools())
+        await self._tools(lambda worker: worker.resume_tools())
+
+    def end_soon(self) -> None:
+        """Note that `end` follows: a `pause` or `resume` waits for a blocked worker no longer than `flush` does."""
+        self._ending.set()
 
     async def validate(self, prompts: Sequence[Prompt], number: int) -> ValidationResult:
         """Roll out held-out prompts in round `number`, in equal parts on all workers.
@@ -355,6 +361,23 @@ class Dispatcher:
     async def _all(self, call: Callable[[Worker], Awaitable[None]]) -> None:
         """Call all live workers."""
         await asyncio.gather(*(self._call(member, call) for member in list(self._live)))
+
+    async def _tools(self, call: Callable[[Worker], Awaitable[None]]) -> None:
+        """Call all live workers; after `end_soon`, one that does not answer a `flush` either is lost."""
+
+        async def ask(member: _Member) -> None:
+            answer, ending = asyncio.create_task(self._call(member, call)), asyncio.create_task(self._ending.wait())
+            try:
+                await asyncio.wait((answer, ending), return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    await self._call(member, lambda worker: worker.flush())
+                if answer.done() or member in self._live:
+                    await answer
+            finally:
+                answer.cancel()
+                ending.cancel()
+
+        await asyncio.gather(*map(ask, list(self._live)))
 
     async def _call(self, member: _Member, call: Callable[[Worker], Awaitable[None]]) -> None:
         """Return once a worker has answered or failed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 from collections.abc import Collection
@@ -237,8 +236,11 @@ class Run:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(LINGER_S)
         for member in self.fleet.live_or_none:
-            with contextlib.suppress(EngineError):
-                await cast(ReplicaHandle, member.replica).forget_client(lost.name)
+            try:
+                async with self.fleet.calling(member):
+                    await cast(ReplicaHandle, member.replica).forget_client(lost.name)
+            except EngineError:
+                self.processes[member.name].die("killed by the driver")
 
     async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
         await asyncio.sleep(START_S)

@@ -10,6 +10,7 @@ from agent_loop.engine import EngineError
 from agent_loop.loop import RolloutError
 from async_rl.controller.checkpoints import read_run_state
 from async_rl.metrics.report import read_run, write_report
+from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.run import causes
 from tests.flow.harness import FakeTrainer, Harness
 
@@ -184,6 +185,34 @@ async def test_cancelling_the_run_anywhere_leaves_no_task_and_a_closed_ledger(tm
         await run
     assert asyncio.all_tasks() == before
     check_ledger(harness)
+
+
+@pytest.mark.parametrize("how", ["last step", "stop request", "failure", "cancellation"])
+async def test_a_worker_that_is_blocked_in_a_publish_does_not_hold_up_the_end(tmp_path, how):
+    trainer = FakeTrainer(step_s=0.01, fail_at=2 if how == "failure" else None)
+    harness = Harness(tmp_path, steps=1 if how == "last step" else 4, max_staleness=4, trainer=trainer)
+    (worker,), blocked = harness.workers, asyncio.Event()
+
+    async def pause_tools():
+        blocked.set()
+        await asyncio.Event().wait()
+
+    async def flush():
+        raise WorkerLostError("worker-0: flush took longer than 20 s")
+
+    worker.pause_tools, worker.flush = pause_tools, flush
+    run = asyncio.create_task(harness.run(timeout_s=20))
+    await blocked.wait()
+    if how == "stop request":
+        while len(trainer.exported) < 3:  # noqa: ASYNC110 - the third waits for the first to be published
+            await asyncio.sleep(0.001)
+        harness.pipeline.request_stop()
+    if how == "cancellation":
+        run.cancel()
+    with pytest.raises((ExceptionGroup, asyncio.CancelledError)) as caught:  # as no other worker may be started
+        await run
+    assert isinstance(caught.value, asyncio.CancelledError) == (how == "cancellation")
+    assert "worker-0 is lost" in "\n".join(harness.spy.notes)
 
 
 async def test_a_stop_request_saves_a_checkpoint_from_which_the_run_goes_on(tmp_path):

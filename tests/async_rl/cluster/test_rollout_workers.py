@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from async_rl.cluster import rollout_workers
 from async_rl.cluster.rollout_workers import WorkerHandle
@@ -16,10 +16,12 @@ FOR_EVER_S = 1e6  # longer than any test runs
 
 
 class FakeActor:
-    """Keeps the names of its calls. blocked: it answers none until it is killed."""
+    """Keeps the names of its calls. blocked: it answers none until it is killed. unreachable: calls after the kill
+    before it is dead, each with what Ray answers to it."""
 
-    def __init__(self, *, blocked):
+    def __init__(self, *, blocked, unreachable=()):
         self.blocked, self.killed, self.calls, self.answers = blocked, False, [], []
+        self.unreachable = list(unreachable)
 
     def kill(self):
         self.killed = True
@@ -39,7 +41,12 @@ class FakeMethod:
         self.actor.calls.append(self.name)
         answer = asyncio.get_running_loop().create_future()
         self.actor.answers.append(answer)
-        if self.actor.killed:
+        if self.actor.killed and self.actor.unreachable:
+            if (error := self.actor.unreachable.pop(0)) is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(error)
+        elif self.actor.killed:
             answer.set_exception(RayActorError())
         elif not self.actor.blocked:
             answer.set_result(None)
@@ -69,6 +76,26 @@ async def test_a_blocked_worker_holds_up_a_stop_for_the_time_limit_of_a_stop(wor
     assert free.calls == ["flush", "end", "end", "pid"] and free.killed
 
 
+@pytest.mark.parametrize("call", [Dispatcher.pause, Dispatcher.resume])
+@pytest.mark.parametrize("first", ["call", "end_soon"])
+async def test_a_blocked_worker_holds_up_a_publish_no_longer_than_a_stop(first, call, workers):
+    (blocked, handle), (free, other) = workers.values()
+    dispatcher = Dispatcher([handle, other], fleet=ReplicaFleet([FakeEngine(SCRIPT)]))
+    if first == "end_soon":
+        dispatcher.end_soon()
+    publish = asyncio.create_task(call(dispatcher))
+    if first == "call":
+        await asyncio.sleep(0.05)  # longer than the time limit of a stop
+        assert not publish.done(), "a tool may take its time while the run goes on"
+        dispatcher.end_soon()
+    async with asyncio.timeout(30):
+        await publish
+        await dispatcher.end()
+    name = f"{call.__name__}_tools"
+    assert blocked.calls == [name, "flush"]
+    assert [made for made in free.calls if made != "flush"] == [name, "end"]
+
+
 @pytest.mark.parametrize("call", [WorkerHandle.end, WorkerHandle.flush])
 async def test_a_blocked_worker_is_lost_at_a_stop_and_killed_without_another_wait(workers, call):
     blocked, handle = workers["worker-0"]
@@ -85,3 +112,21 @@ async def test_closing_a_blocked_worker_kills_it(workers):
         with pytest.raises(WorkerLostError):
             await handle.close(timeout_s=FOR_EVER_S)
     assert blocked.calls == ["end", "pid"] and blocked.killed
+
+
+@pytest.mark.parametrize("answer", [None, ActorUnavailableError("connection refused", None)])
+async def test_a_worker_that_ray_cannot_reach_is_not_gone_until_it_is_dead(answer, monkeypatch):
+    monkeypatch.setattr(rollout_workers.ray, "kill", FakeActor.kill)
+    monkeypatch.setattr(rollout_workers, "GONE_S", 0)
+    actor = FakeActor(blocked=False, unreachable=[answer] * 3)
+    async with asyncio.timeout(30):
+        await WorkerHandle(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=FOR_EVER_S)
+    assert actor.calls == ["end", *["pid"] * 4], "the last one says that it is dead"
+
+
+async def test_closing_a_worker_that_stays_out_of_reach_ends_in_time(monkeypatch):
+    monkeypatch.setattr(rollout_workers.ray, "kill", FakeActor.kill)
+    actor = FakeActor(blocked=False, unreachable=[ActorUnavailableError("connection refused", None)] * 10_000)
+    async with asyncio.timeout(30):
+        await WorkerHandle(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=0.01)
+    assert actor.killed and actor.unreachable

@@ -239,11 +239,11 @@ async def test_rpc_refusals_travel_unchanged_and_other_errors_as_text():
 async def test_rpc_server_that_died_fails_every_call_that_was_sent():
     client, handle, service = make()
     long = await waiting(client, service, "long", "longer")
-    handle.dead = OSError("the actor died")
+    handle.dead = OSError("the actor died\n\tclass_name: Service\n\tpid: 7")
     results = await outcomes(*long, client.call(Service.echo, 1))
     assert [type(result) for result in results] == [Lost] * 3
     assert {result.__cause__ for result in results} == {handle.dead}
-    assert "echo, wait" in str(results[0])
+    assert str(results[0]).startswith("the service died (OSError: the actor died) while echo, wait")
     handle.dead = None
     assert await client.call(Service.echo, 2) == 2
 
@@ -255,6 +255,16 @@ async def test_rpc_server_that_dies_while_replies_are_collected_fails_calls(monk
     await until(lambda: "collect" in handle.sent)
     handle.dead = OSError("the actor died")
     assert [type(o) for o in await outcomes(long)] == [Lost]
+
+
+async def test_rpc_server_that_cannot_be_asked_again_fails_calls_with_the_first_line_of_the_cause(monkeypatch):
+    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+    client, handle, service = make()
+    (long,) = await waiting(client, service, "long")
+    handle.unsendable = OSError("no connection\n\tclass_name: Service")
+    (lost,) = await outcomes(long)
+    assert isinstance(lost, Lost)
+    assert str(lost).startswith("the service could not be asked again (OSError: no connection) while wait")
 
 
 async def test_rpc_server_without_a_sign_of_life_fails_calls_by_name(monkeypatch):

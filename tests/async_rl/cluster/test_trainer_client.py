@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ray.exceptions import ObjectLostError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from async_rl.cluster import actors, clients
 from async_rl.trainer.loss.losses import LossConfig
@@ -36,7 +36,7 @@ class Method:
     def __init__(self, rank, name):
         self._rank, self._name = rank, name
 
-    def remote(self, *args):
+    def remote(self, *args, **_options):
         self._rank.got.append((self._name, *args))
         return self._rank.answer()
 
@@ -153,6 +153,44 @@ async def test_an_object_on_a_dead_node_loses_the_trainer_without_the_text_of_ra
     with pytest.raises(clients.TrainerLostError, match=r"trainer rank 0.* on a node that died$") as raised:
         await handle.save(tmp_path)
     assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("open_rendezvous", RayTaskError("call", "its traceback", OSError("no port"))),
+        ("start", RayTaskError("call", "its traceback", RuntimeError("connection reset by rank 0"))),
+        ("start", RayActorError()),
+        ("pid", RayActorError()),
+    ],
+)
+async def test_ranks_that_do_not_start_are_killed_and_others_may_start(call, error, monkeypatch, tmp_path):
+    ranks, killed = [], []
+
+    class StartedRank(FakeRank):
+        def answer(self):
+            answer = super().answer()
+            if self.number == (0 if call == "open_rendezvous" else 1) and self.got[-1][0] == call:
+                answer = asyncio.get_running_loop().create_future()
+                answer.set_exception(error)
+            return answer
+
+    def remote(**_options):
+        ranks.append(StartedRank(len(ranks)))
+        return ranks[-1]
+
+    monkeypatch.setattr(clients, "TrainerActor", SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote)))
+    monkeypatch.setattr(clients.ray, "kill", killed.append)
+    with pytest.raises(clients.TrainerLostError, match=f"trainer rank .*{call}"):
+        await clients.TrainerHandle.start(
+            replace(TRAINER, ranks=2),
+            optimizer=None,
+            loss=LossConfig(),
+            checkpoint=tmp_path,
+            placement=SimpleNamespace(rank=lambda _number: {}),
+            timeout_s=5,
+        )
+    assert killed == ranks and len(ranks) == 2
 
 
 async def test_ranks_remove_versions_before_they_are_closed(puts, monkeypatch, tmp_path):

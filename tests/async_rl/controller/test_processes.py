@@ -5,29 +5,31 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnavailableError, ObjectLostError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 
-from agent_loop.engine import EngineError
+from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster import actors
 from async_rl.cluster.actors import Placement
 from async_rl.cluster.clients import TrainerLostError
+from async_rl.cluster.queue_client import QueueHandle
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import ClusterConfig, load_config
 from async_rl.controller import processes
 from async_rl.controller.processes import Workers
 from async_rl.controller.recovery import Lives
+from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import WorkerLostError
+
+DIED = RayActorError(error_msg="The actor died unexpectedly.\n\tclass_name: QueueHost\n\tpid: 7")
 
 
 class FakeTrainer:
     """Keeps what it is closed with."""
 
     def __init__(self):
-        self.closed = []
-
-    async def pids(self):
-        return [7]
+        self.closed, self.pids = [], [7]
 
     async def close(self, *, timeout_s, remove_updates=None):
         self.closed.append(remove_updates)
@@ -120,6 +122,44 @@ async def test_a_part_without_a_node_that_has_room_is_not_started(full, lost, tr
     assert trainers == []
 
 
+class FakeClosed:
+    """A failed worker, or a replica. error: what it answers when it is to forget a client."""
+
+    def __init__(self, name, error=None):
+        self.name, self.error, self.forgot, self.killed = name, error, [], False
+
+    async def close(self, *, timeout_s):
+        pass
+
+    async def forget_client(self, client):
+        if self.error is not None:
+            raise self.error
+        self.forgot.append(client)
+
+    def kill(self):
+        self.killed = True
+
+
+async def test_a_replica_that_cannot_forget_a_dead_worker_is_lost_and_killed(tmp_path):
+    lost = FakeClosed("replica-0", ReplicaLostError("replica-0: process died during forget_client"))
+    other = FakeClosed("replica-1")
+    async with contextlib.AsyncExitStack() as stack:
+        running = workers_of(tmp_path, stack, placement=FakePlacement())
+        fleet = running._fleet = ReplicaFleet([lost, other])
+        await running.remove_worker(FakeClosed("worker-0"))
+    assert (lost.killed, other.killed) == (True, False), "it may come back with the requests of the worker"
+    assert list(fleet.lost) == ["replica-0"] and other.forgot == ["worker-0"]
+
+
+async def test_a_queue_that_dies_at_its_start_is_reported_in_one_line():
+    answer = asyncio.get_running_loop().create_future()
+    answer.set_exception(DIED)
+    actor = SimpleNamespace(pid=SimpleNamespace(remote=lambda: answer))
+    with pytest.raises(QueueUnavailable) as caught:
+        await QueueHandle(actor, timeout_s=5).pid(timeout_s=5)
+    assert str(caught.value) == "the queue died before it could start (RayActorError: The actor died unexpectedly.)"
+
+
 @pytest.mark.parametrize("died", [ObjectLostError("00", None, ""), ActorUnavailableError("no answer", None)])
 async def test_a_worker_whose_answer_was_on_a_dead_node_is_lost(died):
     answer = asyncio.get_running_loop().create_future()
@@ -129,22 +169,12 @@ async def test_a_worker_whose_answer_was_on_a_dead_node_is_lost(died):
         await WorkerHandle(SimpleNamespace(flush=method), name="worker-0", timeout_s=5, stop_timeout_s=5).flush()
 
 
-async def test_finished_groups_on_a_dead_node_are_read_again_with_a_new_trainer(monkeypatch, tmp_path):
-    trained_by, notes = [], []
-
-    async def run_once(trainer):
-        trained_by.append(trainer)
-        if len(trained_by) == 1:
-            stage = RuntimeError("stage train failed")
-            stage.__cause__ = ObjectLostError("00", None, "")
-            raise ExceptionGroup("stages", [stage])
-        return True
+def lives_of(tmp_path, monkeypatch, *, run_once, replace_trainer):
+    """Lives of the default run with these two calls, and what they note."""
+    notes = []
 
     async def nothing():
         pass
-
-    async def replace_trainer(lost):
-        return f"after {lost}"
 
     lasting = SimpleNamespace(
         recorder=SimpleNamespace(warn=notes.append),
@@ -154,10 +184,58 @@ async def test_finished_groups_on_a_dead_node_are_read_again_with_a_new_trainer(
     config = load_config([f"output_dir={tmp_path}"])
     lives = Lives(config, lasting, order=None, held_out=(), resume=None)
     monkeypatch.setattr(lives, "_run_once", run_once)
+    return lives, notes
+
+
+async def test_finished_groups_on_a_dead_node_are_read_again_with_a_new_trainer(monkeypatch, tmp_path):
+    trained_by = []
+
+    async def run_once(trainer):
+        trained_by.append(trainer)
+        if len(trained_by) == 1:
+            stage = RuntimeError("stage train failed")
+            stage.__cause__ = ObjectLostError("00", None, "")
+            raise ExceptionGroup("stages", [stage])
+        return True
+
+    async def replace_trainer(lost):
+        return f"after {lost}"
+
+    lives, notes = lives_of(tmp_path, monkeypatch, run_once=run_once, replace_trainer=replace_trainer)
     assert await lives.run("first")
     assert trained_by == ["first", "after first"]
     (note,) = notes
     assert note.startswith("a finished group was on a node that died; trainer and queue start anew")
+
+
+@pytest.mark.parametrize("error", [TrainerLostError("rank 0: no room"), QueueUnavailable("the queue: no room")])
+@pytest.mark.parametrize("failures", [1, 2, 3])
+async def test_a_restart_of_the_trainer_that_fails_counts_as_one(error, failures, monkeypatch, tmp_path):
+    replaced, trained_by = [], []
+
+    async def run_once(trainer):
+        trained_by.append(trainer)
+        if trainer == "first":
+            raise TrainerLostError("rank 0: process died")
+        return True
+
+    async def replace_trainer(lost):
+        replaced.append(lost)
+        if len(replaced) <= failures:
+            raise error
+        return "second"
+
+    lives, notes = lives_of(tmp_path, monkeypatch, run_once=run_once, replace_trainer=replace_trainer)
+    if failures < SupervisionConfig().max_restarts:
+        assert await lives.run("first")
+        assert trained_by == ["first", "second"]
+    else:
+        with pytest.raises(type(error), match="no room"):
+            await lives.run("first")
+        assert trained_by == ["first"]
+    tries = min(failures + 1, SupervisionConfig().max_restarts)
+    assert replaced == ["first"] * tries
+    assert [note.partition(";")[0] for note in notes] == ["rank 0: process died", *[str(error)] * (tries - 1)]
 
 
 async def test_a_placement_reports_nodes_that_leave_and_places_without_one(monkeypatch):

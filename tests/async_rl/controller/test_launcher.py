@@ -1,0 +1,76 @@
+"""A run as a whole, without processes: what is watched beside the pipeline."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from async_rl.config import load_config
+from async_rl.controller import launcher
+from async_rl.controller.launcher import Program
+from async_rl.run import causes
+
+
+class FakePlacement:
+    """A placement of a run on one node. error: what its watch raises; None watches until it is cancelled."""
+
+    def __init__(self, error=None):
+        self.error, self.watched = error, None
+
+    async def ready(self):
+        pass
+
+    def require_shared_memory(self):
+        pass
+
+    async def require_visible(self, directory, *, field):
+        pass
+
+    async def watch(self, note):
+        self.watched = asyncio.current_task()
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+
+
+def program_of(tmp_path, monkeypatch, *, placement, run):
+    """A program whose processes are replaced by `run`."""
+    monkeypatch.setattr(launcher, "start_ray", lambda _config: None)
+    monkeypatch.setattr(launcher.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(launcher, "Placement", lambda *_args, **_options: placement)
+    monkeypatch.setattr(launcher, "read_run", lambda directory: SimpleNamespace())
+    monkeypatch.setattr(launcher, "write_report", lambda runs, path: None)
+    config = load_config([f"output_dir={tmp_path}", f"warm_start.cache={tmp_path}"])
+    made = Program(config, resume_command="again")
+    monkeypatch.setattr(made, "_run_with", run)
+    return made
+
+
+async def test_an_error_of_the_watch_of_nodes_ends_the_run_with_its_cause(monkeypatch, tmp_path):
+    ended = []
+
+    async def run(*_args, **_options):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    placement = FakePlacement(OSError("the cluster does not answer"))
+    made = program_of(tmp_path, monkeypatch, placement=placement, run=run)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(30):
+            await made.run()
+    assert list(causes(caught.value)) == ["stage nodes failed: OSError: the cluster does not answer"]
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+async def test_the_watch_of_nodes_ends_with_the_run(finished, monkeypatch, tmp_path):
+    async def run(*_args, **_options):
+        await asyncio.sleep(0)
+        return finished
+
+    made = program_of(tmp_path, monkeypatch, placement=(placement := FakePlacement()), run=run)
+    async with asyncio.timeout(30):
+        assert await made.run() is finished
+    assert placement.watched.cancelled()
