@@ -6,16 +6,13 @@ Exit codes: 0 every invariant held, 1 one was broken, 2 the arguments make no se
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from async_rl.simulator.outcome import Outcome
+from async_rl.simulator.outcome import Outcome, run_briefly, run_seed, shrink, summary
 
 CHUNK = 20  # seeds that a process is given together
 LAST_EVENTS = 60
@@ -24,71 +21,43 @@ LAST_EVENTS = 60
 def main(argv: Sequence[str] | None = None) -> int:
     """Run seeds; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if arguments.seed is not None:
-        return _replay(arguments.seed, faults=arguments.faults, trace=arguments.trace)
-    return _run_many(range(arguments.start, arguments.start + arguments.seeds), jobs=arguments.jobs)
+    if arguments.seed is None:
+        return _run_many(range(arguments.start, arguments.start + arguments.seeds), jobs=arguments.jobs)
+    outcome = run_seed(arguments.seed, faults=arguments.faults)
+    _print(*(outcome.trace() if arguments.trace else ()), *_told(outcome))
+    return 1 if outcome.invariant else 0
 
 
 def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
     """Outcomes of all seeds, in order. Those of seeds where all is well come without their events."""
-    from async_rl.simulator.outcome import run_chunk
-
-    ordered = list(seeds)
-    chunks = [ordered[i : i + CHUNK] for i in range(0, len(ordered), CHUNK)]
     if jobs == 1:
-        for chunk in chunks:
-            yield from run_chunk(chunk)
+        yield from map(run_briefly, seeds)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for outcomes in pool.map(run_chunk, chunks):
-            yield from outcomes
+        yield from pool.map(run_briefly, seeds, chunksize=CHUNK)
 
 
 def _run_many(seeds: range, *, jobs: int) -> int:
-    from async_rl.simulator.outcome import Tally
-
-    tally, begun = Tally(), time.monotonic()
-    for outcome in run_seeds(seeds, jobs=jobs):
-        tally.add(outcome)
+    begun = time.monotonic()
+    outcomes = list(run_seeds(seeds, jobs=jobs))
     seconds = time.monotonic() - begun
-    for line in tally.lines():
-        _print(line)
+    failed = [outcome for outcome in outcomes if outcome.invariant]
+    _print(*summary(outcomes))
     _print(f"{len(seeds)} seeds from {seeds.start} in {seconds:.1f} s, {len(seeds) / seconds:.1f} a second")
-    for failed in tally.failed[:3]:
-        _report(failed)
-    return 1 if tally.failed else 0
+    for fewest in map(shrink, failed[:3]):
+        _print("", *_told(fewest), f"  replay: {fewest.command}", *list(fewest.trace())[-LAST_EVENTS:])
+    return 1 if failed else 0
 
 
-def _replay(seed: int, *, faults: tuple[int, ...] | None, trace: bool) -> int:
-    from async_rl.simulator.outcome import run_seed
-
-    outcome = run_seed(seed, faults=faults)
-    if trace:
-        for line in outcome.trace():
-            _print(line)
-    _print(f"seed {seed}: trace {outcome.trace_hash}, {len(outcome.events)} events")
-    for fault in outcome.fired:
-        _print(f"  fault {fault}")
-    _print(f"broken: {outcome.text}" if outcome.invariant else "every invariant held")
-    return 1 if outcome.invariant else 0
+def _told(outcome: Outcome) -> Iterator[str]:
+    """What a person reads of one seed."""
+    yield f"seed {outcome.seed}: trace {outcome.trace_hash}, {len(outcome.events)} events"
+    yield from (f"  fault {fault}" for fault in outcome.fired)
+    yield f"broken: {outcome.text}" if outcome.invariant else "every invariant held"
 
 
-def _report(failed: Outcome) -> None:
-    """What broke, with as few faults as needed, and how to see it again."""
-    from async_rl.simulator.outcome import shrink
-
-    fewest = shrink(failed)
-    _print(f"\nseed {failed.seed} breaks {fewest.text}")
-    for fault in fewest.fired:
-        _print(f"  fault {fault}")
-    _print(f"  replay: {fewest.command}")
-    for line in list(fewest.trace())[-LAST_EVENTS:]:
-        _print(f"    {line}")
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
+def _print(*lines: str) -> None:
+    sys.stdout.writelines(line + "\n" for line in lines)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

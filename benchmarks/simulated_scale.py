@@ -33,9 +33,8 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.simulator.processes import current_process
-from async_rl.simulator.scenario import Fault, Scenario
-from async_rl.simulator.virtual_time import VirtualTimeLoop
-from async_rl.simulator.world import STANDSTILL_TURNS, World, run_to_end
+from async_rl.simulator.scenario import Fault, Scenario, run_config
+from async_rl.simulator.world import STANDSTILL_TURNS, World
 from benchmarks.support import markdown_table, say, show
 
 GROUP = 50  # trajectories
@@ -81,35 +80,25 @@ def scenario_of(
         Fault(number, point, draw.randint(5, 20), draw.choice(kinds), 0.0)
         for number, (point, kinds) in enumerate(victims)
     )
+    settings = {
+        "seed": seed,
+        "total_train_steps": steps,
+        "rollout.groups_per_batch": trajectories // GROUP // steps,
+        "rollout.trajectories_per_group": GROUP,
+        "rollout.workers": workers,
+        "rollout.limits.max_turns": 1,
+        "rollout.limits.max_tokens": 32,
+        "staleness.max_staleness": steps - 1,
+        "checkpoint.every": 2,
+    }
     return Scenario(
-        seed=seed,
-        steps=steps,
-        batch_groups=trajectories // GROUP // steps,
-        trajectories_per_group=GROUP,
-        max_staleness=steps - 1,
-        policy="wait",
-        max_recycles=1,
-        on_failed="drop",
-        publish_every=1,
-        updates_per_batch=1,
-        on_update="resume",
-        kv="recompute",
-        resume_routing="append",
-        max_ready=None,
-        max_turns=1,
-        max_tokens=32,
-        checkpoint_every=2,
-        validation=False,
+        config=run_config(settings),
         file_bytes=1 << 26,
-        max_restarts=3,
-        replicas=replicas,
-        workers=workers,
         latency_s=0.0005,
         token_s=tuple(draw.choice((0.2, 0.5, 1.0)) for _ in range(replicas)),
         train_s=2.0,
         load_s=0.2,
         tool_s=0.01,
-        top_p=1.0,
         faults=faults,
     )
 
@@ -133,15 +122,15 @@ def cpu_by_process(samples: Counter[str]) -> Generator[None]:
 
 def run(scenario: Scenario) -> Result:
     """Run a scenario to its end in a directory of its own."""
-    trajectories = scenario.steps * scenario.batch_groups * GROUP
+    trajectories = scenario.config.total_train_steps * scenario.config.rollout.groups_per_batch * GROUP
     standstill_turns = max(STANDSTILL_TURNS, TURNS_OF_TRAJECTORY * trajectories)
     samples = Counter[str]()
     with tempfile.TemporaryDirectory(prefix="simulated-scale-") as folder:
-        loop, directory = VirtualTimeLoop(), Path(folder)
-        world = World(scenario, directory=directory, loop=loop, standstill_turns=standstill_turns)
+        directory = Path(folder)
+        world = World(scenario, directory=directory, standstill_turns=standstill_turns)
         begun, cpu = time.monotonic(), time.process_time()
         with cpu_by_process(samples):
-            run_to_end(world, loop)
+            world.run_to_end()
         seconds = time.process_time() - cpu
         metrics, records = (
             [json.loads(line) for line in (directory / name).read_text().splitlines()]
@@ -155,7 +144,7 @@ def run(scenario: Scenario) -> Result:
         deaths=deaths,
         staleness=staleness,
         ledger={key: value for key, value in total.items() if isinstance(value, int)},  # its counts
-        virtual_s=loop.time(),
+        virtual_s=world.events[-1][0],
         wall_s=time.monotonic() - begun,
         cpu_s={kind: seconds * count / samples.total() for kind, count in samples.items()},
         broken=broken(scenario, world, total=total, steps=len(metrics), staleness=staleness),
@@ -166,12 +155,12 @@ def broken(scenario: Scenario, world: World, *, total: dict[str, object], steps:
     """What does not hold; None if all does."""
     if world.violation is not None:
         return str(world.violation)
-    if steps != scenario.steps:
-        return f"metrics.jsonl has {steps} steps, not {scenario.steps}"
+    if steps != scenario.config.total_train_steps:
+        return f"metrics.jsonl has {steps} steps, not {scenario.config.total_train_steps}"
     if total.get("error") != 0:
         return f"the ledger does not close: {total}"
-    if staleness > scenario.max_staleness:
-        return f"a token of staleness {staleness} was trained; the bound is {scenario.max_staleness}"
+    if staleness > scenario.config.staleness.max_staleness:
+        return f"a token of staleness {staleness} was trained; the bound is {scenario.config.staleness.max_staleness}"
     if len(world.fired) < len(scenario.faults):
         return f"{len(world.fired)} of {len(scenario.faults)} deaths happened; the run was too short"
     return None
@@ -179,14 +168,14 @@ def broken(scenario: Scenario, world: World, *, total: dict[str, object], steps:
 
 def table(scenario: Scenario, result: Result) -> str:
     """What happened."""
-    trajectories = scenario.steps * scenario.batch_groups * GROUP
+    trajectories = scenario.config.total_train_steps * scenario.config.rollout.groups_per_batch * GROUP
     deaths = ", ".join(f"{count} x {kind}" for kind, count in sorted(result.deaths.items()))
     rows = [
-        ("replicas, workers", f"{scenario.replicas}, {scenario.workers}"),
+        ("replicas, workers", f"{len(scenario.token_s)}, {scenario.config.rollout.workers}"),
         ("trajectories trained, steps", f"{trajectories}, {result.steps}"),
         ("deaths", deaths or "none"),
         ("ledger", ", ".join(f"{key} {value}" for key, value in result.ledger.items())),
-        ("staleness, bound", f"{result.staleness}, {scenario.max_staleness}"),
+        ("staleness, bound", f"{result.staleness}, {scenario.config.staleness.max_staleness}"),
         ("virtual s, wall s", f"{result.virtual_s:.0f}, {result.wall_s:.0f}"),
         *(
             (f"CPU us per trajectory, {kind}", f"{1e6 * seconds / trajectories:.0f}")

@@ -5,12 +5,12 @@ A write that fails leaves half of it there; a process may die inside a transacti
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import random
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,28 +33,23 @@ class ProcessDied(Exception):
 
 
 class Disk:
-    """Decides which write fails.
+    """Decides which write fails."""
 
-    Args:
-        clock: virtual seconds.
-    """
-
-    def __init__(self, world: World, *, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(self, world: World) -> None:
         self.damaged_groups: set[int] = set()  # whose content has a flipped bit
         self.damaged_events = False  # whether a stored event, or the state before the events, has one
         self._world = world
-        self._draw = random.Random(f"disk {seed}")
-        self._clock = clock
-        self._broken: tuple[int, float] | None = None  # errno, until when
+        self._draw = random.Random(f"disk {world.scenario.config.seed}")
+        self._error, self._broken_until = 0, 0.0
 
     @property
     def is_broken(self) -> bool:
         """Whether it refuses every write."""
-        return self._broken is not None and self._clock() < self._broken[1]
+        return asyncio.get_running_loop().time() < self._broken_until
 
     def repair(self) -> None:
         """It has room and can be written again."""
-        self._broken = None
+        self._broken_until = 0.0
 
     def refusal(self, point: str) -> int | None:
         """Error number of what is done at `point`; None if it succeeds.
@@ -62,27 +57,20 @@ class Disk:
         Raises:
             ProcessDied: the process is killed there.
         """
-        fault = self._world.fault(point)
-        match fault and fault.kind:
-            case "disk is full" | "disk stays full":
-                assert fault is not None
-                self._broken = (errno.ENOSPC, self._clock() + fault.amount)
-            case "disk is read-only":
-                assert fault is not None
-                self._broken = (errno.EROFS, self._clock() + fault.amount)
+        kind, seconds = self._world.fault(point)
+        match kind:
+            case "disk is full" | "disk stays full" | "disk is read-only":
+                self._error = errno.EROFS if kind == "disk is read-only" else errno.ENOSPC
+                self._broken_until = asyncio.get_running_loop().time() + seconds
             case "disk fails":
                 return errno.EIO
-            case "worker dies":
+            case "worker dies" | "queue dies" | "driver dies":
                 process = current_process()
-                assert process is not None
-                process.die("killed")
-                raise ProcessDied(point)
-            case "queue dies" | "driver dies":
-                self._world.kill("queue" if "/queue/" in point else "driver")
+                self._world.kill("driver" if process is None or kind == "driver dies" else process.process_name)
                 raise ProcessDied(point)
             case _:
                 pass
-        return self._broken[0] if self.is_broken and self._broken is not None else None
+        return self._error if self.is_broken else None
 
     def journal_removed(self) -> None:
         """The directory of the journal is gone, and all damage in it."""

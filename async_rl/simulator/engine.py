@@ -13,6 +13,7 @@ from async_rl.inference.checks import kept_tokens
 from async_rl.inference.replica import Flight, KeptKV, ReplicaStats, RequestGate
 from async_rl.inference.spans import cut_into_segments
 from async_rl.simulator import model
+from async_rl.simulator.trainer import INITIAL
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
@@ -24,12 +25,8 @@ if TYPE_CHECKING:
 class Answered:
     """An answer of an engine, as far as it is good."""
 
-    request: str
-    """Its id."""
-    session: str
-    """Of the rollout."""
-    start: int
-    """Position of its first token."""
+    request: GenerateRequest
+    """What it answers."""
     segments: tuple[TokenOutput, ...]
     """Those that are good."""
     unavailable: range
@@ -48,8 +45,6 @@ class _Decode:
     """Of each token, sampled ones included; see `model.contexts`."""
     sampled: list[tuple[int, WeightVersion]] = field(default_factory=list[tuple[int, WeightVersion]])
     """Tokens, and the weights that sampled them."""
-    nudge: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set if something changed that ends a wait."""
     stuck: bool = False
     """Whether it never ends."""
 
@@ -61,15 +56,12 @@ class SimulatedReplica:
         token_s: virtual seconds per token of one request.
     """
 
-    def __init__(self, name: str, *, world: World, weights: WeightVersion, token_s: float) -> None:
+    def __init__(self, name: str, *, world: World, token_s: float) -> None:
         self.name = name
         self._world = world
-        self._weights = weights
+        self._weights = WeightVersion(0, INITIAL)
         self._token_s = token_s
         self._gate = RequestGate(name)
-        self._thawed = asyncio.Event()
-        self._thawed.set()
-        self._decodes: dict[str, _Decode] = {}
 
     @property
     def weights(self) -> WeightVersion:
@@ -82,8 +74,6 @@ class SimulatedReplica:
 
     async def abort(self) -> int:
         flights = self._gate.request_abort()
-        self._thawed.set()
-        self._nudge_all()
         await self._gate.wait_landed(flights)
         return len(flights)
 
@@ -93,18 +83,15 @@ class SimulatedReplica:
 
     async def freeze(self) -> int:
         frozen = self._gate.freeze()
-        self._thawed.clear()
-        self._nudge_all()
+        for flight in self._gate.recall():
+            flight.moved.set()
         return frozen
 
     async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
         self._gate.suspect(f"version {update.weights.version} was not loaded whole")
-        fault, takes_s = self._world.fault(f"load/{self.name}"), self._world.scenario.load_s
-        kind = fault.kind if fault is not None else ""
-        if fault is not None and kind == "late weights":
-            takes_s += fault.amount
-        await asyncio.sleep(takes_s)
+        kind, late_s = self._world.fault(f"load/{self.name}")
+        await asyncio.sleep(self._world.scenario.load_s + late_s)
         match kind:
             case "weights never loaded":
                 await asyncio.Event().wait()
@@ -115,7 +102,7 @@ class SimulatedReplica:
             case "weights of another version":
                 return WeightVersion(update.weights.version, "0bad")
             case "engine dies":
-                self._fail("its engine died in a load")
+                self._gate.fail("its engine died in a load")
             case "process dies":
                 self._world.kill(self.name)
             case _:
@@ -132,41 +119,30 @@ class SimulatedReplica:
 
     async def resume(self) -> None:
         self._gate.resume()
-        self._thawed.set()
 
     async def stats(self) -> ReplicaStats:
         self._gate.check_alive()
         return self._gate.stats()
 
     async def close(self) -> None:
-        self._fail("closed")
+        self._gate.fail("closed")
 
     # ---- decoding
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         async with self._gate.admit(request.request_id) as flight:
             decode = _Decode(request, flight, model.contexts(request.token_ids.tolist()))
-            self._decodes[request.request_id] = decode
-            try:
-                return self._gate.landed(flight, await self._decode(decode))
-            finally:
-                del self._decodes[request.request_id]
+            return self._gate.landed(flight, await self._decode(decode))
 
     async def _decode(self, decode: _Decode) -> list[TokenOutput]:
         request = decode.request
         self._world.judge(self._world.oracle.asked, request)
-        fault, most = self._world.fault(f"generate/{self.name}"), request.max_new_tokens
-        kind = fault.kind if fault is not None else ""
-        match kind:
-            case "no answer":
-                decode.stuck = True
-            case "engine dies":
-                self._fail("its engine died in a decode")
-            case "gives up" | "aborts by itself":
-                assert fault is not None
-                most = min(most, int(fault.amount))
-            case _:
-                pass
+        kind, tokens = self._world.fault(f"generate/{self.name}")
+        decode.stuck = kind == "no answer"
+        if kind == "engine dies":
+            self._gate.fail("its engine died in a decode")
+        gives_up = kind in ("gives up", "aborts by itself")
+        most = min(request.max_new_tokens, int(tokens)) if gives_up else request.max_new_tokens
         reason = await self._sample(decode, most)
         if reason is StopReason.LENGTH and most < request.max_new_tokens:
             reason = StopReason.ERROR if kind == "gives up" else StopReason.ABORT
@@ -174,19 +150,20 @@ class SimulatedReplica:
 
     async def _sample(self, decode: _Decode, most: int) -> StopReason:
         """Sample up to `most` tokens; returns why it ends. New weights may come in between."""
-        loop, calls = asyncio.get_running_loop(), self._world.scenario.max_turns > 1
+        loop, calls = asyncio.get_running_loop(), self._world.scenario.config.rollout.limits.max_turns > 1
         session, sampled = model.session_number(decode.request.session), decode.sampled
         while len(sampled) < most:
-            await self._thawed.wait()
+            if decode.flight.recalled:
+                await self._gate.hold(decode.flight)
             self._gate.check_alive()
             if decode.flight.abort_requested and not decode.stuck:
                 return StopReason.ABORT
             begun, by, planned = loop.time(), self._weights, list[int]()
-            weights, ahead = self._world.oracle.weights(by.digest), decode.context[-1]
+            weights, ahead = model.weights(by.digest), decode.context[-1]
             while len(sampled) + len(planned) < most and (not planned or planned[-1] != model.END):
                 planned.append(weights.token(ahead, session, calls=calls))
                 ahead = model.after(ahead, planned[-1])
-            whole = await self._wait(decode, None if decode.stuck else len(planned) * self._token_s)
+            whole = await _whole_wait(decode.flight, None if decode.stuck else len(planned) * self._token_s)
             self._gate.check_alive()
             count = len(planned) if whole else min(len(planned), int((loop.time() - begun) / self._token_s))
             for token in planned[: 0 if decode.stuck else count]:
@@ -198,15 +175,16 @@ class SimulatedReplica:
 
     def _segments(self, decode: _Decode, reason: StopReason) -> list[TokenOutput]:
         """The answer: tokens, logprobs, kept tokens and rows of the weights that made them."""
-        request, context, weights = decode.request, decode.context, self._world.oracle.weights
+        request, context = decode.request, decode.context
         start, held, rows = len(request.token_ids), request.rows_held, None
         samplers = [by for _, by in decode.sampled]
         if samplers:
             owners = [samplers[max(0, p + 1 - start)] for p in range(held, len(context) - 1)]
-            experts = [weights(by.digest).row(c) for by, c in zip(owners, context[held:-1], strict=True)]
+            experts = [model.weights(by.digest).row(c) for by, c in zip(owners, context[held:-1], strict=True)]
             shape = (len(experts), *model.ROUTING.row_shape)
             rows = RoutedExperts(first_position=held, experts=np.array(experts, model.ROUTING.dtype).reshape(shape))
-        made = [(weights(by.digest), context[start + i - 1], token) for i, (token, by) in enumerate(decode.sampled)]
+        sampled = enumerate(decode.sampled, start)
+        made = [(model.weights(by.digest), context[p - 1], token) for p, (token, by) in sampled]
         kept = [weights.kept(before, token) for weights, before, token in made] if request.sampling.is_cut else None
         return cut_into_segments(
             request,
@@ -221,13 +199,13 @@ class SimulatedReplica:
 
     def _sent(self, request: GenerateRequest, segments: list[TokenOutput]) -> list[TokenOutput]:
         """The answer as it arrives: spoiled if that is its turn."""
-        fault, start = self._world.fault(f"answer/{self.name}"), len(request.token_ids)
+        kind, count = self._world.fault(f"answer/{self.name}")
         sent, good, missing = segments, segments, range(0)
-        append = self._world.scenario.resume_routing in ("append", "force")  # others ask for rows again that they hold
-        match fault and fault.kind if len(segments[-1]) else None:
+        # the others ask for rows again that they hold
+        append = self._world.scenario.config.rollout.resume_routing in ("append", "force")
+        match kind if len(segments[-1]) else "":
             case "unavailable rows" if append:
-                assert fault is not None
-                sent, missing = _without_rows(segments, int(fault.amount))
+                sent, missing = _without_rows(segments, int(count))
             case "a row too few":
                 rows = segments[-1].routed_experts
                 assert rows is not None
@@ -237,37 +215,22 @@ class SimulatedReplica:
                 raise AnswerError(f"{self.name}: request {request.request_id}: the answer breaks the contract")
             case _:
                 pass
-        answer = Answered(
-            request=request.request_id,
-            session=request.session,
-            start=start,
-            segments=tuple(filter(len, good)),
-            unavailable=missing,
-        )
-        self._world.note(answer.session, "answered", answer.request, answer.start, sum(map(len, answer.segments)))
+        answer = Answered(request=request, segments=tuple(filter(len, good)), unavailable=missing)
+        note = request.request_id, len(request.token_ids), sum(map(len, answer.segments))
+        self._world.note(request.session, "answered", *note)
         self._world.oracle.answered(answer)
         return sent
 
-    # ---- inside
 
-    async def _wait(self, decode: _Decode, seconds: float | None) -> bool:
-        """Wait, or less where something changes; whether it was the whole time."""
-        decode.nudge.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await decode.nudge.wait()
-        except TimeoutError:
-            return True
-        return False
-
-    def _fail(self, reason: str) -> None:
-        self._gate.fail(reason)
-        self._thawed.set()
-        self._nudge_all()
-
-    def _nudge_all(self) -> None:
-        for decode in self._decodes.values():
-            decode.nudge.set()
+async def _whole_wait(flight: Flight, seconds: float | None) -> bool:
+    """Wait, or less if something changes for the request; whether it was the whole time."""
+    flight.moved.clear()
+    try:
+        async with asyncio.timeout(seconds):
+            await flight.moved.wait()
+    except TimeoutError:
+        return True
+    return False
 
 
 def _without_rows(segments: list[TokenOutput], count: int) -> tuple[list[TokenOutput], range]:

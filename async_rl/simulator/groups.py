@@ -7,19 +7,21 @@ applied and not answered may be there or not. What a restart says of itself is c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from async_rl.controller.checkpoints import RunState
 from async_rl.rollout.group_contents import StoredContent
-from async_rl.simulator.scenario import Scenario
 from async_rl.simulator.violations import require
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from async_rl.simulator.world import World
 
 End = Literal["trained", "dropped", "requeued"]
 _REASONS = {"wait": (), "drop": ("expired",), "mask": ("expired",), "recycle": ("expired", "recycled")}
@@ -60,18 +62,13 @@ class Reopened:
 
 
 class GroupAccount:
-    """Groups and prompts of one run over all its restarts. Methods raise Violation.
+    """Groups and prompts of one run over all its restarts. Methods raise Violation."""
 
-    Args:
-        damaged: groups with a damaged record of content; grows.
-        excused: whether a group may have been dropped for a failed rollout by now.
-    """
-
-    def __init__(self, scenario: Scenario, *, damaged: Collection[int], excused: Callable[[], bool]) -> None:
+    def __init__(self, world: World) -> None:
         self.admissions: dict[int, Admission] = {}
-        self._scenario = scenario
-        self._damaged = damaged
-        self._excused = excused
+        self._world = world
+        self._config = world.scenario.config
+        self._damaged = world.disk.damaged_groups  # grows
         self._ends: dict[int, End] = {}  # an end that was applied and not written is taken back by a restart
         self._batches: dict[int, tuple[int, ...]] = {}  # last train step -> groups, as the trainer got them
         self._tokens: dict[int, int] = {}  # with gradient, by the same step
@@ -93,13 +90,14 @@ class GroupAccount:
                 self._admitted(event)
             case Dropped():
                 cause = event.reason.partition(":")[0]
-                allowed = cause in _REASONS[self._scenario.policy] or (cause == "rollout failed" and self._excused())
+                excused = cause == "rollout failed" and self._world.may_drop
+                allowed = excused or cause in _REASONS[self._config.staleness.policy]
                 require("failure", allowed, "group {} was dropped: {}", event.group, event.reason)
                 self._dropped(event.group, requeue=event.requeue, hopeless=False)
-                if not event.requeue and cause == "expired" and self._scenario.policy == "recycle":
+                if not event.requeue and cause == "expired" and self._config.staleness.policy == "recycle":
                     prompt = self.admissions[event.group].prompt
                     times = self._times_requeued(prompt)
-                    enough = times >= self._scenario.max_recycles
+                    enough = times >= self._config.staleness.max_recycles
                     require("exactly once", enough, "prompt {} given up after {} times", prompt, times)
                 if event.requeue:
                     self._requeued.append(self.admissions[event.group].prompt)
@@ -128,8 +126,8 @@ class GroupAccount:
         self._ends[group] = "requeued" if requeue else "dropped"
         if requeue and not hopeless:
             prompt = self.admissions[group].prompt
-            times = self._times_requeued(prompt)
-            require("exactly once", times <= self._scenario.max_recycles, "prompt {} recycled {} times", prompt, times)
+            times, most = self._times_requeued(prompt), self._config.staleness.max_recycles
+            require("exactly once", times <= most, "prompt {} recycled {} times", prompt, times)
 
     def _times_requeued(self, prompt: int) -> int:
         return self._prompts_that("requeued").count(prompt) + self._times_before.get(prompt, 0)
@@ -190,7 +188,7 @@ class GroupAccount:
         """Every prompt up to the cursor was trained once, dropped, or is to be admitted again."""
         trained = [self.admissions[group].prompt for group in self._settled(state.train_step)]
         self._check_prompts([*trained, *state.unfinished_prompts], cursor=state.prompt_cursor)
-        expected = state.train_step // self._scenario.updates_per_batch * self._scenario.batch_groups
+        expected = state.train_step // self._config.trainer.updates_per_batch * self._config.rollout.groups_per_batch
         require("exactly once", len(trained) == expected, "{} groups trained of {}", len(trained), expected)
         counted = state.queue.ledger.trained
         require("ledger", counted == expected, "the checkpoint counts {} trained, not {}", counted, expected)
@@ -304,11 +302,12 @@ class GroupAccount:
         for group in gone:
             told = group in restored.given_up or found.attempts > 1
             require("exactly once", told, "group {} was acknowledged and is lost", group)
-            admission, per_batch = self.admissions[group], self._scenario.updates_per_batch
+            admission, per_batch = self.admissions[group], self._config.trainer.updates_per_batch
+            policy, bound = self._config.staleness.policy, self._config.staleness.max_staleness
             age = found.end - min(found.end, updates[admission.admitted_version]) + per_batch - 1
-            waits = self._scenario.policy == "wait"  # after damage, groups to train again take the places of others
-            excused = bool(self._damaged) if waits else age > self._scenario.max_staleness
-            require("failure", excused, "{} is dropped by a restart under {}", admission, self._scenario.policy)
+            waits = policy == "wait"  # after damage, groups to train again take the places of others
+            excused = bool(self._damaged) if waits else age > bound
+            require("failure", excused, "{} is dropped by a restart under {}", admission, policy)
             requeue = admission.prompt in restored.waiting
             self._dropped(group, requeue=requeue, hopeless=waits)
         noted = not restored.given_up or any("dropped" in note for note in restored.notes)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from message_queue.tokens import RoutingSpec
+from message_queue.tokens import Int32Array, RoutingSpec
 
 END, USER, ASSISTANT, TOOL_ROLE, CALL = range(1, 6)
 FIRST_WORD, VOCAB = 10, 60
@@ -22,15 +23,16 @@ ROUTING = RoutingSpec(layers=(1, 2, 4), num_experts=16, top_k=2)
 _PIECES = re.compile("|".join([*SPECIAL, "."]), re.DOTALL)
 
 
-class Weights:
-    """What a digest stands for.
+@lru_cache(maxsize=64)
+def weights(digest: str) -> Weights:
+    """The weights of a digest."""
+    return Weights(digest)
 
-    Args:
-        digest: hexadecimal.
-    """
+
+class Weights:
+    """What a hexadecimal digest stands for."""
 
     def __init__(self, digest: str) -> None:
-        self.digest = digest
         self._number = int(digest, 16)
         self._rows: dict[int, list[list[int]]] = {}
 
@@ -77,6 +79,11 @@ def contexts(token_ids: Sequence[int]) -> list[int]:
         context = after(context, token)
         made.append(context)
     return made
+
+
+def prompt_ids(index: int) -> Int32Array:
+    """int32 [n], the tokens that a trajectory of prompt `index` starts with."""
+    return np.array(SimulatedTokenizer().encode(f"<user>{index:03d}<end><assistant>"), np.int32)
 
 
 def session_number(session: str) -> int:

@@ -8,7 +8,8 @@ out (`groups.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from agent_loop.engine import GenerateRequest
 from async_rl.controller.checkpoints import RunState
@@ -17,7 +18,6 @@ from async_rl.rollout.rollouter import session_name
 from async_rl.simulator import model
 from async_rl.simulator.engine import Answered
 from async_rl.simulator.groups import GroupAccount, Reopened
-from async_rl.simulator.scenario import Scenario
 from async_rl.simulator.trainer import INITIAL
 from async_rl.simulator.trajectory_checks import Rollout, TrajectoryJudge
 from async_rl.simulator.violations import require
@@ -26,37 +26,21 @@ from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.events import Admitted, Event, Loaded, Published
 from message_queue.heads import GroupHead
 from message_queue.recovery import Restored
-from message_queue.tokens import Int32Array, WeightVersion
+from message_queue.tokens import WeightVersion
+
+if TYPE_CHECKING:
+    from async_rl.simulator.world import World
 
 _FINISHED = 1 << 30  # tokens: nothing is generated any more
 
 
 class Oracle:
-    """Facts of one run over all its restarts. Methods raise Violation.
+    """Facts of one run over all its restarts. Methods raise Violation."""
 
-    Args:
-        expected_prompt: token ids of a prompt by its index.
-        excused: whether a group may have been dropped for a failed rollout by now.
-        serving: names of the replicas in the fleet.
-        damaged: groups with a damaged record of content; grows.
-    """
-
-    def __init__(
-        self,
-        scenario: Scenario,
-        *,
-        expected_prompt: Callable[[int], Int32Array],
-        excused: Callable[[], bool],
-        serving: Callable[[], Collection[str]],
-        damaged: Collection[int],
-    ) -> None:
-        self.groups = GroupAccount(scenario, damaged=damaged, excused=excused)
-        self._scenario = scenario
-        self._expected_prompt = expected_prompt
-        self._excused = excused
-        self._serving = serving
-        self._damaged = damaged
-        self._weights: dict[str, model.Weights] = {}
+    def __init__(self, world: World) -> None:
+        self.groups = GroupAccount(world)
+        self._world = world
+        self._config = world.scenario.config
         self._digests: dict[int, str] = {0: INITIAL}  # by version
         self._updates: dict[int, int] = {0: 0}  # by version
         self._steps: dict[int, str] = {}  # train step -> digest
@@ -93,7 +77,7 @@ class Oracle:
             stored=stored,
             snapshot=snapshot,
             attempts=self._attempts,
-            updates_per_batch=self._scenario.updates_per_batch,
+            updates_per_batch=self._config.trainer.updates_per_batch,
         )
         self._attempts = 0
         self.groups.reopened(found, updates=self._updates)
@@ -107,7 +91,7 @@ class Oracle:
         before, self._rollouts = self._rollouts, {}
         for group in found.live:
             held = found.open.get(group)
-            for i in range(2 * self._scenario.trajectories_per_group):  # with those that make up for failed ones
+            for i in range(2 * self._config.rollout.trajectories_per_group):  # with those that make up for failed ones
                 rollout = self._rollouts[session_name(group, i)] = before.get(session_name(group, i), Rollout())
                 rollout.interrupted = True
                 trajectory = held[i] if held is not None and i < len(held) else None
@@ -115,7 +99,8 @@ class Oracle:
                 if held is None or (trajectory is not None and trajectory.closed):
                     kept = _FINISHED
                 rollout.kept = kept if self._new_driver else min(kept, rollout.kept)
-                if held is not None and group in self._damaged:  # calls that are forgotten are made again
+                damaged = group in self._world.disk.damaged_groups
+                if held is not None and damaged:  # calls that are forgotten are made again
                     turns = [] if trajectory is None else trajectory.turns[:-1]
                     answered = (segment.token_ids for turn in turns for segment in turn.segments)
                     calls = sum(int((ids == model.CALL).sum()) for ids in answered)
@@ -124,18 +109,12 @@ class Oracle:
     def moved(self, groups: Collection[int], stored: StoredContent) -> None:
         """Groups of a dead worker continue with their stored records."""
         for group in groups:
-            for i in range(2 * self._scenario.trajectories_per_group):
+            for i in range(2 * self._config.rollout.trajectories_per_group):
                 self._of(session_name(group, i)).interrupted = True
             held = stored.groups[group].trajectories if group in stored.groups else ()
             self.groups.check_stored(group, held, notes=stored.notes)
 
     # ---- messages between the parts
-
-    def weights(self, digest: str) -> model.Weights:
-        """Weights by their digest."""
-        if digest not in self._weights:
-            self._weights[digest] = model.Weights(digest)
-        return self._weights[digest]
 
     def exported(self, weights: WeightVersion, *, updates: int) -> None:
         """The trainer made a version."""
@@ -166,7 +145,7 @@ class Oracle:
         require("exactly once", tokens >= kept, text, request.session, tokens, kept)
         if request.forced_experts is None:
             return
-        every = [self.weights(digest) for digest in self._digests.values()]
+        every = [model.weights(digest) for digest in self._digests.values()]
         contexts = model.contexts(request.token_ids.tolist())
         for context, row in zip(contexts, request.forced_experts.experts.tolist(), strict=False):
             known = any(row == weights.row(context) for weights in every)
@@ -174,7 +153,7 @@ class Oracle:
 
     def answered(self, answer: Answered) -> None:
         """An engine answered."""
-        self._of(answer.session).answers.append(answer)
+        self._of(answer.request.session).answers.append(answer)
 
     def tool_called(self, session: str) -> None:
         """A tool started."""
@@ -192,7 +171,8 @@ class Oracle:
             case Loaded(version=version):
                 require("versions", self._served <= version, "serves {} after {}", version, self._served)
                 require("versions", version <= self._published, "serves {}, published {}", version, self._published)
-                late = [name for name in self._serving() if self._loaded.get(name, -1) < version]
+                members = () if self._world.run is None else self._world.run.fleet.live_or_none
+                late = [member.name for member in members if self._loaded.get(member.name, -1) < version]
                 require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
                 self._served = version
             case Admitted(version=version):
@@ -210,9 +190,9 @@ class Oracle:
 
     def check_batch(self, batch: TrainingBatch, *, train_step: int) -> None:
         """The trainer is to take the gradient of `batch` with weights that hold `train_step` updates."""
-        groups, per_batch = self._taken, self._scenario.updates_per_batch
-        last = train_step + per_batch
-        require("exactly once", len(groups) == self._scenario.batch_groups, "a batch of {} groups", len(groups))
+        groups, per_batch = self._taken, self._config.trainer.updates_per_batch
+        last, whole = train_step + per_batch, len(groups) == self._config.rollout.groups_per_batch
+        require("exactly once", whole, "a batch of {} groups", len(groups))
         for group in groups:
             self._check_group(group)
         tokens = sum(len(batch.loss_tokens(sequence).positions) for sequence in range(len(batch)))
@@ -220,17 +200,17 @@ class Oracle:
         split, number = self._check_split(batch), 0
         judges = [
             TrajectoryJudge(
-                self._scenario,
+                self._config,
                 batch,
-                weights={v: self.weights(d) for v, d in self._digests.items()},
+                weights={v: model.weights(d) for v, d in self._digests.items()},
                 updates=self._updates,
                 update=train_step + mini_batch,
-                oldest=last - 1 - self._scenario.max_staleness,
+                oldest=last - 1 - self._config.staleness.max_staleness,
             )
             for mini_batch in range(per_batch)
         ]
         for group, content in zip(groups, batch.contents, strict=True):
-            prompt = self._expected_prompt(group.prompt)
+            prompt = model.prompt_ids(group.prompt)
             for i, trajectory in enumerate(group.trajectories):
                 if trajectory.failed:
                     continue
@@ -248,8 +228,8 @@ class Oracle:
         pairs = set(zip(groups, batch.mini_batch.tolist(), strict=True))
         split = dict(pairs)
         require("exactly once", len(pairs) == len(split), "groups are in several mini-batches: {}", sorted(pairs))
-        per_batch = self._scenario.updates_per_batch
-        size, sizes = self._scenario.batch_groups // per_batch, Counter(split.values())
+        per_batch = self._config.trainer.updates_per_batch
+        size, sizes = self._config.rollout.groups_per_batch // per_batch, Counter(split.values())
         fits = len(sizes) <= per_batch and all(count <= size for count in sizes.values())
         require("exactly once", fits, "mini-batches of {} groups, not {}", dict(sizes), size)
         return split
@@ -264,17 +244,18 @@ class Oracle:
         )
         require("exactly once", admission == given, "{} was admitted as {}", given, admission)
         sound = sum(not t.failed for t in group.trajectories)
-        whole = sound == self._scenario.trajectories_per_group
+        whole = sound == self._config.rollout.trajectories_per_group
         require("exactly once", whole, "group {} is incomplete", group.group)
         failed = len(group.trajectories) - sound
-        excused = not failed or (self._scenario.on_failed == "fill" and failed == 1 and self._excused())
+        fills = self._config.rollout.failure.on_failed == "fill"
+        excused = not failed or (fills and failed == 1 and self._world.may_drop)
         require("failure", excused, "group {} is trained without {} of its rollouts", group.group, failed)
         oldest = min(group.tokens_per_version(), default=0)
         require("versions", oldest >= group.admitted_version, "{} has tokens of version {}", admission, oldest)
 
     def finish(self, state: RunState, *, train_step: int) -> None:
         """The run is over, with a checkpoint of `state`."""
-        steps = self._scenario.steps
+        steps = self._config.total_train_steps
         done = (state.train_step, train_step)
         require("exactly once", done == (steps, steps), "{} steps in checkpoint and trainer, not {}", done, steps)
         self.groups.check_checkpoint(state)

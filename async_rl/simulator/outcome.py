@@ -1,4 +1,4 @@
-"""Outcomes of seeds: one, all of a chunk, what they add up to, and the fewest faults that still give one."""
+"""Outcomes of seeds: one, what several add up to, and the fewest faults that still give one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from async_rl.simulator.scenario import Scenario, draw_scenario
-from async_rl.simulator.virtual_time import VirtualTimeLoop
-from async_rl.simulator.world import Event, World, run_to_end
+from async_rl.simulator.scenario import Fault, Scenario, draw_scenario
+from async_rl.simulator.world import Event, World
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -27,16 +26,16 @@ class Outcome:
     """Of the scenario."""
     faults: tuple[int, ...] | None
     """Numbers of the faults that were planned; None: all that the seed draws."""
-    fired: tuple[str, ...]
-    """Faults that happened, as text."""
+    fired: tuple[Fault, ...]
+    """Faults that happened."""
     invariant: str | None
     """Key of `INVARIANTS` that does not hold; None if all hold."""
-    text: str | None
-    """How the invariant was broken; None if all hold."""
+    text: str
+    """How the invariant was broken; empty if all hold."""
     trace_hash: str
     """Digest of `events`."""
     events: tuple[Event, ...]
-    """(virtual seconds, who, what, details) in order; empty in `run_chunk` if all hold."""
+    """(virtual seconds, who, what, details) in order; empty in `run_briefly` if all hold."""
 
     @property
     def command(self) -> str:
@@ -60,14 +59,13 @@ def run_seed(seed: int, *, faults: Collection[int] | None = None) -> Outcome:
     except BaseException as error:
         error.add_note(f"the simulation of seed {seed} itself failed")
         raise
-    violation = world.violation
     content = "\n".join(f"{at:.9f} {who} {what} {details}" for at, who, what, details in world.events)
     return Outcome(
         seed=seed,
         faults=None if faults is None else tuple(sorted(faults)),
-        fired=tuple(map(str, world.fired)),
-        invariant=None if violation is None else violation.invariant,
-        text=None if violation is None else str(violation),
+        fired=tuple(world.fired),
+        invariant=None if world.violation is None else world.violation.invariant,
+        text=str(world.violation or ""),
         trace_hash=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
         events=tuple(world.events),
     )
@@ -78,12 +76,12 @@ def run_scenario(scenario: Scenario) -> World:
     torch.set_num_threads(1)
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     collects = gc.isenabled()
+    gc.collect(1)  # cycles that the last run left behind
     gc.disable()  # objects that close when they are collected would close at another time in another process
     try:
         with tempfile.TemporaryDirectory(prefix="async_rl-simulate-", dir=base) as directory:
-            loop = VirtualTimeLoop()
-            world = World(scenario, directory=Path(directory), loop=loop)
-            run_to_end(world, loop)
+            world = World(scenario, directory=Path(directory))
+            world.run_to_end()
             return world
     finally:
         if collects:
@@ -104,32 +102,18 @@ def shrink(failed: Outcome, *, run: Callable[..., Outcome] = run_seed) -> Outcom
     return best
 
 
-def run_chunk(seeds: Sequence[int]) -> list[Outcome]:
-    """Outcomes in order; those where all is well without their events."""
-    outcomes = [run_seed(seed) for seed in seeds]
-    gc.collect()  # a run leaves cycles behind
-    return [outcome if outcome.invariant else replace(outcome, events=()) for outcome in outcomes]
+def run_briefly(seed: int) -> Outcome:
+    """Run one seed; the outcome comes without its events if all is well."""
+    outcome = run_seed(seed)
+    return outcome if outcome.invariant else replace(outcome, events=())
 
 
-class Tally:
-    """Counts over seeds. failed: outcomes in which an invariant is broken. faults: how often each kind happened."""
-
-    def __init__(self) -> None:
-        self.failed: list[Outcome] = []
-        self._seeds = 0
-        self.faults: Counter[str] = Counter()
-
-    def add(self, outcome: Outcome) -> None:
-        self._seeds += 1
-        self.faults.update(fault.partition(": ")[2].rpartition(" (")[0] for fault in outcome.fired)
-        if outcome.invariant is not None:
-            self.failed.append(outcome)
-
-    def lines(self) -> Iterator[str]:
-        """What a person reads."""
-        happened = ", ".join(f"{kind} {count}" for kind, count in self.faults.most_common())
-        yield f"faults that happened: {happened or 'none'}"
-        yield f"{self._seeds - len(self.failed)} of {self._seeds} seeds held every invariant"
-        by_invariant = Counter(outcome.invariant for outcome in self.failed)
-        for invariant, count in by_invariant.most_common():
-            yield f"  {invariant}: broken by {count}"
+def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """What a person reads of several seeds."""
+    kinds = Counter(fault.kind for outcome in outcomes for fault in outcome.fired)
+    happened = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+    yield f"faults that happened: {happened or 'none'}"
+    broken = Counter(outcome.invariant for outcome in outcomes if outcome.invariant)
+    yield f"{len(outcomes) - broken.total()} of {len(outcomes)} seeds held every invariant"
+    for invariant, count in broken.most_common():
+        yield f"  {invariant}: broken by {count}"

@@ -10,6 +10,8 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, copy_context
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -39,17 +41,6 @@ def adopt(task: NumberedTask) -> None:
         task.add_done_callback(process.task_ended)
 
 
-class _Method:
-    def __init__(self, process: Process, name: str) -> None:
-        self._process = process
-        self._name = name
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        reply = self._process.send(self._name, args, kwargs)
-        parts = self._process.num_returns(self._name)
-        return reply if parts == 1 else [_part(reply, number) for number in range(parts)]
-
-
 class Process:
     """A handle with `method.remote(...)`, and the process behind it.
 
@@ -66,11 +57,10 @@ class Process:
     ) -> None:
         self.process_name = name
         self.tasks: dict[NumberedTask, None] = {}
-        self.dead: str | None = None
+        self.dead = False
         self.hung = False
         self.files: list[EventStore | _Files] = []
         self._replies: dict[asyncio.Future[Any], None] = {}  # in the order of the calls
-        self._cut_off = False
         self._host = host
         self._world = world
         self._latency_s = latency_s
@@ -78,10 +68,10 @@ class Process:
         self._draw = draw
         self._free_at = 0.0
 
-    def __getattr__(self, name: str) -> _Method:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return _Method(self, name)
+        return SimpleNamespace(remote=partial(self._remote, name))
 
     def task_ended(self, task: asyncio.Task[Any]) -> None:
         """A task of this process has ended."""
@@ -89,9 +79,9 @@ class Process:
 
     def die(self, cause: str) -> None:
         """End the process: its tasks stop where they are, and whoever waits for it hears that it is dead."""
-        if self.dead is not None:
+        if self.dead:
             return
-        self.dead = cause
+        self.dead = True
         self._world.note(self.process_name, "dies", cause)
         for task in list(self.tasks):
             task.cancel()
@@ -101,18 +91,9 @@ class Process:
 
     def cut_off(self) -> None:
         """The driver is dead, and takes this process with it."""
-        if not self._cut_off:
-            self._cut_off = True
+        if not self.dead:
+            self.dead = True
             self._close_files()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it does nothing any more."""
-        return self._cut_off or self.dead is not None
-
-    def num_returns(self, method: str) -> int:
-        """Results of a method that the caller gets apart; see `ray.method`."""
-        return getattr(getattr(type(self._host), method), "__ray_num_returns__", 1)
 
     def _close_files(self) -> None:
         for file in self.files:
@@ -120,38 +101,40 @@ class Process:
 
     # ---- a call
 
-    def send(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
-        """The answer to come."""
+    def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The answer to come, or its parts if the caller gets them apart; see `ray.method`."""
+        reply = self._send(method, args, kwargs)
+        num_returns = getattr(getattr(type(self._host), method), "__ray_num_returns__", 1)
+        return reply if num_returns == 1 else [_part(reply, number) for number in range(num_returns)]
+
+    def _send(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
         self._replies[reply] = None
         reply.add_done_callback(self._replies.pop)
-        caller = current_process()
-        if self._cut_off or (caller is not None and caller.ended):  # a dead process sends nothing on its way out
+        if self._world.is_dead():  # a dead process sends nothing on its way out
             reply.set_exception(RayActorError())
             return reply
         delay = self._latency()
-        fault = self._world.fault(f"message/{self.process_name}")
-        for called in _called_by(method, args):
-            fault = self._world.fault(f"call/{self.process_name}.{called}") or fault
-        match fault and fault.kind:
-            case "late message":
-                assert fault is not None
-                delay += fault.amount
+        calls = [call.method for call in args[1]] if method == "exchange" else [method]
+        points = (f"message/{self.process_name}", *(f"call/{self.process_name}.{call}" for call in calls))
+        faults = [self._world.fault(point) for point in points]
+        kind, late_s = next((fault for fault in reversed(faults) if fault[0]), ("", 0.0))
+        match kind:
             case "process dies" | "queue dies" | "worker dies":
                 loop.call_later(delay / 2, self.die, "killed")
             case "process hangs" | "queue hangs" | "worker hangs":
                 self.hung = True
             case _:
                 pass
-        self._free_at = max(loop.time() + delay, self._free_at + LEAST_S)
+        self._free_at = max(loop.time() + delay + late_s, self._free_at + LEAST_S)
         loop.call_at(self._free_at, self._deliver, method, args, kwargs, reply)
         return reply
 
     def _deliver(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]) -> None:
-        if self.hung or self._cut_off:
+        if self.hung:
             return
-        if self.dead is not None:
+        if self.dead:
             self._answer(reply, error=RayActorError())
             return
         context = copy_context()
@@ -172,14 +155,14 @@ class Process:
             error = RayTaskError(method, "", cause).as_instanceof_cause()
         if method not in ("exchange", "collect"):
             self.told_of(method, args, result=result, error=error)
-        if self.dead is not None:
+        if self.dead:
             error = RayActorError()
         if not self.hung:
             self._answer(reply, result=result, error=error)
 
     def told_of(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
         """Report a result to the world, if it will be received."""
-        if self.dead is None and not self.hung and not self._cut_off:
+        if not self.dead and not self.hung:
             self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
             if error is None:
                 self._world.called(self.process_name, method, args, result)
@@ -217,20 +200,11 @@ def _part(reply: asyncio.Future[Any], number: int) -> asyncio.Future[Any]:
     part: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def settle(whole: asyncio.Future[Any]) -> None:
-        if whole.cancelled():
-            part.cancel()
-        elif (error := whole.exception()) is not None:
-            _settle(part, None, error)
-        else:
-            _settle(part, whole.result()[number], None)
+        error = whole.exception()
+        _settle(part, None if error else whole.result()[number], error)
 
     reply.add_done_callback(settle)
     return part
-
-
-def _called_by(method: str, args: tuple[Any, ...]) -> list[str]:
-    """Methods that a message calls."""
-    return [call.method for call in args[1]] if method == "exchange" else [method]
 
 
 def _settle(reply: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import Collection
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from agent_loop.engine import EngineError, ReplicaLostError, SamplingConfig
+from agent_loop.engine import EngineError
 from async_rl.cluster.actors import ReplicaHost, RolloutHost
 from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rollout_workers import WorkerHandle, addresses, build_remote_worker
-from async_rl.config import CheckpointConfig, QueueConfig, RunConfig, SyncConfig, ValidationConfig, load_config
 from async_rl.controller.recovery import Lasting, Lives, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import FleetReplica, ReplicaFleet
 from async_rl.inference.replica import Replica
-from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.metrics.recorder import Recorder, StepRecord, ValidationResult
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
-from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.schedule_replay import Free
 from async_rl.rollout.task import TaskConfig
 from async_rl.simulator import model
 from async_rl.simulator.engine import SimulatedReplica
 from async_rl.simulator.processes import Observed, Process
-from async_rl.simulator.scenario import Scenario
 from async_rl.simulator.task import SimulatedTask
-from async_rl.simulator.trainer import INITIAL, SimulatedTrainer
-from async_rl.trainer.batch.advantage import AdvantageConfig
-from message_queue.tokens import WeightVersion
+from async_rl.simulator.trainer import SimulatedTrainer
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
-CALL_S, STOP_S, GENERATE_S, ROLLOUT_S, TOOL_S = 30.0, 20.0, 90.0, 200.0, 5.0
-OPEN_S, START_S, LINGER_S = 60.0, 2.0, 2.0
+CALL_S, STOP_S, GENERATE_S, START_S, LINGER_S = 30.0, 20.0, 90.0, 2.0, 2.0
 
 
 class _Silent:
@@ -80,56 +70,8 @@ class WatchedDispatcher(Dispatcher):
         await super().resume()
 
 
-@cache
-def _template() -> RunConfig:
-    return load_config(["trainer.router_replay=R3", "name=simulated", "resume=auto", "mismatch.prompts=0"])
-
-
-def run_config(scenario: Scenario, *, world: World) -> RunConfig:
-    """The run config of a scenario."""
-    whole = _template()
-    limits = replace(
-        whole.rollout.limits,
-        max_turns=scenario.max_turns,
-        max_tokens=scenario.max_tokens,
-        tool_timeout_s=TOOL_S,
-        reward_timeout_s=TOOL_S,
-        generate_timeout_s=ROLLOUT_S,
-    )
-    rollout = replace(
-        whole.rollout,
-        groups_per_batch=scenario.batch_groups,
-        trajectories_per_group=scenario.trajectories_per_group,
-        on_update=scenario.on_update,
-        kv=scenario.kv,
-        resume_routing=scenario.resume_routing,
-        max_failed_groups=1 << 30,
-        failure=FailureConfig(on_failed=scenario.on_failed),
-        sampling=SamplingConfig(top_p=scenario.top_p),
-        limits=limits,
-    )
-    alone = scenario.trajectories_per_group == 1
-    return replace(
-        whole,
-        output_dir=world.directory,
-        seed=scenario.seed,
-        task=TaskConfig(factory=f"{SimulatedTask.__module__}:{SimulatedTask.__name__}", options={"world": world}),
-        total_train_steps=scenario.steps,
-        advantage=AdvantageConfig(name="reinforce_plus_plus") if alone else AdvantageConfig(),
-        staleness=scenario.staleness,
-        rollout=rollout,
-        trainer=replace(whole.trainer, updates_per_batch=scenario.updates_per_batch),
-        sync=SyncConfig(every=scenario.publish_every, timeout_s=CALL_S),
-        queue=QueueConfig(timeout_s=CALL_S, max_ready=scenario.max_ready),
-        supervision=SupervisionConfig(max_restarts=scenario.max_restarts),
-        validation=ValidationConfig(every=1 if scenario.validation else 0, prompts=2 if scenario.validation else 0),
-        checkpoint=CheckpointConfig(every=scenario.checkpoint_every),
-        cluster=replace(whole.cluster, start_timeout_s=OPEN_S),
-    )
-
-
 class Run:
-    """The parts of one start. processes: those that run, by name.
+    """The parts of one start. processes: those that run, by name. trainer: the newest.
 
     Raises:
         ConfigError, ValueError: from the constructor, where the directory cannot be used.
@@ -141,14 +83,15 @@ class Run:
         self._all: list[Process] = []
         self._world = world
         self._number = number
-        self._config = config = run_config(scenario, world=world)
+        task = TaskConfig(factory=f"{SimulatedTask.__module__}:{SimulatedTask.__name__}", options={"world": world})
+        self._config = config = replace(scenario.config, output_dir=world.directory, task=task)
         resume = Resume(config)
         self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
-        self._trainer = SimulatedTrainer(world)
-        replicas = [self._replica(slot, f"replica-{slot}") for slot in range(scenario.replicas)]
+        self.trainer = SimulatedTrainer(world)
+        replicas = [self._replica(slot, f"replica-{slot}") for slot in range(len(scenario.token_s))]
         self.fleet = ReplicaFleet(replicas, on_lost=self.recorder.warn)
         rollouts = self.rollouts = WatchedDispatcher(
-            [self._worker(f"worker-{slot}") for slot in range(scenario.workers)],
+            [self._worker(f"worker-{slot}") for slot in range(config.rollout.workers)],
             fleet=self.fleet,
             processes=self,
             config=config.supervision,
@@ -175,7 +118,7 @@ class Run:
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Program.run` does."""
         try:
-            return await self.lives.run(self._trainer)
+            return await self.lives.run(self.trainer)
         finally:
             self.recorder.close()
 
@@ -191,23 +134,6 @@ class Run:
             for file in process.files:
                 file.close()
 
-    @property
-    def train_step(self) -> int:
-        """Optimizer updates in the trainer."""
-        return self._trainer.train_step
-
-    @property
-    def serving(self) -> Collection[str]:
-        """Replicas in the fleet."""
-        try:
-            return [member.name for member in self.fleet.live]
-        except ReplicaLostError:
-            return []
-
-    def ledger_lines(self) -> list[Any]:
-        """`ledger.jsonl`."""
-        return [json.loads(line) for line in (self._world.directory / "ledger.jsonl").read_text().splitlines()]
-
     # ---- parts that may be lost; see `async_rl.controller.processes.Workers`
 
     async def start_queue(self) -> _Queue:
@@ -222,13 +148,14 @@ class Run:
 
     async def replace_trainer(self, lost: SimulatedTrainer) -> SimulatedTrainer:
         await asyncio.sleep(START_S)
-        self._trainer = SimulatedTrainer(self._world)
-        return self._trainer
+        self.trainer = SimulatedTrainer(self._world)
+        return self.trainer
 
     async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(START_S)
-        if self._world.fault("start") is not None:
+        kind, _ = self._world.fault("start")
+        if kind:
             raise EngineError(f"{name}: start failed: no room for the weights")
         return self._replica(slot, name)
 
@@ -258,8 +185,7 @@ class Run:
 
     def _replica(self, slot: int, name: str) -> ReplicaHandle:
         host = ReplicaHost()
-        weights, token_s = WeightVersion(0, INITIAL), self._world.scenario.token_s[slot]
-        replica = SimulatedReplica(name, world=self._world, weights=weights, token_s=token_s)
+        replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
         host._serve(cast(Replica, Observed(replica)))  # pyright: ignore[reportPrivateUsage]
         return ReplicaHandle(
             ReplicaAddress(
@@ -268,7 +194,7 @@ class Run:
         )
 
     def _process(self, name: str, host: object) -> Process:
-        draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.seed}")
+        draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.config.seed}")
         latency_s, linger_s = self._world.scenario.latency_s, draw.random() * LINGER_S
         made = self.processes[name] = Process(
             name, host, world=self._world, latency_s=latency_s, draw=draw, linger_s=linger_s

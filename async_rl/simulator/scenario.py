@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import cache
+from typing import Any, Literal, get_args
 
+from async_rl.config import RunConfig, load_config
 from async_rl.inference.publisher import OnUpdate
 from async_rl.inference.replica import KeptKV
-from async_rl.rollout.rollouter import OnFailed
-from message_queue.staleness import Policy, StalenessConfig
+from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.trajectory import ResumeRouting
 
 FOR_EVER_S = 1e9
@@ -148,52 +149,12 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Settings of a run, and the speed of its parts in virtual seconds."""
+    """Settings of a run, the speed of its parts in virtual seconds, and what goes wrong."""
 
-    seed: int
-    """Of the run and of everything that is drawn."""
-    steps: int
-    """Optimizer steps; a batch makes `updates_per_batch`."""
-    batch_groups: int
-    """Groups of a batch; `rollout.groups_per_batch`."""
-    trajectories_per_group: int
-    """Rollouts of a prompt; `rollout.trajectories_per_group`."""
-    max_staleness: int
-    """Bound in optimizer steps; `staleness.max_staleness`."""
-    policy: Policy
-    """Treatment of groups beyond the bound; `staleness.policy`."""
-    max_recycles: int
-    """How often a prompt is admitted again for its age; used by the policy "recycle" only."""
-    on_failed: OnFailed
-    """Treatment of groups with a failed rollout; `rollout.failure.on_failed`."""
-    publish_every: int
-    """Optimizer steps between two publishes; `sync.every`."""
-    updates_per_batch: int
-    """Optimizer steps, hence mini-batches, of a batch; `trainer.updates_per_batch`."""
-    on_update: OnUpdate
-    """Treatment of requests while weights are loaded; `rollout.on_update`."""
-    kv: KeptKV
-    """Treatment of the KV cache of frozen requests; `rollout.kv`."""
-    resume_routing: ResumeRouting
-    """How rows of resumed requests are merged; `rollout.resume_routing`."""
-    max_ready: int | None
-    """Finished groups that the queue holds at most; `queue.max_ready`. None: as many as the staleness bound allows."""
-    max_turns: int
-    """Model calls of a rollout; `rollout.limits.max_turns`."""
-    max_tokens: int
-    """Tokens of a trajectory, prompt included; `rollout.limits.max_tokens`."""
-    checkpoint_every: int
-    """Optimizer steps between two checkpoints; `checkpoint.every`, 0: only at the end or on a stop."""
-    validation: bool
-    """Whether two held-out prompts are rolled out after each train step."""
+    config: RunConfig
+    """Settings, except the directory and the task."""
     file_bytes: int
     """Bytes of a data file of the content, before the next file is started."""
-    max_restarts: int
-    """Restarts of a part that `supervision.max_restarts` allows."""
-    replicas: int
-    """Number of replicas."""
-    workers: int
-    """Number of rollout workers."""
     latency_s: float
     """Mean seconds of a message, one way."""
     token_s: tuple[float, ...]
@@ -204,16 +165,8 @@ class Scenario:
     """Seconds in which an engine loads weights."""
     tool_s: float
     """Seconds of a tool or a reward."""
-    top_p: float
-    """`rollout.sampling.top_p`; engines return the tokens that they kept if it is below 1."""
     faults: tuple[Fault, ...]
     """In the order in which they were drawn."""
-
-    @property
-    def staleness(self) -> StalenessConfig:
-        """The bound and the policy."""
-        config = StalenessConfig(max_staleness=self.max_staleness, policy=self.policy)
-        return replace(config, max_recycles=self.max_recycles) if self.policy == "recycle" else config
 
     @property
     def most_starts(self) -> int:
@@ -230,19 +183,42 @@ class Scenario:
             lost: replicas.
             disk_was_broken: when it was started.
         """
+        max_restarts = self.config.supervision.max_restarts
         costs = Counter(KINDS[fault.kind].costs for fault in fired)
         return bool(
             costs["run"]
-            or (lost >= self.replicas and costs["replica"])
-            or costs["part"] > self.max_restarts
-            or costs["worker"] >= self.workers * (self.max_restarts + 1)
+            or (lost >= len(self.token_s) and costs["replica"])
+            or costs["part"] > max_restarts
+            or costs["worker"] >= self.config.rollout.workers * (max_restarts + 1)
             or ("journal" in error and (disk_was_broken or costs["disk"]))
         )
 
 
-def may_drop(fired: Iterable[Fault]) -> bool:
-    """Whether a group may be dropped for a failed rollout after these faults."""
-    return any(KINDS[fault.kind].drops_group for fault in fired)
+@cache
+def _template() -> RunConfig:
+    return load_config(
+        [
+            "name=simulated", "resume=auto", "mismatch.prompts=0", "trainer.router_replay=R3", "sync.timeout_s=30",
+            "queue.timeout_s=30", "cluster.start_timeout_s=60", "rollout.limits.generate_timeout_s=200",
+            "rollout.limits.tool_timeout_s=5", "rollout.limits.reward_timeout_s=5", "rollout.failure.max_retries=0",
+            "rollout.max_failed_groups=1000000000", "validation.every=1", "validation.prompts=0",
+        ]
+    )  # fmt: skip
+
+
+def run_config(settings: Mapping[str, Any]) -> RunConfig:
+    """The config of a simulated run with `settings`, by their dotted names."""
+
+    def changed(config: Any, settings: Mapping[str, Any]) -> Any:
+        direct = {name: value for name, value in settings.items() if "." not in name}
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            part, dot, within = name.partition(".")
+            if dot:
+                parts.setdefault(part, {})[within] = value
+        return replace(config, **direct, **{part: changed(getattr(config, part), parts[part]) for part in parts})
+
+    return changed(_template(), settings)
 
 
 def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
@@ -256,35 +232,41 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     on_update: OnUpdate = draw.choice(get_args(OnUpdate))
     policies = random.Random(f"policies {seed}")
     beyond_batches = random.Random(f"bound {seed}").choice((0, 0, 1, 2)) if per_batch > 1 else 0
+    steps, group_size = draw.randint(2, 6) * per_batch, draw.randint(1, 3)
+    max_staleness = draw.choice((0, 1, 1, 2, 4)) * per_batch + publish_every - 1 + beyond_batches
+    policy = policies.choice((draw.choice(("wait", "drop")), "recycle", "mask"))
+    max_recycles = policies.choice((1, 1, 3))
+    settings = {
+        "seed": seed,
+        "total_train_steps": steps,
+        "trainer.updates_per_batch": per_batch,
+        "sync.every": publish_every,
+        "advantage": AdvantageConfig(name="reinforce_plus_plus") if group_size == 1 else AdvantageConfig(),
+        "staleness.max_staleness": max_staleness,
+        "staleness.policy": policy,
+        **({"staleness.max_recycles": max_recycles} if policy == "recycle" else {}),
+        "rollout.workers": workers,
+        "rollout.groups_per_batch": batch_groups,
+        "rollout.trajectories_per_group": group_size,
+        "rollout.failure.on_failed": policies.choice(("drop", "drop", "fill")),
+        "rollout.on_update": on_update,
+        "rollout.kv": draw.choice(get_args(KeptKV)) if on_update == "keep" else "recompute",
+        "rollout.resume_routing": draw.choice(("append", "append", *get_args(ResumeRouting))),
+        "rollout.sampling.top_p": 0.9 if seed % 6 == 5 else 1.0,
+        "queue.max_ready": draw.choice((None, None, batch_groups, batch_groups + 2)),
+        "rollout.limits.max_turns": draw.randint(1, 4),
+        "rollout.limits.max_tokens": draw.choice((16, 32, 48)),
+        "checkpoint.every": draw.choice((0, 1, 1, 2)),
+        "validation.prompts": 2 if draw.random() < 0.2 else 0,
+    }
     return Scenario(
-        seed=seed,
-        steps=draw.randint(2, 6) * per_batch,
-        batch_groups=batch_groups,
-        trajectories_per_group=draw.randint(1, 3),
-        max_staleness=draw.choice((0, 1, 1, 2, 4)) * per_batch + publish_every - 1 + beyond_batches,
-        policy=policies.choice((draw.choice(("wait", "drop")), "recycle", "mask")),
-        max_recycles=policies.choice((1, 1, 3)),
-        on_failed=policies.choice(("drop", "drop", "fill")),
-        publish_every=publish_every,
-        updates_per_batch=per_batch,
-        on_update=on_update,
-        kv=draw.choice(get_args(KeptKV)) if on_update == "keep" else "recompute",
-        resume_routing=draw.choice(("append", "append", *get_args(ResumeRouting))),
-        max_ready=draw.choice((None, None, batch_groups, batch_groups + 2)),
-        max_turns=draw.randint(1, 4),
-        max_tokens=draw.choice((16, 32, 48)),
-        checkpoint_every=draw.choice((0, 1, 1, 2)),
-        validation=draw.random() < 0.2,
         file_bytes=draw.choice((1 << 10, 1 << 13, 1 << 20)),
-        max_restarts=draw.choice((0, 1, 3, 3)),
-        replicas=replicas,
-        workers=workers,
+        config=run_config({**settings, "supervision.max_restarts": draw.choice((0, 1, 3, 3))}),
         latency_s=draw.choice((0.0005, 0.005, 0.05)),
         token_s=tuple(draw.choice((0.002, 0.02, 0.1)) for _ in range(replicas)),
         train_s=draw.choice((0.01, 0.3, 2.0)),
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
-        top_p=0.9 if seed % 6 == 5 else 1.0,
         faults=_draw_faults(draw, seed, replicas=replicas, workers=workers) if faults else (),
     )
 

@@ -91,19 +91,16 @@ class ParityReward:
 
 async def _work(world: World, point: str) -> None:
     """Take the time of a tool or a reward, and fail if it is to fail."""
-    fault, seconds = world.fault(point), world.scenario.tool_s
-    match fault and fault.kind:
+    kind, seconds = world.fault(point)
+    match kind:
         case "tool says no":
             raise ToolError("no")
         case "tool is broken":
             raise RolloutError("the tool is out of order")
         case "reward fails":
             raise ValueError("no such answer")
-        case "slow tool":
-            assert fault is not None
-            seconds += fault.amount
         case "no end of a tool" | "no end of a reward":
             seconds = NO_END_S
         case _:
             pass
-    await asyncio.sleep(seconds)
+    await asyncio.sleep(world.scenario.tool_s + seconds)

@@ -33,7 +33,7 @@ class SimulatedTrainer:
         self._world = world
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
-        per_batch = self._world.scenario.updates_per_batch
+        per_batch = self._world.scenario.config.trainer.updates_per_batch
         batch = replace(batch, contents=await fetched(batch.contents))
         for mini_batch in range(per_batch):
             await self._work("train", seconds=self._world.scenario.train_s / per_batch)
@@ -78,12 +78,9 @@ class SimulatedTrainer:
         self.digest, self.train_step = state["digest"], state["train_step"]
 
     async def _work(self, what: str, *, seconds: float) -> None:
-        fault = self._world.fault(what)
+        kind, _ = self._world.fault(what)
         await asyncio.sleep(seconds)
-        match fault and fault.kind:
-            case "trainer fails":
-                raise TrainerError(f"trainer rank 0: {what} failed: out of memory")
-            case "trainer dies":
-                raise TrainerLostError(f"trainer rank 0: process died during {what}")
-            case _:
-                pass
+        if kind == "trainer fails":
+            raise TrainerError(f"trainer rank 0: {what} failed: out of memory")
+        if kind == "trainer dies":
+            raise TrainerLostError(f"trainer rank 0: process died during {what}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from async_rl.config import RunConfig
 from async_rl.simulator import model
 from async_rl.simulator.engine import Answered
-from async_rl.simulator.scenario import Scenario
 from async_rl.simulator.violations import require
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from message_queue.tokens import Int32Array
@@ -45,7 +46,7 @@ class TrajectoryJudge:
 
     def __init__(
         self,
-        scenario: Scenario,
+        config: RunConfig,
         batch: TrainingBatch,
         *,
         weights: Mapping[int, model.Weights],
@@ -53,7 +54,7 @@ class TrajectoryJudge:
         update: int,
         oldest: int,
     ) -> None:
-        self._scenario = scenario
+        self._config = config
         self._batch = batch
         self._weights = weights
         self._updates = updates
@@ -93,7 +94,7 @@ class TrajectoryJudge:
 
     def _masked(self, version: int) -> bool:
         """Whether tokens of a version take no gradient."""
-        return self._scenario.policy == "mask" and self._updates.get(version, self._oldest) < self._oldest
+        return self._config.staleness.policy == "mask" and self._updates.get(version, self._oldest) < self._oldest
 
     # ---- tokens
 
@@ -102,7 +103,7 @@ class TrajectoryJudge:
     ) -> None:
         """Each sampled token, and the tokens that the sampler kept beside it, are those of its weights."""
         contexts, number = model.contexts(tokens), model.session_number(session)
-        calls, kept = self._scenario.max_turns > 1, _kept_tokens(sequences)
+        calls, kept = self._config.rollout.limits.max_turns > 1, _kept_tokens(sequences)
         for i, version in enumerate(versions):
             if version < 0:
                 continue
@@ -112,17 +113,18 @@ class TrajectoryJudge:
             expected = weights.token(contexts[i - 1], number, calls=calls)
             text = "{}: token {} is {}; version {} samples {}"
             require("provenance", tokens[i] == expected, text, session, i, tokens[i], version, expected)
-            of = weights.kept(contexts[i - 1], tokens[i]) if self._scenario.top_p < 1 else None
+            of = weights.kept(contexts[i - 1], tokens[i]) if self._config.rollout.sampling.is_cut else None
             require("provenance", kept.get(i) == of, "{}: token {} is of {}, not {}", session, i, kept.get(i), of)
 
     def _check_turns(self, tokens: list[int], versions: list[int], session: str, rollout: Rollout) -> None:
-        limit, scenario = self._scenario.max_tokens, self._scenario
-        require("exactly once", len(tokens) <= limit, "{} has {} tokens of {}", session, len(tokens), limit)
-        turns = [tokens[start:end] for start, end in _sampled_runs(versions)]
-        require("exactly once", len(turns) <= scenario.max_turns, "{} has {} turns", session, len(turns))
+        limits, length = self._config.rollout.limits, len(tokens)
+        require("exactly once", length <= limits.max_tokens, "{} has {} tokens", session, length)
+        runs = [list(run) for sampled, run in groupby(range(length), key=lambda i: versions[i] >= 0) if sampled]
+        turns = [[tokens[i] for i in run] for run in runs]
+        require("exactly once", len(turns) <= limits.max_turns, "{} has {} turns", session, len(turns))
         *before, last = [sum(token == model.CALL for token in turn) for turn in turns] or [0]
         executed, ended = sum(before), bool(turns) and turns[-1][-1] == model.END
-        most = executed + last if ended and len(turns) < scenario.max_turns else executed
+        most = executed + last if ended and len(turns) < limits.max_turns else executed
         calls = rollout.tool_calls
         held = calls <= most if rollout.interrupted else calls == most
         require("exactly once", held, "{} made {} tool calls, not {}", session, calls, most)
@@ -135,7 +137,7 @@ class TrajectoryJudge:
         """Mark tokens in the loss of a sequence in `covered`; returns which they are."""
         ids, loss = self._batch.sequence(at).token_ids.tolist(), self._batch.loss_tokens(at)
         require("provenance", ids == tokens[: len(ids)], "{}: other tokens are trained", session)
-        contexts, bound, in_loss = model.contexts(ids), self._scenario.max_staleness, [False] * len(ids)
+        contexts, bound, in_loss = model.contexts(ids), self._config.staleness.max_staleness, [False] * len(ids)
         for i, logprob, lag in zip(loss.positions.tolist(), loss.logprobs.tolist(), loss.lag.tolist(), strict=True):
             require("provenance", not covered[i], "{}: token {} is in two losses", session, i)
             covered[i] = in_loss[i] = True
@@ -160,7 +162,7 @@ class TrajectoryJudge:
         assert sequence.routed_experts is not None
         rows, contexts = sequence.routed_experts.tolist(), model.contexts(sequence.token_ids.tolist())
         require("rows", rows[-1] == NO_ROW, "{}: the last token has a row", session)
-        match self._scenario.resume_routing:
+        match self._config.rollout.resume_routing:
             case "append" | "force":
                 missing = {p for answer in answers for p in answer.unavailable}
                 owners = [next((v for v in versions[p + 1 :] if v >= 0), -1) for p in range(len(rows) - 1)]
@@ -168,7 +170,7 @@ class TrajectoryJudge:
             case "replace":
                 missing, candidates = set[int](), [(self._passes(answers, versions, at=len(versions) - 1), True)]
             case "split":
-                ends = _ends(in_loss, {answer.start for answer in answers})
+                ends = _ends(in_loss, {len(answer.request.token_ids) for answer in answers})
                 missing, candidates = set[int](), [(self._passes(answers, versions, at=at), False) for at in ends]
         for passes, ordered in candidates:
             wrong = [self._differs(rows, contexts, owners, missing, ordered) for owners in passes]
@@ -180,11 +182,12 @@ class TrajectoryJudge:
         numbered: list[tuple[int, list[int]]] = []
         for answer in answers:
             sampled = [segment.weights.version for segment in answer.segments for _ in range(len(segment))]
-            inside = sampled[: at - answer.start + 1]
-            if not (answer.start <= at < answer.start + len(sampled)) or versions[answer.start : at + 1] != inside:
+            start = len(answer.request.token_ids)
+            inside = sampled[: at - start + 1]
+            if not (start <= at < start + len(sampled)) or versions[start : at + 1] != inside:
                 continue
-            number = int(answer.request.rpartition("#")[2].rstrip("."))
-            numbered.append((number, [inside[max(0, p + 1 - answer.start)] for p in range(at)]))
+            number = int(answer.request.request_id.rpartition("#")[2].rstrip("."))
+            numbered.append((number, [inside[max(0, p + 1 - start)] for p in range(at)]))
         newest = max((number for number, _ in numbered), default=-1)
         return [owners for number, owners in numbered if number == newest]
 
@@ -210,17 +213,6 @@ def _kept_tokens(sequences: Sequence[TrainingSequence]) -> dict[int, list[int]]:
             parts = np.split(ids, np.cumsum(counts)[:-1])
             kept |= {p: parts[p].tolist() for start, count, _ in sequence.runs for p in range(start, start + count)}
     return kept
-
-
-def _sampled_runs(versions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each stretch of sampled tokens."""
-    start = None
-    for i, version in enumerate([*versions, -1]):
-        if version >= 0 and start is None:
-            start = i
-        elif version < 0 and start is not None:
-            yield start, i
-            start = None
 
 
 def _ends(mask: Sequence[bool], starts: set[int]) -> list[int]:

@@ -12,34 +12,35 @@ watched by Oracle
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from async_rl.config import CheckpointConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
-from async_rl.rollout.group_contents import StoredContent
+from async_rl.rollout import group_contents
+from async_rl.rollout.group_contents import ContentPlace, StoredContent
 from async_rl.run import causes
-from async_rl.simulator import model
 from async_rl.simulator.disk import Disk
 from async_rl.simulator.installed import installed
 from async_rl.simulator.oracle import Oracle
-from async_rl.simulator.processes import adopt, current_process
+from async_rl.simulator.processes import Observed, adopt, current_process
 from async_rl.simulator.run import Run
-from async_rl.simulator.scenario import Fault, Scenario, may_drop
-from async_rl.simulator.violations import Violation
+from async_rl.simulator.scenario import KINDS, Fault, Scenario
+from async_rl.simulator.violations import Violation, require
 from async_rl.simulator.virtual_time import Deadlock, VirtualTimeLoop
-from message_queue.content import _Files  # pyright: ignore[reportPrivateUsage]
+from message_queue import recovery
+from message_queue.content import ContentWriter, _Files  # pyright: ignore[reportPrivateUsage]
+from message_queue.contract import Admission
 from message_queue.events import Event as QueueEvent
-from message_queue.journal import EventStore
+from message_queue.journal import EventJournal, EventStore
+from message_queue.progress import RolloutRecord
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.state import QueueState
-from message_queue.tokens import Int32Array
 
 Event = tuple[float, str, str, tuple[object, ...]]
 OPERATOR_S = 20.0  # until a run is started again
@@ -54,55 +55,52 @@ class World:
 
     Args:
         directory: empty; for checkpoints, metrics and ledger.
-        loop: the virtual-time loop that it will run on.
         standstill_turns: turns of the event loop without a train step that are a standstill.
     """
 
-    def __init__(
-        self, scenario: Scenario, *, directory: Path, loop: VirtualTimeLoop, standstill_turns: int = STANDSTILL_TURNS
-    ) -> None:
+    def __init__(self, scenario: Scenario, *, directory: Path, standstill_turns: int = STANDSTILL_TURNS) -> None:
         self.scenario = scenario
         self.directory = directory
         self.events: list[Event] = []
         self.violation: Violation | None = None
         self.fired: list[Fault] = []
-        self.disk = Disk(self, seed=scenario.seed, clock=loop.time)
-        self.oracle = Oracle(
-            scenario,
-            expected_prompt=_prompt_ids,
-            excused=lambda: may_drop(self.fired),
-            serving=lambda: () if self.run is None else self.run.serving,
-            damaged=self.disk.damaged_groups,
-        )
+        self.disk = Disk(self)
+        self.oracle = Oracle(self)
         self.run: Run | None = None
         self._queue: QueueState | None = None  # of the newest process
-        self._loop = loop
+        self._loop = loop = VirtualTimeLoop()
         self._standstill_turns = standstill_turns
         self._faults = {(fault.point, fault.at): fault for fault in scenario.faults}
         self._faults_of_turns = {fault.at: fault for fault in scenario.faults if fault.point.startswith("turn/")}
         self._passed: Counter[str] = Counter()
         self._killed = False  # the driver, until the next start
         self._refused = 0  # starts that ended with an error of the journal
-        self._turn = self._living_turns = self._cleaning = 0  # of the event loop; those of a run; when its end began
+        self._turn = self._cleaning = 0  # of the event loop: while a run lives; since its end began, else 0
         self._progress = (0.0, 0)
-        threads = random.Random(f"threads {scenario.seed}")
-        loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s + self._slow_disk_s()
-        loop.is_dead = self._is_dead
+        threads = random.Random(f"threads {scenario.config.seed}")
+        loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s + self.fault("disk/work")[1]
+        loop.is_dead = self.is_dead
         loop.on_result = self._opened
         loop.on_task = adopt
         loop.on_turn = self._on_turn
         loop.set_exception_handler(lambda _loop, _context: None)
 
+    @property
+    def may_drop(self) -> bool:
+        """Whether a group may have been dropped for a failed rollout by now."""
+        return any(KINDS[fault.kind].drops_group for fault in self.fired)
+
     # ---- calls of the parts
 
-    def fault(self, point: str) -> Fault | None:
-        """What goes wrong at `point` this time."""
+    def fault(self, point: str) -> tuple[str, float]:
+        """Kind and amount of what goes wrong at `point` this time; ("", 0.0) if nothing does."""
         at = self._passed[point]
         self._passed[point] = at + 1
         fault = self._faults.get((point, at))
-        if fault is not None:
-            self._happened(fault)
-        return fault
+        if fault is None:
+            return "", 0.0
+        self._happened(fault)
+        return fault.kind, fault.amount
 
     def note(self, who: str, what: str, *details: object) -> None:
         """Write a line of the trace."""
@@ -129,49 +127,66 @@ class World:
             self.oracle.taken(result)
         self.judge(self.oracle.groups.answered, method, args, result)
 
-    def queue_starts(self, journal: JournalPlace) -> None:
-        """The process of the queue opens the journal."""
-        self.oracle.queue_starts(RunState() if journal.checkpoint is None else self._newest_state())
-        match (fault := self.fault("disk/open")) and fault.kind:
-            case "bits flip":
-                self.disk.damage_content(self.directory / "journal" / "content")
-            case "events are damaged":
-                self.disk.damage_events(self.directory / "journal")
-            case _:
-                pass
+    # ---- functions that it puts in the place of others
 
-    def queue_opened(self, state: QueueState) -> None:
-        """The journal is open; from now on the oracle sees each event of the queue."""
-        if self.disk.damaged_events:
-            self.fail(Violation("exactly once", "a damaged journal of events is opened"))
-        self._queue, apply = state, state.apply
+    async def open_queue(self, place: JournalPlace, **options: Any) -> tuple[Any, EventJournal, Restored]:
+        """A queue; from its start the oracle sees each event of it."""
+        self.oracle.queue_starts(RunState() if place.checkpoint is None else self._newest_state())
+        kind, _ = self.fault("disk/open")
+        if kind == "bits flip":
+            self.disk.damage_content(self.directory / "journal" / "content")
+        elif kind == "events are damaged":
+            self.disk.damage_events(self.directory / "journal")
+        queue, journal, restored = await recovery.open_queue(place, **options)
+        self.judge(require, "exactly once", not self.disk.damaged_events, "a damaged journal of events is opened")
+        self._queue = state = queue._state  # pyright: ignore[reportPrivateUsage]
+        apply = state.apply
 
         def watched(event: QueueEvent) -> None:
             apply(event)
             self.judge(self.oracle.followed, event, state.snapshot())
 
         state.apply = watched
+        return Observed(queue), journal, restored
 
-    def reopened(self, restored: Restored, stored: StoredContent) -> None:
-        """A queue has opened its journal, and the driver has read the content of its groups."""
-        assert self._queue is not None
-        notes = (note.replace(str(self.directory), "") for note in (*restored.notes, *stored.notes))
-        self.note("queue", "continues", restored.replay, len(restored.open), *notes)
-        self.judge(self.oracle.reopened, restored, stored, self._queue.snapshot())
+    async def read_content(self, place: ContentPlace, restored: Restored) -> StoredContent:
+        """Content that a restart continues, which the oracle sees when it is complete."""
+        stored = await group_contents.read_content(place, restored)
+        if not stored.incomplete:
+            assert self._queue is not None
+            notes = (note.replace(str(self.directory), "") for note in (*restored.notes, *stored.notes))
+            self.note("queue", "continues", restored.replay, len(restored.open), *notes)
+            self.judge(self.oracle.reopened, restored, stored, self._queue.snapshot())
+        return stored
+
+    async def read_stored(self, place: ContentPlace, admissions: Collection[Admission]) -> StoredContent:
+        """Content of the groups of a dead worker."""
+        stored = await group_contents.read_stored(place, admissions)
+        groups = [admission.group for admission in admissions]
+        self.note("driver", "moves", *groups)
+        self.judge(self.oracle.moved, groups, stored)
+        return stored
+
+    async def open_writer(self, *args: Any, **options: Any) -> ContentWriter:
+        """A writer of which the oracle sees each stored record."""
+        writer = await ContentWriter.open(*args, **options)
+        append = writer.append
+
+        async def watched(records: Sequence[RolloutRecord]) -> None:
+            await append(records)
+            self.judge(self.oracle.groups.stored, records)
+
+        writer.append = watched
+        return writer
 
     def tool_called(self, session: str) -> None:
         """A tool starts."""
         self.note(session, "tool")
         process = current_process()
         assert self.run is not None and process is not None
-        if self.run.rollouts.tools_paused and not process.hung:
-            self.fail(Violation("tools", f"{session} calls a tool in {process.process_name}"))
+        allowed = process.hung or not self.run.rollouts.tools_paused
+        self.judge(require, "tools", allowed, "{} calls a tool in {}", session, process.process_name)
         self.oracle.tool_called(session)
-
-    def moved(self, groups: Collection[int], stored: StoredContent) -> None:
-        """The driver has read the stored records of a dead worker's groups."""
-        self.note("driver", "moves", *groups)
-        self.judge(self.oracle.moved, groups, stored)
 
     def fail(self, violation: Violation) -> None:
         """Note the first violation and end the run."""
@@ -189,8 +204,15 @@ class World:
 
     # ---- from start to end
 
-    async def live(self) -> None:
-        """Run, and run again as often as something broke that was to break."""
+    def run_to_end(self) -> None:
+        """Run, and run again as often as something broke that was to break; a standstill is a violation."""
+        try:
+            with installed(self), asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._live())
+        except Deadlock as deadlock:
+            self.violation = self.violation or Violation("progress", str(deadlock))
+
+    async def _live(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         task.set_name("world")
@@ -220,21 +242,21 @@ class World:
             await self._clean_up()
         self.note("world", "ended", done, error and error.replace(str(self.directory), ""))
         if self.run is not None and error is None:
-            self.judge(self.oracle.groups.check_records, self.run.ledger_lines())
+            records = [json.loads(line) for line in (self.directory / "ledger.jsonl").read_text().splitlines()]
+            self.judge(self.oracle.groups.check_records, records)
         elif error is not None and error != "killed":
             lost = 0 if self.run is None else len(self.run.fleet.lost)
-            if not self.scenario.may_end(error, fired=self.fired[fired:], lost=lost, disk_was_broken=disk_was_broken):
-                self.fail(Violation("failure", f"the run failed, and nothing was broken that may end it: {error}"))
+            held = self.scenario.may_end(error, fired=self.fired[fired:], lost=lost, disk_was_broken=disk_was_broken)
+            self.judge(require, "failure", held, "the run failed, and nothing was broken that may end it: {}", error)
             await self._operate(error)
         if self.run is not None and done:
-            self.judge(self.oracle.finish, self._newest_state(), train_step=self.run.train_step)
+            self.judge(self.oracle.finish, self._newest_state(), train_step=self.run.trainer.train_step)
         return done
 
     async def _operate(self, error: str) -> None:
         """A person reads why the run ended: removes a damaged journal, and repairs the disk at its second error."""
         if any(text in error for text in REMOVES):
-            if not self.disk.damaged_events:
-                self.fail(Violation("exactly once", f"the journal is refused: {error}"))
+            self.judge(require, "exactly once", self.disk.damaged_events, "the journal is refused: {}", error)
             shutil.rmtree(self.directory / "journal")
             self.disk.journal_removed()
             self.oracle.journal_removed()
@@ -254,12 +276,18 @@ class World:
     def _kill_driver(self, cause: str) -> None:
         """Stop every task where it is; what they still do on their way out reaches nobody."""
         self.note("world", "kill", cause)
-        self._killed = True
+        self._cut_off()
+
+    def _cut_off(self) -> list[asyncio.Task[Any]]:
+        """End the driver and its processes; returns tasks that are on their way out."""
+        self._killed, self._cleaning = True, 1
         if self.run is not None:
             self.run.cut_off()
-        self._cleaning = self._turn
-        for task in self._of_the_run():
+        tasks = sorted(asyncio.all_tasks(self._loop), key=hash)  # by their numbers
+        left = [task for task in tasks if task.get_name() != "world"]
+        for task in left:
             task.cancel()
+        return left
 
     async def _clean_up(self) -> None:
         """End all tasks and files that a run left behind.
@@ -267,21 +295,16 @@ class World:
         Raises:
             Deadlock: they do not end.
         """
-        if self.run is not None:
-            self.run.cut_off()
-        self._killed, self._cleaning = True, self._turn
-        while left := self._of_the_run():
-            for task in left:
-                task.cancel()
+        while left := self._cut_off():
             await asyncio.wait(left)
         if self.run is not None:
             self.run.close_files()
         self._cleaning = 0
 
-    def _is_dead(self) -> bool:
-        """Whether the process whose work runs now was killed."""
+    def is_dead(self) -> bool:
+        """Whether the process whose code runs now was killed."""
         process = current_process()
-        return self._killed or (process is not None and process.ended)
+        return self._killed or (process is not None and process.dead)
 
     def _opened(self, result: object) -> None:
         """A process has the files open that work in its thread opened."""
@@ -291,18 +314,14 @@ class World:
 
     # ---- the loop
 
-    def _of_the_run(self) -> list[asyncio.Task[Any]]:
-        tasks = sorted(asyncio.all_tasks(self._loop), key=hash)  # by their numbers
-        return [task for task in tasks if task.get_name() != "world"]
-
     def _on_turn(self) -> None:
-        self._turn += 1
-        if self._cleaning:  # turns while a run ends do not count
-            if self._turn > self._cleaning + CLEAN_UP_TURNS:
+        if self._cleaning:
+            self._cleaning += 1
+            if self._cleaning > CLEAN_UP_TURNS:
                 raise Deadlock("what a dead driver left behind does not end")
             return
-        self._living_turns += 1
-        fault = self._faults_of_turns.get(self._living_turns)
+        self._turn += 1
+        fault = self._faults_of_turns.get(self._turn)
         if fault is not None and self.run is not None:
             self._happened(fault)
             if fault.kind == "stop is asked for":
@@ -318,21 +337,3 @@ class World:
     def _happened(self, fault: Fault) -> None:
         self.fired.append(fault)
         self.note("fault", str(fault))
-
-    def _slow_disk_s(self) -> float:
-        fault = self.fault("disk/work")
-        return 0.0 if fault is None else fault.amount
-
-
-def _prompt_ids(index: int) -> Int32Array:
-    """int32 [n], the tokens that a trajectory of prompt `index` starts with."""
-    return np.array(model.SimulatedTokenizer().encode(f"<user>{index:03d}<end><assistant>"), np.int32)
-
-
-def run_to_end(world: World, loop: VirtualTimeLoop) -> None:
-    """Run a world on its loop; a standstill is a violation."""
-    try:
-        with installed(world), asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(world.live())
-    except Deadlock as deadlock:
-        world.violation = world.violation or Violation("progress", str(deadlock))

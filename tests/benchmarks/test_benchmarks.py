@@ -506,7 +506,7 @@ def test_the_simulated_scale_keeps_every_invariant_through_deaths(deaths):
     assert result.broken is None
     assert result.deaths.total() == sum(deaths)
     assert (result.steps, result.ledger["error"]) == (4, 0)
-    assert 0 <= result.staleness <= scenario.max_staleness
+    assert 0 <= result.staleness <= scenario.config.staleness.max_staleness
     assert "kept" in simulated_scale.table(scenario, result)
     assert {"driver", "worker"} <= result.cpu_s.keys()
 
