@@ -27,6 +27,7 @@ from message_queue.contract import Admission
 from message_queue.events import Event
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
 from message_queue.journal import EventJournal
+from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.staleness import StalenessConfig
 from message_queue.state import StoredState
@@ -112,10 +113,10 @@ class Driver:
     def __init__(self, *, policy: Any) -> None:
         self._journal = MemoryJournal()
         self._queue = TrajectoryQueue(
-            batch_groups=BATCH, staleness=StalenessConfig(max_staleness=2, policy=policy), journal=self._journal
+            build_policy(StalenessConfig(max_staleness=2, policy=policy), batch_groups=BATCH), journal=self._journal
         )
         self._open: list[Admission] = []
-        self._step = 0
+        self._step = self._records = 0
         self.groups = 0
 
     async def fill(self) -> None:
@@ -135,7 +136,7 @@ class Driver:
         await self._queue.trained([group.group for group in taken.groups], train_step=self._step)
         await self._queue.publish(self._step, update=self._step)
         await self._queue.loaded(self._step)
-        await self._queue.drain_records()
+        self._records += len(await self._queue.records_after(self._records))
         if self._step % SAVE_EVERY == 0:
             await self._queue.checkpointed(self._step)
 

@@ -21,6 +21,7 @@ from async_rl.rollout.recorded import StoredRolloutLog
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead, head_of
+from message_queue.policies import build_policy
 from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.queue import TrajectoryQueue
 from message_queue.staleness import StalenessConfig
@@ -129,7 +130,7 @@ class PlainQueue:
     """Process of a queue without a journal."""
 
     def __init__(self, *, batch_groups: int, staleness: StalenessConfig, max_ready: int) -> None:
-        queue = TrajectoryQueue(batch_groups=batch_groups, staleness=staleness, max_ready=max_ready)
+        queue = TrajectoryQueue(build_policy(staleness, batch_groups=batch_groups), max_ready=max_ready)
         self._server = BatchingServer(queue, refusals=REFUSALS)
 
     async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from message_queue.content_format import (
     APPLICATION_ID,
@@ -25,29 +25,35 @@ from message_queue.content_format import (
     RECORDS_TABLE,
     WRITER_TABLE,
     IndexRow,
-    checksum,
-    connect,
     data_path,
     encode,
+    row_checksum,
 )
-from message_queue.disk_errors import JournalBroken, JournalBusy, JournalClosed, JournalError, disk_error
+from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, disk_errors
 from message_queue.progress import RolloutRecord
+from message_queue.sqlite_file import connect, stamp
 
 FILE_BYTES = 64 << 20  # of a data file, after which a new one is started
 MAX_PARTS = 1024  # buffers in one call to the operating system (IOV_MAX of Linux)
-
-T = TypeVar("T")
 
 
 class ContentWriter:
     """Writes records in order. Made by `open`, and used from one event loop."""
 
-    def __init__(self, files: _Files, thread: ThreadPoolExecutor) -> None:
-        self._files = files
-        self._thread = thread
+    def __init__(self, directory: Path, *, name: str, run: str, fsync: bool) -> None:
+        self._directory, self._name, self._fsync = directory, name, fsync
+        self._path = directory / f"{name}.sqlite"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"content-{name}")
         self._turn = asyncio.Lock()
         self._waiting: list[RolloutRecord] = []
-        self._next_write: asyncio.Task[None] | None = None
+        self._next_write: asyncio.Task[None] | None = None  # of `_waiting`
+        self._data: int | None = None  # descriptor of the newest data file
+        self._file = self._size = self._number = 0
+        self._groups: dict[int, set[int]] = {}  # data file -> groups that have a record in it
+        self._failure: JournalError | None = None
+        with disk_errors("create", self._path):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._index = self._new_index(run)
 
     @classmethod
     async def open(cls, directory: Path, *, name: str, run: str, fsync: bool) -> ContentWriter:
@@ -63,13 +69,7 @@ class ContentWriter:
             JournalBusy: the directory has a writer of that name.
             JournalError: the disk refuses.
         """
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"content-{name}")
-        make = partial(_Files, directory, name=name, run=run, fsync=fsync)
-        try:
-            return cls(await asyncio.get_running_loop().run_in_executor(thread, make), thread)
-        except BaseException:
-            thread.shutdown(wait=False)
-            raise
+        return await asyncio.to_thread(cls, directory, name=name, run=run, fsync=fsync)
 
     async def append(self, records: Sequence[RolloutRecord]) -> None:
         """Return once the records are written. They are written even if the caller is cancelled.
@@ -92,86 +92,71 @@ class ContentWriter:
         Raises:
             JournalError: the disk failed, or the writer was closed.
         """
-        await self._after_waiting(partial(self._files.forget, frozenset(groups)))
+        await self._after_waiting(partial(self._forget, frozenset(groups)))
 
     async def close(self) -> None:
         """Write what waits and close the files, which stay. Idempotent."""
-        await self._after_waiting(self._files.close)
+        await self._after_waiting(self.release)
+
+    def release(self) -> None:
+        """Close the files without what waits to be written. Idempotent."""
+        self._failure = JournalError(f"the content of writer {self._name} in {self._directory} was closed")
+        self._index.close()
+        if self._data is not None:
+            os.close(self._data)
+            self._data = None
 
     async def _write_waiting(self) -> None:
         async with self._turn:
             records, self._waiting, self._next_write = self._waiting, [], None
-            await self._in_thread(partial(self._files.append, records))
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._append, records)
 
     async def _after_waiting(self, work: Callable[[], None]) -> None:
         """Do work once the records that wait are written."""
         if self._next_write is not None:
             await asyncio.wait([self._next_write])
         async with self._turn:
-            await self._in_thread(work)
+            await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    # ---- in the thread
 
-
-class _Files:
-    """Data files and index of one writer. All calls are made in one thread."""
-
-    def __init__(self, directory: Path, *, name: str, run: str, fsync: bool) -> None:
-        self._directory, self._name, self._fsync = directory, name, fsync
-        self._path = directory / f"{name}.sqlite"
-        self._data: int | None = None  # descriptor of the newest data file
-        self._file = self._size = self._number = 0
-        self._groups: dict[int, set[int]] = {}  # data file -> groups that have a record in it
-        self._failure: JournalError | None = None
-        self._make_index()
+    def _new_index(self, run: str) -> sqlite3.Connection:
         try:
-            self._index = connect(self._path)
-            self._index.execute("PRAGMA journal_mode=PERSIST")
-            self._index.execute(f"PRAGMA synchronous={'FULL' if fsync else 'OFF'}")
-            with self._index:  # one transaction: a reader finds all or nothing
-                self._index.execute("BEGIN IMMEDIATE")
-                self._index.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                self._index.execute(f"PRAGMA user_version={FORMAT}")
-                self._index.execute(WRITER_TABLE)
-                self._index.execute(RECORDS_TABLE)
-                self._index.execute("INSERT INTO writer VALUES (?)", (run,))
-        except sqlite3.Error as error:
-            raise disk_error(error, what="create", path=str(self._path)) from error
+            self._path.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise JournalBusy(
+                f"{self._path} is the content of another writer; give every writer a name of its own"
+            ) from error
+        index = connect(self._path)
+        index.execute("PRAGMA journal_mode=PERSIST")
+        index.execute(f"PRAGMA synchronous={'FULL' if self._fsync else 'OFF'}")
+        with index:  # one transaction: a reader finds all or nothing
+            index.execute("BEGIN IMMEDIATE")
+            stamp(index, application=APPLICATION_ID, version=FORMAT)
+            index.execute(WRITER_TABLE)
+            index.execute(RECORDS_TABLE)
+            index.execute("INSERT INTO writer VALUES (?)", (run,))
+        return index
 
-    def append(self, records: Sequence[RolloutRecord]) -> None:
+    def _append(self, records: Sequence[RolloutRecord]) -> None:
         """Write the arrays, then name them in the index."""
         self._require_open()
         rows, parts = self._encoded(records)
         size = sum(map(len, parts))
         self._write(parts, size)
-        try:
-            with self._index:
-                self._index.executemany(f"INSERT INTO records VALUES ({','.join('?' * len(IndexRow._fields))})", rows)
-        except sqlite3.Error as error:
-            raise self._failed(error, what=f"write {len(rows)} rows to", path=self._path) from error
+        with self._disk_errors(f"write {len(rows)} rows to", self._path), self._index:
+            self._index.executemany(f"INSERT INTO records VALUES ({','.join('?' * len(IndexRow._fields))})", rows)
         self._size += size
         self._groups[self._file].update(record.group for record in records)
 
-    def forget(self, groups: frozenset[int]) -> None:
+    def _forget(self, groups: frozenset[int]) -> None:
         """Forget in the index first: a row never names a file that is gone."""
         self._require_open()
-        try:
-            with self._index:
-                self._index.executemany("DELETE FROM records WHERE group_id = ?", [(group,) for group in groups])
-        except sqlite3.Error as error:
-            raise self._failed(error, what="delete rows of", path=self._path) from error
+        with self._disk_errors("delete rows of", self._path), self._index:
+            self._index.executemany("DELETE FROM records WHERE group_id = ?", [(group,) for group in groups])
         for held in self._groups.values():
             held -= groups
         self._remove_empty()
-
-    def close(self) -> None:
-        """Idempotent."""
-        if not isinstance(self._failure, JournalClosed):
-            self._failure = JournalClosed(f"the content of writer {self._name} in {self._directory} was closed")
-            self._index.close()
-            if self._data is not None:
-                os.close(self._data)
 
     def _encoded(self, records: Sequence[RolloutRecord]) -> tuple[list[IndexRow], list[memoryview]]:
         if self._data is None or self._size >= FILE_BYTES:
@@ -182,18 +167,19 @@ class _Files:
         for record in records:
             self._number += 1
             kind, fields, arrays = encode(record.what)
-            identity = (record.group, record.trajectory, record.handout, self._number, record.at)
-            length = sum(map(len, arrays))
-            digest = checksum(identity, kind, fields, arrays)
-            rows.append(IndexRow(*identity, kind, fields, self._file, start, length, digest))
+            place = (self._file, start, sum(map(len, arrays)))
+            row = IndexRow(
+                record.group, record.trajectory, record.handout, self._number, record.at, kind, fields, *place, b""
+            )
+            rows.append(row._replace(checksum=row_checksum(row, arrays)))
             parts += [part for part in arrays if part]
-            start += length
+            start += row.length
         return rows, parts
 
     def _write(self, parts: Sequence[memoryview], size: int) -> None:
         assert self._data is not None, "the records were encoded for a file"
         waiting, at = list(parts), self._size
-        try:
+        with self._disk_errors(f"write {size} bytes to", data_path(self._directory, self._name, self._file)):
             while waiting:
                 written = os.pwritev(self._data, waiting[:MAX_PARTS], at)
                 at += written
@@ -203,20 +189,15 @@ class _Files:
                     waiting[0] = waiting[0][written:]
             if self._fsync:
                 os.fdatasync(self._data)
-        except OSError as error:
-            path = data_path(self._directory, self._name, self._file)
-            raise self._failed(error, what=f"write {size} bytes to", path=path) from error
 
     def _start_file(self) -> None:
         path = data_path(self._directory, self._name, self._file + 1)
-        try:
+        with self._disk_errors("create", path):
             data = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             if self._fsync:
                 _sync_folder(self._directory)
             if self._data is not None:
                 os.close(self._data)
-        except OSError as error:
-            raise self._failed(error, what="create", path=path) from error
         self._data, self._file, self._size = data, self._file + 1, 0
         self._groups[self._file] = set()
         self._remove_empty()
@@ -225,37 +206,23 @@ class _Files:
         """Remove data files without a group, but for the newest."""
         for file in [file for file, groups in self._groups.items() if not groups and file != self._file]:
             path = data_path(self._directory, self._name, file)
-            try:
+            with self._disk_errors("remove", path):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise self._failed(error, what="remove", path=path) from error
             del self._groups[file]
-
-    def _make_index(self) -> None:
-        """An empty index of a new writer; the directory comes with it."""
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(error, what="create", path=str(self._directory)) from error
-        try:
-            os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-        except FileExistsError as error:
-            raise JournalBusy(
-                f"{self._path} is the content of another writer; give every writer a name of its own"
-            ) from error
-        except OSError as error:
-            raise disk_error(error, what="create", path=str(self._path)) from error
 
     def _require_open(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _failed(self, error: OSError | sqlite3.Error, *, what: str, path: Path) -> JournalError:
-        """The error to raise. Nothing more is written if the disk's content is unknown."""
-        failure = disk_error(error, what=what, path=str(path))
-        if isinstance(failure, JournalBroken):
+    @contextmanager
+    def _disk_errors(self, what: str, path: Path) -> Generator[None]:
+        """As `disk_errors`; nothing more is written if the disk's content is unknown."""
+        try:
+            with disk_errors(what, path):
+                yield
+        except JournalBroken as failure:
             self._failure = failure
-        return failure
+            raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -18,16 +18,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_64
 
-from message_queue.disk_errors import JournalFormatError
 from message_queue.progress import CallBegun, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.sampling_support import SamplingSupport
+from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 FORMAT = 2
 APPLICATION_ID = 0x41524C43  # "ARLC", which the header of the index holds
-BUSY_S = 60.0  # longest wait for another process that reads or writes the index
 WRITER_TABLE = "CREATE TABLE writer (run TEXT NOT NULL) STRICT"
 RECORDS_TABLE = """CREATE TABLE records (
     group_id INTEGER NOT NULL,
@@ -69,7 +67,7 @@ class IndexRow(NamedTuple):
     length: int
     """Bytes of its arrays."""
     checksum: bytes
-    """xxh3_64 of all else but file and start, and of the arrays."""
+    """Of all else but file and start, and of the arrays."""
 
 
 class _Rows(msgspec.Struct, frozen=True, array_like=True):
@@ -136,26 +134,9 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
             raise ValueError(f"no record has the kind {row.kind!r}")
 
 
-def checksum(identity: tuple[int, int, int, int, int], kind: str, fields: bytes, arrays: Sequence[memoryview]) -> bytes:
-    """xxh3_64 of a record.
-
-    Args:
-        identity: group, trajectory, handout, number, at.
-    """
-    digest = xxh3_64(f"{identity}{kind}".encode())
-    digest.update(fields)
-    for part in arrays:
-        digest.update(part)
-    return digest.digest()
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Open an existing index. A transaction that its writer left unfinished is rolled back.
-
-    Raises:
-        sqlite3.Error: it cannot be opened.
-    """
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=BUSY_S, isolation_level="IMMEDIATE")
+def row_checksum(row: IndexRow, arrays: Sequence[memoryview]) -> bytes:
+    """Checksum of a record; `file`, `start` and `checksum` of the row do not matter."""
+    return checksum(f"{tuple(row[:5])}{row.kind}".encode(), row.fields, *arrays)
 
 
 def index_run(index: sqlite3.Connection, path: Path) -> str | None:
@@ -165,20 +146,11 @@ def index_run(index: sqlite3.Connection, path: Path) -> str | None:
         JournalFormatError: a foreign file, or one of another format.
         sqlite3.Error: it cannot be read.
     """
-    (application,), (format_,) = (
-        index.execute(f"PRAGMA {field}").fetchone() for field in ("application_id", "user_version")
-    )
-    if application == APPLICATION_ID and format_ == FORMAT:
-        if (row := index.execute("SELECT run FROM writer").fetchone()) is None:
-            raise sqlite3.DatabaseError("its run is missing")
-        return row[0]
-    if not index.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+    if not is_written(index, path, application=APPLICATION_ID, version=FORMAT):
         return None
-    found = f"format {format_}" if application == APPLICATION_ID else f"another program's file (id {application:#x})"
-    raise JournalFormatError(
-        f"{path} is {found}; this program reads content of format {FORMAT}: move the file away, or continue the run "
-        "with the program that wrote it"
-    )
+    if (row := index.execute("SELECT run FROM writer").fetchone()) is None:
+        raise sqlite3.DatabaseError("its run is missing")
+    return row[0]
 
 
 def data_path(directory: Path, name: str, file: int) -> Path:

@@ -16,27 +16,22 @@ import re
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from message_queue.content_format import IndexRow, checksum, connect, data_path, decode, index_run
+from message_queue.content_format import IndexRow, data_path, decode, index_run, row_checksum
 from message_queue.contract import Admission
-from message_queue.disk_errors import JournalRunError, disk_error
+from message_queue.disk_errors import JournalBroken, JournalRunError, disk_error, disk_errors
 from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.sqlite_file import connect
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
-_NO_ACCESS = (
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_READONLY,
-)
+_Numbered = tuple[int, RolloutRecord]  # number among the records of its writer, record
+
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # errors of SQLite, the second for names that are no text
 
 
@@ -47,35 +42,6 @@ class StoredGroups(NamedTuple):
     """All requested groups by id; trajectories without a record are empty."""
     notes: list[str]
     """Damage, each with group and file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A record that was read."""
-
-    number: int
-    """Number of the record among those of its writer."""
-    record: RolloutRecord
-    """The record itself."""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Ascends by hand-out, and within a hand-out by the order of the appends."""
-        return self.record.handout, self.number
-
-    @property
-    def end(self) -> int:
-        """Least position of a later record that leaves this one in place.
-
-        A call or an end appends no token; a later record at its position replaces it too.
-        """
-        match self.record.what:
-            case Sampled():
-                return self.record.at + len(self.record.what.segment)
-            case np.ndarray():
-                return self.record.at + len(self.record.what)
-            case _:
-                return self.record.at + 1
 
 
 def read_groups(
@@ -102,7 +68,7 @@ def read_groups(
         ContractError: rows of another model than `routing` has.
     """
     notes: list[str] = []
-    stored: dict[int, dict[int, list[_Stored]]] = {group: {} for group in groups}
+    stored: dict[int, dict[int, list[_Numbered]]] = {group: {} for group in groups}
     for path in _indexes(directory):
         try:
             with closing(connect(path)) as index:
@@ -112,8 +78,8 @@ def read_groups(
                 if found != run:
                     raise JournalRunError(f"{path} is content of run {found!r}, not of {run!r}; move it away")
                 for group in groups:
-                    for one in _read_group(index, path, group, notes):
-                        stored[group].setdefault(one.record.trajectory, []).append(one)
+                    for number, record in _read_group(index, path, group, notes):
+                        stored[group].setdefault(record.trajectory, []).append((number, record))
         except _UNREADABLE as error:
             notes.append(_damage(error, path, "its records are left out"))
     read: dict[int, PromptGroup] = {}
@@ -168,18 +134,16 @@ def remove_settled(directory: Path, live: Collection[int], *, keep: Collection[s
         if not needed:
             settled += [path.with_name(f"{path.name}-journal"), path]  # the index last: it says which files there are
         for file in settled:
-            try:
+            with disk_errors("remove", file):
                 file.unlink(missing_ok=True)
-            except OSError as error:
-                raise disk_error(error, what="remove", path=str(file)) from error
 
 
 def _indexes(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.sqlite"))
 
 
-def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[str]) -> Iterator[_Stored]:
-    """Records of one writer for a group, by trajectory and number; each trajectory up to its first damaged record."""
+def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[str]) -> Iterator[_Numbered]:
+    """(number, record) of one writer for a group, ascending; each trajectory up to its first damaged record."""
     damaged: set[int] = set()
     try:
         rows = index.execute(
@@ -195,9 +159,9 @@ def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[s
         try:
             row = msgspec.convert(values, type=IndexRow)
             file = data_path(path.parent, path.stem, row.file)
-            yield _Stored(row.number, _read_record(row, file))
+            yield row.number, _read_record(row, file)
         except PermissionError as error:
-            raise disk_error(error, what="read", path=str(file)) from error
+            raise disk_error(error, what="read", path=file) from error
         except (OSError, ValueError) as error:
             damaged.add(values[1])
             notes.append(
@@ -216,22 +180,21 @@ def _read_record(row: IndexRow, file: Path) -> RolloutRecord:
     with file.open("rb", buffering=0) as data:
         data.seek(row.start)
         arrays = memoryview(data.read(row.length)) if row.length else memoryview(b"")
-    identity = (row.group, row.trajectory, row.handout, row.number, row.at)
-    if checksum(identity, row.kind, row.fields, [arrays]) != row.checksum:
+    if row_checksum(row, [arrays]) != row.checksum:
         raise ValueError("wrong checksum")
     return RolloutRecord(
         group=row.group, trajectory=row.trajectory, handout=row.handout, at=row.at, what=decode(row, arrays)
     )
 
 
-def _rebuild(trajectory: Trajectory, records: list[_Stored]) -> int:
-    """Append the records; how many do not follow the ones before."""
+def _rebuild(trajectory: Trajectory, records: list[_Numbered]) -> int:
+    """Append the numbered records; how many do not follow the ones before."""
     current: list[RolloutRecord] = []
     replaced_from: float = float("inf")
-    for one in sorted(records, key=lambda one: one.order, reverse=True):
-        if one.end <= replaced_from:
-            current.append(one.record)
-        replaced_from = min(replaced_from, one.record.at)
+    for _, record in sorted(records, key=_order, reverse=True):
+        if _end(record) <= replaced_from:
+            current.append(record)
+        replaced_from = min(replaced_from, record.at)
     for left, record in zip(range(len(current), 0, -1), reversed(current), strict=True):
         if record.at != len(trajectory) or trajectory.closed:
             return left
@@ -247,13 +210,32 @@ def _rebuild(trajectory: Trajectory, records: list[_Stored]) -> int:
     return 0
 
 
+def _order(one: _Numbered) -> tuple[int, int]:
+    """Ascends by hand-out, and within a hand-out by the order of the appends."""
+    return one[1].handout, one[0]
+
+
+def _end(record: RolloutRecord) -> int:
+    """Least position of a later record that leaves this one in place.
+
+    A call or an end appends no token; a later record at its position replaces it too.
+    """
+    match record.what:
+        case Sampled():
+            return record.at + len(record.what.segment)
+        case np.ndarray():
+            return record.at + len(record.what)
+        case _:
+            return record.at + 1
+
+
 def _damage(error: Exception, path: Path, consequence: str) -> str:
     """The note of an index that is damaged.
 
     Raises:
         JournalError: it may be whole, but cannot be opened.
     """
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    if isinstance(error, sqlite3.Error) and code in _NO_ACCESS:
-        raise disk_error(error, what="read", path=str(path)) from error
+    failure = disk_error(error, what="read", path=path)
+    if not isinstance(failure, JournalBroken):
+        raise failure from error
     return f"{path} is damaged ({error}); {consequence}"

@@ -1,26 +1,21 @@
 """Events: every change of the queue's state, one type each. The journal stores them, `QueueState.apply` follows them.
 
-Group 7 that is trained makes Admitted(group=7), Ready(head of 7), Taken(groups=(7, 9)), Trained(groups=(7, 9)).
+Group 7 that is trained makes Admitted(admission of 7), Ready(head of 7), Taken(groups=(7, 9)), Trained(groups=(7, 9)).
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from message_queue.contract import Admission
 from message_queue.heads import GroupHead
 
 
 class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A group starts: it is open."""
 
-    group: int
-    """Id, larger than every id before."""
-    prompt: int
-    """Index of the prompt in its source."""
-    version: int
-    """`param_version` that every replica serves."""
-    update: int
-    """Optimizer updates held by those weights."""
+    admission: Admission
+    """Its id is larger than every id before."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -54,6 +49,8 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Optimizer updates held by the weights whose gradient the batch takes first."""
     masked: tuple[int, ...]
     """Sampled tokens of each group that take no gradient."""
+    updates: int = 1
+    """Optimizer updates that the trainer makes from the batch."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -135,8 +135,8 @@ def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> Traject
     return TrajectoryHead(
         length=len(trajectory),
         sequences=tuple(
-            SequenceHead(length, merged_spans((run.version, run.tokens) for run in runs))
-            for length, runs in trajectory.sequence_runs()
+            SequenceHead(length, merged_spans((segment.weights.version, len(segment)) for _, segment in placed))
+            for length, placed, _ in trajectory.sequence_parts()
         ),
         num_segments=len(segments),
         num_aborts=sum(_num_aborts(turn) for turn in trajectory.turns),

@@ -16,31 +16,24 @@ import asyncio
 import fcntl
 import os
 import sqlite3
-import zlib
-from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from message_queue.disk_errors import (
-    JournalBroken,
-    JournalBusy,
-    JournalError,
-    JournalFormatError,
-    JournalRunError,
-    disk_error,
-)
+from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, JournalRunError, damaged, disk_errors
 from message_queue.events import Event
+from message_queue.sqlite_file import checksum, connect, is_written, stamp
 from message_queue.state import StoredState
 
 Settings = Mapping[str, int | str]  # config field -> value
 
 FILE, LOCK = "events.sqlite", "events.lock"
 APPLICATION = 0x6172_6C65
-FORMAT = 3  # 2 had two copies of the state and a row for each group
+FORMAT = 4  # 3 had another checksum, and other events of admissions
 _STATE_ROW = 0
 
 
@@ -65,93 +58,14 @@ class JournalBase(msgspec.Struct, frozen=True, kw_only=True):
     """State at the last checkpoint or start."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEvents:
-    """Contents of a journal."""
-
-    base: JournalBase
-    """State before the events."""
-    events: tuple[Event, ...]
-    """Events after it, in order."""
+StoredEvents = tuple[JournalBase, tuple[Event, ...]]
+"""Contents of a journal: the state before the events, and the events after it, in order."""
 
 
 class EventJournal:
-    """Stores events of one queue. Belongs to one event loop.
+    """Stores events of one queue, in a file that is locked against other processes. `open_journal` makes it.
 
-    Args:
-        store: opened by `open_journal`.
-    """
-
-    def __init__(self, store: EventStore) -> None:
-        self._store = store
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._pending: list[Event | StoredState] = []
-        self._written: asyncio.Future[None] | None = None  # of `_pending`
-        self._flushing: asyncio.Task[None] | None = None
-        self._error: JournalError | None = None
-
-    def record(self, events: Iterable[Event]) -> Awaitable[None]:
-        """Store events in one transaction, after all before them; the result is awaited for the commit.
-
-        Raises:
-            JournalError: an earlier write failed, or the journal is closed. The awaitable raises it for this write.
-        """
-        return self._submit(events)
-
-    def rebase(self, state: StoredState) -> Awaitable[None]:
-        """Store the whole state and delete the events before it, in one transaction.
-
-        Raises: as `record`.
-        """
-        return self._submit([state])
-
-    async def sync(self) -> None:
-        """Return once everything before is stored.
-
-        Raises: as `record`.
-        """
-        await self._submit([])
-
-    async def close(self) -> None:
-        """Store pending events and let other processes open the journal. Idempotent."""
-        if self._flushing is not None:
-            await asyncio.wait({self._flushing})
-        self._error = self._error or JournalError(f"the journal {self._store.path} is closed")
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
-
-    # ---- inside
-
-    def _submit(self, items: Iterable[Event | StoredState]) -> Awaitable[None]:
-        if self._error is not None:
-            raise self._error
-        if self._written is None:
-            self._written = asyncio.get_running_loop().create_future()
-            self._written.add_done_callback(lambda written: written.exception())  # its callers may be cancelled
-        self._pending.extend(items)
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush(), name="journal")
-        return asyncio.shield(self._written)
-
-    async def _flush(self) -> None:
-        while (written := self._written) is not None:
-            items, self._pending, self._written = self._pending, [], None
-            error = self._error or JournalBroken(f"the writer of {self._store.path} failed; start the run again")
-            try:
-                if self._error is None:
-                    await asyncio.get_running_loop().run_in_executor(self._thread, self._store.write, items)
-                    error = None
-            except JournalError as failed:
-                error = failed
-            finally:
-                self._error = error
-                if error is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(error)
-
-
-class EventStore:
-    """The file, locked against other processes. Not thread-safe: one thread at a time.
+    Its construction and `read`, which comes before all else, block; the rest belongs to one event loop.
 
     Args:
         directory: folder of the journal; made if it is missing.
@@ -168,15 +82,21 @@ class EventStore:
         self._run = run
         self._settings = dict(settings)
         self._next_seq = 0
-        with _disk_errors("open", self.path):
+        with disk_errors("open", self.path), ExitStack() as held:
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(directory / LOCK)
-            try:
-                durability = ("journal_mode=TRUNCATE", f"synchronous={'FULL' if config.fsync else 'OFF'}")
-                self._connection = _connected(self.path, pragmas=durability)
-            except BaseException:
-                os.close(self._lock)
-                raise
+            lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            held.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._connection = held.enter_context(closing(connect(self.path, make=True)))
+            _is_written(self._connection, self.path)
+            self._connection.execute("PRAGMA journal_mode=TRUNCATE")
+            self._connection.execute(f"PRAGMA synchronous={'FULL' if config.fsync else 'OFF'}")
+            self._held = held.pop_all()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._turn = asyncio.Lock()
+        self._waiting: list[Event | StoredState] = []
+        self._next_write: asyncio.Task[None] | None = None  # of `_waiting`
+        self._error: JournalError | None = None
 
     def read(self) -> StoredEvents | None:
         """All that was stored; None if the journal is new.
@@ -185,26 +105,74 @@ class EventStore:
             JournalRunError: the file is of another run.
             JournalBroken: a page, a row or the sequence of the events is damaged.
         """
-        with _disk_errors("read", self.path):
-            if _is_empty(self._connection, self.path):
+        with disk_errors("read", self.path):
+            if not _is_written(self._connection, self.path):
                 return None
             (found,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
-                raise _damaged(self.path, str(found).splitlines()[-1])
+                raise damaged(self.path, str(found).splitlines()[-1])
             base = _read_base(self._connection, self.path, run=self._run)
             events = _read_rows(self._connection, "events", self.path)
             stored = self._connection.execute("SELECT CAST(max(seq) AS INTEGER) FROM sqlite_sequence").fetchone()[0]
         self._next_seq = 0 if stored is None else stored + 1
         if list(events) != list(range(base.next_seq, self._next_seq)) or self._next_seq < base.next_seq:
-            raise _damaged(self.path, f"{len(events)} events are there, not {base.next_seq} to {self._next_seq - 1}")
-        return StoredEvents(base, tuple(_EVENTS.decode(data) for data in events.values()))
+            raise damaged(self.path, f"{len(events)} events are there, not {base.next_seq} to {self._next_seq - 1}")
+        return base, tuple(_EVENTS.decode(data) for data in events.values())
 
-    def write(self, items: Sequence[Event | StoredState]) -> None:
-        """Store events and states in one transaction.
+    def record(self, events: Iterable[Event]) -> Awaitable[None]:
+        """Store events in one transaction, after all before them; the result is awaited for the commit of them all.
 
         Raises:
-            JournalFull, JournalUnwritable, JournalBroken: nothing is stored.
+            JournalError: an earlier write failed, or the journal is closed. The awaitable raises it for this write.
         """
+        return self._submit(events)
+
+    def rebase(self, state: StoredState) -> Awaitable[None]:
+        """Store the whole state and delete the events before it, in one transaction.
+
+        Raises: as `record`.
+        """
+        return self._submit([state])
+
+    async def close(self) -> None:
+        """Store pending events and let other processes open the journal. Idempotent."""
+        if self._next_write is not None:
+            await asyncio.wait([self._next_write])
+        async with self._turn:
+            self._error = self._error or JournalError(f"the journal {self.path} is closed")
+            await asyncio.get_running_loop().run_in_executor(self._thread, self.release)
+
+    def release(self) -> None:
+        """Let other processes open the file, without what waits to be stored. Idempotent."""
+        self._held.close()
+
+    # ---- inside
+
+    def _submit(self, items: Iterable[Event | StoredState]) -> Awaitable[None]:
+        if self._error is not None:
+            raise self._error
+        self._waiting += items
+        if self._next_write is None:
+            self._next_write = asyncio.create_task(self._write_waiting(), name="journal")
+            self._next_write.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return asyncio.shield(self._next_write)
+
+    async def _write_waiting(self) -> None:
+        async with self._turn:
+            items, self._waiting, self._next_write = self._waiting, [], None
+            if self._error is not None:
+                raise self._error
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._write, items)
+            except JournalError as error:
+                self._error = error
+                raise
+            except Exception as error:
+                self._error = JournalBroken(f"the writer of {self.path} failed; start the run again")
+                raise self._error from error
+
+    def _write(self, items: Iterable[Event | StoredState]) -> None:
+        """Store events and states in one transaction: all or nothing."""
         state: StoredState | None = None
         events: list[Event] = []
         for item in items:
@@ -212,35 +180,24 @@ class EventStore:
                 state, events = item, []
             else:
                 events.append(item)
-        with _disk_errors("write", self.path), _transaction(self._connection) as connection:
+        with disk_errors("write", self.path), self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
             if state is not None:
                 self._write_state(connection, state)
-            rows = enumerate(map(_ENCODER.encode, events), self._next_seq)
-            connection.executemany("INSERT INTO events VALUES (?, ?, ?)", map(_with_checksum, rows))
+            rows = [_row(key, event) for key, event in enumerate(events, self._next_seq)]
+            connection.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
         self._next_seq += len(events)
 
-    def close(self) -> None:
-        """Let other processes open the file. Idempotent."""
-        self._connection.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    # ---- inside
-
     def _write_state(self, connection: sqlite3.Connection, state: StoredState) -> None:
-        connection.execute(f"PRAGMA application_id={APPLICATION}")
-        connection.execute(f"PRAGMA user_version={FORMAT}")
+        stamp(connection, application=APPLICATION, version=FORMAT)
         for table in ("state", "events"):
             key = "INTEGER PRIMARY KEY" + " AUTOINCREMENT" * (table == "events")  # SQLite then stores the last id
-            connection.execute(f"CREATE TABLE IF NOT EXISTS {table} (id {key}, data BLOB, checksum INTEGER)")
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {table} (id {key}, data BLOB, checksum BLOB)")
             connection.execute(f"DELETE FROM {table}")
         base = JournalBase(run=self._run, settings=self._settings, next_seq=self._next_seq, state=state)
-        connection.execute("INSERT INTO state VALUES (?, ?, ?)", _with_checksum((_STATE_ROW, _ENCODER.encode(base))))
+        connection.execute("INSERT INTO state VALUES (?, ?, ?)", _row(_STATE_ROW, base))
 
 
-_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: a table is missing
-_ENCODER = msgspec.msgpack.Encoder()
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
@@ -260,17 +217,16 @@ async def open_journal(
     until = clock() + busy_s
     while True:
         try:
-            store = await asyncio.to_thread(EventStore, directory, run=run, settings=settings, config=config)
+            journal = await asyncio.to_thread(EventJournal, directory, run=run, settings=settings, config=config)
             break
         except JournalBusy:
             if clock() >= until:
                 raise
         await asyncio.sleep(min(0.5, busy_s))
-    journal = EventJournal(store)
     try:
-        return journal, await asyncio.to_thread(store.read)
+        return journal, await asyncio.to_thread(journal.read)
     except BaseException:
-        await journal.close()
+        journal.release()
         raise
 
 
@@ -282,48 +238,21 @@ def check_owner(directory: Path, *, run: str) -> None:
         JournalError: its state is damaged, or there is no access.
     """
     path = directory / FILE
-    with _disk_errors("read", path):
-        if path.exists() and path.stat().st_size:
-            with closing(_connected(path)) as connection:
-                if not _is_empty(connection, path):
+    with disk_errors("read", path):
+        if path.exists():
+            with closing(connect(path)) as connection:
+                if _is_written(connection, path):
                     _read_base(connection, path, run=run)
 
 
-def _connected(path: Path, *, pragmas: Sequence[str] = ()) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-    try:
-        _require_format(connection, path)
-        for pragma in pragmas:
-            connection.execute(f"PRAGMA {pragma}")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _require_format(connection: sqlite3.Connection, path: Path) -> None:
-    if _is_empty(connection, path):
-        return
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if application != APPLICATION:
-        raise JournalFormatError(f"{path} is no journal; move it away, or give output_dir another directory")
-    if version != FORMAT:
-        raise JournalFormatError(
-            f"{path} has journal format {version}, this program reads format {FORMAT}; continue the run with the "
-            "program that wrote it, or give output_dir another directory"
-        )
-
-
-def _is_empty(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether nothing was ever committed to the file."""
-    return not path.stat().st_size or not connection.execute("PRAGMA schema_version").fetchone()[0]
+def _is_written(connection: sqlite3.Connection, path: Path) -> bool:
+    return is_written(connection, path, application=APPLICATION, version=FORMAT)
 
 
 def _read_base(connection: sqlite3.Connection, path: Path, *, run: str) -> JournalBase:
     rows = _read_rows(connection, "state", path)
     if list(rows) != [_STATE_ROW]:
-        raise _damaged(path, f"it has {len(rows)} states")
+        raise damaged(path, f"it has {len(rows)} states")
     base = msgspec.msgpack.decode(rows[_STATE_ROW], type=JournalBase)
     if base.run != run:
         raise JournalRunError(
@@ -336,54 +265,14 @@ def _read_base(connection: sqlite3.Connection, path: Path, *, run: str) -> Journ
 def _read_rows(connection: sqlite3.Connection, table: str, path: Path) -> dict[int, bytes]:
     """Rows by id, in order."""
     rows: dict[int, bytes] = {}
-    for key, data, checksum in connection.execute(f"SELECT id, CAST(data AS BLOB), checksum FROM {table} ORDER BY id"):
-        if not isinstance(data, bytes) or _with_checksum((key, data))[2] != checksum:
-            raise _damaged(path, f"row {key} of table {table} has a wrong checksum")
+    for key, data, stored in connection.execute(f"SELECT id, CAST(data AS BLOB), checksum FROM {table} ORDER BY id"):
+        if not isinstance(data, bytes) or checksum(b"%d" % key, data) != stored:
+            raise damaged(path, f"row {key} of table {table} has a wrong checksum")
         rows[key] = data
     return rows
 
 
-def _with_checksum(row: tuple[int, bytes]) -> tuple[int, bytes, int]:
-    key, data = row
-    return key, data, zlib.crc32(data, key & 0xFFFF_FFFF)
-
-
-def _damaged(path: Path, cause: str) -> JournalBroken:
-    return JournalBroken(
-        f"{path} is damaged ({cause}); restore it from a backup, or remove the directory {path.parent}: then groups in "
-        "flight are dropped, and their prompts admitted again from the last checkpoint"
-    )
-
-
-def _locked(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Generator[sqlite3.Connection, None, None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield connection
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-
-
-@contextmanager
-def _disk_errors(what: str, path: Path) -> Generator[None, None, None]:
-    """Raise errors of SQLite and of the operating system as the journal's."""
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without the extension
-        if isinstance(error, sqlite3.Error) and code in _DAMAGE:
-            raise _damaged(path, str(error)) from error
-        raise disk_error(error, what=what, path=str(path)) from error
+def _row(key: int, item: Event | JournalBase) -> tuple[int, bytes, bytes]:
+    """(id, data, checksum) of a row."""
+    data = msgspec.msgpack.encode(item)
+    return key, data, checksum(b"%d" % key, data)

@@ -4,31 +4,83 @@ wait     the trainer waits for it               nothing is given up, so the trai
 drop     it is given up                         favours short rollouts
 recycle  given up, its prompt admitted again    favours short rollouts of every prompt, not prompts with short ones
 mask     trained if a part is young enough      favours the ends of long rollouts
+
+`next_update` is the number of optimizer updates held by the weights whose gradient the next batch takes. A group
+admitted with weights of update a may be trained at update u iff u - a <= max_staleness. No token of a group is older
+than its admission, so the bound on groups is a bound on tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import assert_never
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
-from message_queue.staleness import GroupCounts, StalenessBudget, StalenessConfig
+from message_queue.staleness import StalenessConfig
 from message_queue.state import GroupState
+
+GroupCounts = Mapping[int, int]  # admitted update -> number of groups
 
 
 class DropPolicy:
-    """The trainer takes ready groups; groups that became too old are given up. Other policies change parts of this."""
+    """The trainer takes ready groups; groups that became too old are given up. Other policies change parts of this.
 
-    def __init__(self, budget: StalenessBudget) -> None:
-        self.budget = budget
+    Args:
+        config: the bound.
+        batch_groups: B, groups per batch.
+        updates_per_batch: optimizer updates made from one batch. All of a batch is charged with its last update,
+            because the trainer decides which group lands in which update.
+
+    Raises:
+        ValueError: no group could ever be trained within the bound.
+    """
+
+    oldest_first = False
+    """Whether ready groups of the oldest weights are taken first, not those that were put first."""
+
+    def __init__(self, config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> None:
+        if batch_groups < 1:
+            raise ValueError(f"batch_groups is {batch_groups}; a batch has at least one group")
+        if updates_per_batch < 1:
+            raise ValueError(f"updates_per_batch is {updates_per_batch}; a batch makes at least one optimizer update")
+        if config.max_staleness < updates_per_batch - 1:
+            raise ValueError(
+                f"staleness.max_staleness is {config.max_staleness} with {updates_per_batch} optimizer updates per "
+                f"batch; the last of them is {updates_per_batch - 1} updates old at best: raise the bound to that"
+            )
+        self.max_staleness = config.max_staleness
+        self.batch_groups = batch_groups
+        self.updates_per_batch = updates_per_batch
+        self._max_recycles = config.max_recycles
+
+    @property
+    def max_outstanding(self) -> int:
+        """Groups that may be admitted and not yet taken if all start on the newest weights."""
+        return (self.max_staleness + 1) // self.updates_per_batch * self.batch_groups
+
+    def staleness(self, admitted_update: int, *, next_update: int) -> int:
+        """Staleness that a group admitted at `admitted_update` has, at most, if it is in the next batch."""
+        return next_update + self.updates_per_batch - 1 - admitted_update
+
+    def is_expired(self, admitted_update: int, *, next_update: int) -> bool:
+        """Whether such a group is too old for the next batch, hence for every later one."""
+        return self.staleness(admitted_update, next_update=next_update) > self.max_staleness
 
     def admits(self, outstanding: GroupCounts, *, admitted_update: int, next_update: int) -> bool:
-        """Whether a group may start on weights of `admitted_update`: bounded in number, and not hopeless."""
-        hopeless = self.budget.is_expired(admitted_update, next_update=next_update)
-        return not hopeless and sum(outstanding.values()) < self.budget.max_outstanding
+        """Whether a group may start on weights of `admitted_update`: bounded in number, and not hopeless.
+
+        Args:
+            outstanding: groups that are admitted and not taken.
+        """
+        hopeless = self.is_expired(admitted_update, next_update=next_update)
+        return not hopeless and sum(outstanding.values()) < self.max_outstanding
 
     def batch_ready(self, ready: GroupCounts, outstanding: GroupCounts, *, next_update: int) -> bool:
-        """Whether the trainer may take a batch of ready groups: as soon as there are enough."""
-        return sum(ready.values()) >= self.budget.batch_groups
+        """Whether the trainer may take a batch of ready groups: as soon as there are enough.
+
+        Args:
+            ready: groups that are complete, a part of `outstanding`.
+        """
+        return sum(ready.values()) >= self.batch_groups
 
     def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> str | None:
         """Why a group is to be given up, as soon as it is too old for the next batch; None if it is not.
@@ -36,10 +88,10 @@ class DropPolicy:
         Args:
             newest_update: update of the newest weights that sampled a token of the group; None while the group is open.
         """
-        if not self.budget.is_expired(admitted_update, next_update=next_update):
+        if not self.is_expired(admitted_update, next_update=next_update):
             return None
-        staleness = self.budget.staleness(admitted_update, next_update=next_update)
-        return f"expired: staleness {staleness} exceeds {self.budget.max_staleness}"
+        staleness = self.staleness(admitted_update, next_update=next_update)
+        return f"expired: staleness {staleness} exceeds {self.max_staleness}"
 
     def end_of_expired(self, reason: str, *, times: int) -> tuple[str, bool]:
         """(why a group that expired ends, whether its prompt is admitted again).
@@ -55,40 +107,59 @@ class DropPolicy:
         return 0
 
     def by_turn(self, ready: Iterable[GroupState]) -> list[GroupState]:
-        """Ready groups, given in the order of `put`, in the order in which they are taken: first in, first out."""
-        return list(ready)
+        """Ready groups, given in the order of `put`, in the order in which they are taken."""
+        return sorted(ready, key=lambda g: (g.admitted_update, g.group)) if self.oldest_first else list(ready)
 
 
 class WaitPolicy(DropPolicy):
-    """The trainer waits for old groups; nothing is given up."""
+    """The trainer waits for old groups; nothing is given up.
+
+    So admission is a schedulability test: each group has a deadline (the last update it may be trained at), each batch
+    is a slot for B groups. Earliest deadline first meets every deadline if any order does.
+    """
+
+    oldest_first = True
+
+    def is_feasible(self, outstanding: GroupCounts, *, next_update: int) -> bool:
+        """Whether all `outstanding` groups meet their deadlines, oldest first, B per batch."""
+        no_newer = 0
+        for admitted_update in sorted(u for u, groups in outstanding.items() if groups):
+            no_newer += outstanding[admitted_update]
+            batches_before = (no_newer - 1) // self.batch_groups
+            taken_at = next_update + batches_before * self.updates_per_batch
+            if self.is_expired(admitted_update, next_update=taken_at):
+                return False
+        return True
 
     def admits(self, outstanding: GroupCounts, *, admitted_update: int, next_update: int) -> bool:
-        """As long as every group still meets its deadline."""
-        return self.budget.admits(outstanding, admitted_update=admitted_update, next_update=next_update)
+        """As long as one more group still lets every group in on time."""
+        return self.is_feasible(Counter(outstanding) + Counter([admitted_update]), next_update=next_update)
 
     def batch_ready(self, ready: GroupCounts, outstanding: GroupCounts, *, next_update: int) -> bool:
-        """As soon as taking the oldest lets every other group in on time."""
-        return self.budget.batch_ready(ready, outstanding, next_update=next_update)
+        """As soon as taking the B oldest ready groups lets every other group in on time.
+
+        Until then the trainer waits for the old open groups. Taking the oldest leaves the most room, so no other choice
+        of ready groups does better.
+        """
+        left, wanted = Counter(outstanding), self.batch_groups
+        for admitted_update in sorted(ready):
+            taken = min(wanted, ready[admitted_update])
+            left[admitted_update] -= taken
+            wanted -= taken
+        return not wanted and self.is_feasible(left, next_update=next_update + self.updates_per_batch)
 
     def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> str | None:
         """Never."""
         return None
 
-    def by_turn(self, ready: Iterable[GroupState]) -> list[GroupState]:
-        """Oldest weights first, then in the order of admission."""
-        return _oldest_first(ready)
-
 
 class RecyclePolicy(DropPolicy):
     """As DropPolicy, and the prompt of a group that became too old is admitted again.
 
-    Args:
-        max_recycles: times that one prompt is admitted again. A prompt that is always too slow is dropped after that.
+    A prompt that is always too slow is dropped after that was done `staleness.max_recycles` times.
     """
 
-    def __init__(self, budget: StalenessBudget, *, max_recycles: int) -> None:
-        super().__init__(budget)
-        self._max_recycles = max_recycles
+    oldest_first = True  # gives up fewest
 
     def end_of_expired(self, reason: str, *, times: int) -> tuple[str, bool]:
         """Its prompt is admitted again, up to max_recycles times."""
@@ -96,16 +167,14 @@ class RecyclePolicy(DropPolicy):
             return f"recycled: {reason}", True
         return f"{reason}, after its prompt was admitted {times + 1} times (staleness.max_recycles)", False
 
-    def by_turn(self, ready: Iterable[GroupState]) -> list[GroupState]:
-        """Oldest weights first, which gives up fewest."""
-        return _oldest_first(ready)
-
 
 class MaskPolicy(DropPolicy):
     """The trainer takes ready groups; tokens that became too old take no gradient.
 
     An open group never expires: its next tokens are young. A group without a young token is given up.
     """
+
+    oldest_first = True  # masks fewest
 
     def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> str | None:
         """As soon as all its tokens are too old for the next batch."""
@@ -116,34 +185,12 @@ class MaskPolicy(DropPolicy):
 
     def min_update(self, *, next_update: int) -> int:
         """The bound, by the last update of the batch."""
-        return self.budget.min_update(next_update=next_update)
+        return self.staleness(0, next_update=next_update) - self.max_staleness
 
-    def by_turn(self, ready: Iterable[GroupState]) -> list[GroupState]:
-        """Oldest weights first, which masks fewest."""
-        return _oldest_first(ready)
+
+POLICIES = {"wait": WaitPolicy, "drop": DropPolicy, "recycle": RecyclePolicy, "mask": MaskPolicy}
 
 
 def build_policy(config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> DropPolicy:
-    """The policy that `config` names.
-
-    Raises:
-        ValueError: no group could ever be trained within the bound.
-    """
-    budget = StalenessBudget(
-        max_staleness=config.max_staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch
-    )
-    match config.policy:
-        case "wait":
-            return WaitPolicy(budget)
-        case "drop":
-            return DropPolicy(budget)
-        case "recycle":
-            return RecyclePolicy(budget, max_recycles=config.max_recycles)
-        case "mask":
-            return MaskPolicy(budget)
-        case _:
-            assert_never(config.policy)
-
-
-def _oldest_first(ready: Iterable[GroupState]) -> list[GroupState]:
-    return sorted(ready, key=lambda group: (group.admitted_update, group.group))
+    """The policy that `config` names; see DropPolicy."""
+    return POLICIES[config.policy](config, batch_groups=batch_groups, updates_per_batch=updates_per_batch)

@@ -15,12 +15,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from message_queue.contract import Admission, Batch, QueueClosed, QueueSnapshot
-from message_queue.events import Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
+from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.journal import EventJournal
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.policies import build_policy
-from message_queue.staleness import StalenessBudget, StalenessConfig, StalenessError, oldest_update
+from message_queue.policies import DropPolicy
+from message_queue.staleness import StalenessError
 from message_queue.state import GroupState, QueueState
 from message_queue.tokens import ContractError
 
@@ -29,10 +29,8 @@ class TrajectoryQueue:
     """Groups from admission to the trainer's acknowledgement.
 
     Args:
-        batch_groups: groups that `take` hands out together.
-        staleness: the bound and the policy at it.
+        policy: which groups start, and which are trained together.
         max_ready: ready groups before `put` waits; None if the staleness bound alone limits them.
-        updates_per_batch: optimizer updates that the trainer makes from one batch.
         state: state of a restarted run (`message_queue.recovery`); None for a new one.
         journal: stores every event; None if a restart goes back to the last checkpoint.
 
@@ -42,18 +40,18 @@ class TrajectoryQueue:
 
     def __init__(
         self,
+        policy: DropPolicy,
         *,
-        batch_groups: int,
-        staleness: StalenessConfig,
         max_ready: int | None = None,
-        updates_per_batch: int = 1,
         state: QueueState | None = None,
         journal: EventJournal | None = None,
     ) -> None:
-        if max_ready is not None and max_ready < batch_groups:
-            raise ValueError(f"max_ready is {max_ready}; one batch is {batch_groups} groups: raise it to that or None")
-        self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
-        self._state = state or QueueState(updates_per_batch=updates_per_batch)
+        if max_ready is not None and max_ready < policy.batch_groups:
+            raise ValueError(
+                f"max_ready is {max_ready}; one batch is {policy.batch_groups} groups: raise it to that or None"
+            )
+        self._policy = policy
+        self._state = state or QueueState()
         self._max_ready = max_ready
         self._journal = journal
         self._changed = asyncio.Condition()
@@ -74,12 +72,10 @@ class TrajectoryQueue:
         """
         async with self._changed:
             await self._until(self._can_admit, call="admit")
-            event = self._state.next_admission(prompt)
-            written = self._commit(event)
+            admission = self._state.next_admission(prompt)
+            written = self._commit(Admitted(admission=admission))
         await written
-        return Admission(
-            group=event.group, prompt=event.prompt, admitted_version=event.version, admitted_update=event.update
-        )
+        return admission
 
     async def put(self, head: GroupHead) -> str | None:
         """Hand in a finished group. Waits while `max_ready` groups are ready and a batch can be taken.
@@ -134,10 +130,6 @@ class TrajectoryQueue:
         await written
         return True
 
-    async def expired(self) -> list[int]:
-        """Open groups that can no longer be trained; cancel and drop their rollouts."""
-        return self._expired_open()
-
     def _expired_open(self) -> list[int]:
         state = self._state
         updates = {
@@ -148,14 +140,17 @@ class TrajectoryQueue:
         return [group for group, entry in state.open.items() if entry.admitted_update in updates] if updates else []
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
-        """Wait for open groups that can no longer be trained and are not in `known`.
+        """Wait until an open group that is not in `known` can no longer be trained; cancel and drop its rollouts.
+
+        Returns:
+            All open groups that can no longer be trained.
 
         Raises:
             QueueClosed: no group expires any more.
         """
         async with self._changed:
             await self._until(lambda: not set(known).issuperset(self._expired_open()), call="wait_expired")
-            return [group for group in self._expired_open() if group not in known]
+            return self._expired_open()
 
     # ---- the training side
 
@@ -175,7 +170,7 @@ class TrajectoryQueue:
                 state = self._state
                 raise QueueClosed(
                     f"the queue is closed and {len(state.ready)} ready groups make no batch of "
-                    f"{self._policy.budget.batch_groups}; {len(state.open)} groups stay open, "
+                    f"{self._policy.batch_groups}; {len(state.open)} groups stay open, "
                     f"{len(state.taken)} were taken and not acknowledged"
                 )
             batch, written = self._take()
@@ -223,7 +218,7 @@ class TrajectoryQueue:
     async def sync(self) -> None:
         """Return once all events so far are stored. Call it before a checkpoint is made."""
         if self._journal is not None:
-            await self._journal.sync()
+            await self._journal.record([])
 
     async def checkpointed(self, train_step: int) -> None:
         """A checkpoint holds `train_step`, and no restart goes back before it.
@@ -249,18 +244,6 @@ class TrajectoryQueue:
         """The state now."""
         return self._state.snapshot(closed=self._closed)
 
-    @property
-    def live(self) -> list[int]:
-        """Groups that are open, ready or taken."""
-        return self._state.live
-
-    async def drain_records(self) -> list[LedgerRecord]:
-        """Ledger records of the groups that ended since the last call."""
-        records = await self.records_after(self._num_received)
-        self._num_received += len(records)
-        self._ended = []
-        return records
-
     async def records_after(self, received: int) -> list[LedgerRecord]:
         """Ledger records of the groups that ended, without the first `received`, which the caller has.
 
@@ -271,14 +254,9 @@ class TrajectoryQueue:
         self._num_received = max(received, self._num_received)
         return list(self._ended)
 
-    async def closing_records(self, received: int | None = None) -> list[LedgerRecord | LedgerTotal]:
-        """Ledger records not drained yet, one for each group that has not ended, and the total.
-
-        Args:
-            received: as of `records_after`; None for all that were drained.
-        """
-        records = await self.records_after(self._num_received if received is None else received)
-        return [*records, *self._state.open_records(), self._state.counts.total()]
+    async def closing_records(self, received: int) -> list[LedgerRecord | LedgerTotal]:
+        """As `records_after`, with one for each group that has not ended, and the total."""
+        return [*await self.records_after(received), *self._state.open_records(), self._state.counts.total()]
 
     # ---- changes; called with the condition held
 
@@ -298,16 +276,20 @@ class TrajectoryQueue:
     def _take(self) -> tuple[Batch, Awaitable[None]]:
         """The next batch. Ready groups that expire by it are dropped."""
         state, policy = self._state, self._policy
-        update, oldest = state.next_update, policy.min_update(next_update=state.next_update)
-        groups = self._next_batch()
-        updates = check_staleness(groups, state.versions, budget=policy.budget, next_update=update, min_update=oldest)
-        masked = tuple(masked_tokens(group, state.versions, min_update=oldest) for group in groups)
-        taken = Taken(groups=tuple(group.group for group in groups), update=update, masked=masked)
+        groups, update = self._next_batch(), state.next_update
+        masked = tuple(masked_tokens(group, state.versions, policy=policy, next_update=update) for group in groups)
+        ids = tuple(group.group for group in groups)
+        taken = Taken(groups=ids, update=update, masked=masked, updates=policy.updates_per_batch)
         state.apply(taken)
         dropped = self._expired_ready()
         for event in dropped:
             state.apply(event)
-        batch = Batch(groups=groups, update=update, version_updates=updates, min_update=oldest)
+        batch = Batch(
+            groups=groups,
+            update=update,
+            version_updates={v: state.versions[v] for group in groups for v in group.tokens_per_version()},
+            min_update=policy.min_update(next_update=update),
+        )
         return batch, self._record(taken, *dropped)
 
     def _next_batch(self) -> list[GroupHead]:
@@ -315,7 +297,7 @@ class TrajectoryQueue:
         if state.replay:
             entries = [state.ready[group] for group in state.replay[0]]
         else:
-            entries = self._policy.by_turn(state.ready.values())[: self._policy.budget.batch_groups]
+            entries = self._policy.by_turn(state.ready.values())[: self._policy.batch_groups]
         return [entry.head for entry in entries if entry.head is not None]
 
     def _expired_ready(self) -> list[Dropped]:
@@ -365,61 +347,46 @@ class TrajectoryQueue:
         return self._policy.expiry(admitted_update, newest_update=newest, next_update=self._state.next_update)
 
     def _check_delivery(self, head: GroupHead) -> None:
-        """Refuse a group that is not open, or not the one that was admitted."""
-        check_delivery(head, self._state.find(head.group, "open").admission, self._state.versions)
+        """Refuse a group that is not open, or not the one that was admitted.
+
+        Raises:
+            QueueError, ContractError: as of `put`.
+        """
+        admission, version_updates = self._state.find(head.group, "open").admission, self._state.versions
+        given = (head.prompt, head.admitted_version, head.admitted_update)
+        if given != (admission.prompt, admission.admitted_version, admission.admitted_update):
+            raise ContractError(
+                f"group {head.group} has (prompt, admitted_version, admitted_update) {given}; it was {admission}"
+            )
+        versions = head.tokens_per_version().keys()
+        if unknown := versions - version_updates.keys():
+            raise ContractError(
+                f"group {head.group} has tokens of param_version {min(unknown)}, which was never published; "
+                f"the newest published version is {max(version_updates, default=None)}"
+            )
+        oldest = min((version_updates[version] for version in versions), default=head.admitted_update)
+        if oldest < head.admitted_update:
+            raise ContractError(
+                f"group {head.group} was admitted at update {head.admitted_update}, "
+                f"but weights of update {oldest} sampled some of its tokens"
+            )
 
 
-def check_delivery(head: GroupHead, admission: Admission, version_updates: Mapping[int, int]) -> None:
-    """Refuse a group that does not match its admission.
-
-    Raises:
-        ContractError: names the values that do not match.
-    """
-    given = (head.prompt, head.admitted_version, head.admitted_update)
-    if given != (admission.prompt, admission.admitted_version, admission.admitted_update):
-        raise ContractError(
-            f"group {head.group} has (prompt, admitted_version, admitted_update) {given}; it was {admission}"
-        )
-    oldest = oldest_update(head.tokens_per_version(), version_updates)
-    if oldest is not None and oldest < head.admitted_update:
-        raise ContractError(
-            f"group {head.group} was admitted at update {head.admitted_update}, "
-            f"but weights of update {oldest} sampled some of its tokens"
-        )
-
-
-def check_staleness(
-    groups: Sequence[GroupHead],
-    version_updates: Mapping[int, int],
-    *,
-    budget: StalenessBudget,
-    next_update: int,
-    min_update: int = 0,
-) -> dict[int, int]:
-    """Check each token with gradient by the version that sampled it; return the update of every version in the batch.
-
-    Args:
-        min_update: tokens of weights with fewer optimizer updates take no gradient.
+def masked_tokens(group: GroupHead, version_updates: Mapping[int, int], *, policy: DropPolicy, next_update: int) -> int:
+    """Tokens of a group without gradient in the next batch: masked by the policy, or of a failed rollout.
 
     Raises:
         StalenessError: a token with gradient is older than the bound.
     """
-    versions: dict[int, int] = {}
-    for group in groups:
-        counts = group.tokens_per_version()
-        versions.update((v, version_updates[v]) for v in counts)
-        young = {version: tokens for version, tokens in counts.items() if version_updates[version] >= min_update}
-        oldest = oldest_update(young, version_updates)
-        if oldest is not None and budget.is_expired(oldest, next_update=next_update):
-            staleness = budget.staleness(oldest, next_update=next_update)
+    trained = 0
+    for version, tokens in group.tokens_per_version().items():
+        if version_updates[version] < policy.min_update(next_update=next_update):
+            continue
+        trained += tokens
+        if policy.is_expired(version_updates[version], next_update=next_update):
+            staleness = policy.staleness(version_updates[version], next_update=next_update)
             raise StalenessError(
-                f"group {group.group} has tokens of staleness {staleness} at update {next_update}; "
-                f"staleness.max_staleness is {budget.max_staleness}"
+                f"group {group.group} has tokens of staleness {staleness} at update {next_update}, sampled by version "
+                f"{version}; staleness.max_staleness is {policy.max_staleness}"
             )
-    return versions
-
-
-def masked_tokens(group: GroupHead, version_updates: Mapping[int, int], *, min_update: int) -> int:
-    """Tokens of a group without gradient: of weights with fewer than `min_update` updates, or of a failed rollout."""
-    counts = group.tokens_per_version()
-    return group.num_tokens - sum(n for version, n in counts.items() if version_updates[version] >= min_update)
+    return group.num_tokens - trained

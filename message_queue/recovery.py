@@ -26,9 +26,8 @@ from message_queue.contract import Admission, QueueSnapshot
 from message_queue.disk_errors import JournalSettingsError, JournalStepError
 from message_queue.events import Checkpointed, Dropped
 from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents, open_journal
-from message_queue.policies import DropPolicy, WaitPolicy, build_policy
+from message_queue.policies import DropPolicy, WaitPolicy
 from message_queue.queue import TrajectoryQueue
-from message_queue.staleness import StalenessConfig
 from message_queue.state import GroupState, QueueState, StoredState
 
 STOPPED = "stopped before it was trained: its prompt is admitted again"
@@ -97,19 +96,13 @@ class Restored:
 
 
 async def open_queue(
-    place: JournalPlace,
-    *,
-    batch_groups: int,
-    staleness: StalenessConfig,
-    max_ready: int | None = None,
-    updates_per_batch: int = 1,
+    place: JournalPlace, *, policy: DropPolicy, max_ready: int | None = None
 ) -> tuple[TrajectoryQueue, EventJournal, Restored]:
     """The queue of a run with its journal; close the journal when the queue is not used any more.
 
     Raises:
         JournalError: the journal cannot be used; the type is the reason, and the message has the way out.
     """
-    policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
     journal, stored = await open_journal(
         place.directory, run=place.run, settings=place.settings, config=place.config, busy_s=place.busy_s
     )
@@ -119,15 +112,7 @@ async def open_queue(
     except BaseException:
         await journal.close()
         raise
-    queue = TrajectoryQueue(
-        batch_groups=batch_groups,
-        staleness=staleness,
-        max_ready=max_ready,
-        updates_per_batch=updates_per_batch,
-        state=state,
-        journal=journal,
-    )
-    return queue, journal, restored
+    return TrajectoryQueue(policy, max_ready=max_ready, state=state, journal=journal), journal, restored
 
 
 def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPolicy) -> tuple[QueueState, Restored]:
@@ -140,35 +125,30 @@ def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPol
         JournalStepError: the journal does not belong to the checkpoint.
         JournalSettingsError: a setting changed while groups are in flight.
     """
-    updates_per_batch = policy.budget.updates_per_batch
+    given_up, diverged, notes = list[Dropped](), False, list[str]()
     if stored is None:
-        state = state_of_checkpoint(place, updates_per_batch=updates_per_batch)
-        return state, _restored(state, began=True)
-    state = QueueState(stored.base.state, updates_per_batch=updates_per_batch)
-    for event in stored.events:
-        state.apply(event)
-    _require_step(state, place)
-    state.apply(Checkpointed(train_step=place.train_step))
-    _require_settings(state, stored.base.settings, place)
-    before = state.dump()
-    state, given_up, diverged = _restarted(before, place, policy=policy)
-    notes = [
-        f"group {group} is open again: content is missing" for group in sorted(place.incomplete & state.open.keys())
-    ]
-    again = sum(group.replay_update is not None for group in before.groups) - sum(map(len, state.replay))
-    if again:
-        notes.append(
-            f"{again} groups that were trained after the checkpoint are not trained again in the same batches, because "
-            "their batches are incomplete"
-        )
-    for requeue, end in ((False, "are dropped"), (True, "are dropped, and their prompts admitted again")):
-        if reasons := [event.reason for event in given_up if event.requeue == requeue]:
-            notes.append(f"{len(reasons)} groups {end}: {reasons[0]}")
-    ids = frozenset(event.group for event in given_up)
-    return state, _restored(state, diverged=diverged, given_up=ids, notes=tuple(notes))
+        state = state_of_checkpoint(place)
+    else:
+        before = _followed(stored, place)
+        state, given_up, diverged = _restarted(before, place, policy=policy)
+        notes = list(_notes(before, state, given_up, incomplete=place.incomplete))
+    return state, Restored(
+        began=stored is None,
+        open=tuple(group.admission for group in state.open.values()),
+        ready=tuple(group.admission for group in state.ready.values()),
+        replay=len(state.replay),
+        prompt_cursor=state.prompt_cursor,
+        waiting=tuple(state.returned),
+        version=max(state.versions),
+        diverged=diverged,
+        version_updates=dict(state.versions),
+        given_up=frozenset(event.group for event in given_up),
+        next_group=state.next_group,
+        notes=tuple(notes),
+    )
 
 
-def state_of_checkpoint(place: JournalPlace, *, updates_per_batch: int = 1) -> QueueState:
+def state_of_checkpoint(place: JournalPlace) -> QueueState:
     """State after a checkpoint without a journal: groups that were unfinished count as dropped.
 
     The driver admits their prompts again.
@@ -196,19 +176,46 @@ def state_of_checkpoint(place: JournalPlace, *, updates_per_batch: int = 1) -> Q
                 open=0,
                 open_tokens=0,
             ),
-        ),
-        updates_per_batch=updates_per_batch,
+        )
     )
+
+
+def _followed(stored: StoredEvents, place: JournalPlace) -> StoredState:
+    """The state at the end of the journal."""
+    base, events = stored
+    state = QueueState(base.state)
+    for event in events:
+        state.apply(event)
+    _require_step(state, place)
+    state.apply(Checkpointed(train_step=place.train_step))
+    _require_settings(state, base.settings, place)
+    return state.dump()
+
+
+def _notes(
+    before: StoredState, state: QueueState, given_up: Sequence[Dropped], *, incomplete: frozenset[int]
+) -> Iterator[str]:
+    for group in sorted(incomplete & state.open.keys()):
+        yield f"group {group} is open again: content is missing"
+    again = sum(group.replay_update is not None for group in before.groups) - sum(map(len, state.replay))
+    if again:
+        yield (
+            f"{again} groups that were trained after the checkpoint are not trained again in the same batches, because "
+            "their batches are incomplete"
+        )
+    for requeue, end in ((False, "are dropped"), (True, "are dropped, and their prompts admitted again")):
+        if reasons := [event.reason for event in given_up if event.requeue == requeue]:
+            yield f"{len(reasons)} groups {end}: {reasons[0]}"
 
 
 def _restarted(
     stored: StoredState, place: JournalPlace, *, policy: DropPolicy
 ) -> tuple[QueueState, list[Dropped], bool]:
     """(the state after the restart, groups dropped by it, whether the newest weights are not made again)."""
-    snapshot, updates_per_batch = place.checkpoint or QueueSnapshot(), policy.budget.updates_per_batch
+    snapshot = place.checkpoint or QueueSnapshot()
     groups = [GroupState(admission=g.admission) if g.group in place.incomplete else g for g in stored.groups]
     replay = _replayed(groups, next_update=snapshot.next_update, policy=policy)
-    end = snapshot.next_update + len(replay) * updates_per_batch
+    end = snapshot.next_update + len(replay) * policy.updates_per_batch
     newest = max(stored.versions)
     diverged = stored.versions[newest] > end
     versions = {version: min(update, end) for version, update in stored.versions.items()}
@@ -225,8 +232,7 @@ def _restarted(
             groups=tuple(
                 _restart(group, turn, versions, replayed) for turn, group in enumerate(sorted(groups, key=_start_order))
             ),
-        ),
-        updates_per_batch=updates_per_batch,
+        )
     )
     given_up = list(_given_up(state, replayed, policy=policy, next_update=end))
     for event in given_up:
@@ -244,8 +250,8 @@ def _replayed(groups: Iterable[GroupState], *, next_update: int, policy: DropPol
             batches.setdefault(group.replay_update, []).append(group)
     replay: list[tuple[int, ...]] = []
     while True:
-        batch = batches.get(next_update + len(replay) * policy.budget.updates_per_batch, [])
-        if len(batch) != policy.budget.batch_groups:
+        batch = batches.get(next_update + len(replay) * policy.updates_per_batch, [])
+        if len(batch) != policy.batch_groups:
             return tuple(replay)
         replay.append(tuple(group.group for group in sorted(batch, key=lambda g: g.turn)))
 
@@ -279,11 +285,11 @@ def _given_up(state: QueueState, replayed: set[int], *, policy: DropPolicy, next
     """Ends of groups that cannot be trained within the bound any more."""
     waiting = [g for g in (*state.open.values(), *state.ready.values()) if g.group not in replayed]
     waiting.sort(key=lambda g: (g.admitted_update, g.group))
-    places, budget = 0, policy.budget
+    places = 0
     for group in waiting:
         if isinstance(policy, WaitPolicy):  # it would wait for a group without a place forever
-            at = next_update + places // budget.batch_groups * budget.updates_per_batch
-            if budget.is_expired(group.admitted_update, next_update=at):
+            at = next_update + places // policy.batch_groups * policy.updates_per_batch
+            if policy.is_expired(group.admitted_update, next_update=at):
                 yield Dropped(group=group.group, reason=HOPELESS, requeue=True)
             else:
                 places += 1
@@ -321,27 +327,3 @@ def _require_settings(state: QueueState, before: Settings, place: JournalPlace) 
             f"old values, or remove {place.directory}, which drops these groups and admits their prompts again from "
             "the last checkpoint"
         )
-
-
-def _restored(
-    state: QueueState,
-    *,
-    began: bool = False,
-    diverged: bool = False,
-    given_up: frozenset[int] = frozenset(),
-    notes: tuple[str, ...] = (),
-) -> Restored:
-    return Restored(
-        began=began,
-        open=tuple(group.admission for group in state.open.values()),
-        ready=tuple(group.admission for group in state.ready.values()),
-        replay=len(state.replay),
-        prompt_cursor=state.prompt_cursor,
-        waiting=tuple(state.returned),
-        version=max(state.versions),
-        diverged=diverged,
-        version_updates=dict(state.versions),
-        given_up=given_up,
-        next_group=state.next_group,
-        notes=notes,
-    )

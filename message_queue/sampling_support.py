@@ -107,11 +107,6 @@ class SamplingSupport:
         """n: positions."""
         return len(self.offsets) - 1
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both arrays."""
-        return self.offsets.nbytes + self.packed.nbytes
-
     def part(self, start: int, stop: int) -> SamplingSupport:
         """Positions start..stop-1."""
         offsets = self.offsets[start : stop + 1]

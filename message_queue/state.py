@@ -101,10 +101,9 @@ class QueueState:
 
     Args:
         stored: as `dump` gives it; None for a new run.
-        updates_per_batch: optimizer updates that the trainer makes from one batch.
     """
 
-    def __init__(self, stored: StoredState | None = None, *, updates_per_batch: int = 1) -> None:
+    def __init__(self, stored: StoredState | None = None) -> None:
         stored = stored or StoredState()
         self.open: dict[int, GroupState] = {}
         self.ready: dict[int, GroupState] = {}
@@ -119,7 +118,6 @@ class QueueState:
         self.requeued, self.returned = deque(stored.requeued), dict.fromkeys(stored.returned)
         self.recycles, self.replay = dict(stored.recycles), deque(stored.replay)
         self._next_turn = stored.next_turn
-        self._updates_per_batch = updates_per_batch
         self._counts = Counter({name: getattr(stored.ledger, name) for name in _COUNTED})
         self._reasons = Counter(stored.ledger.reasons)
         self._records: list[LedgerRecord] = []
@@ -135,9 +133,9 @@ class QueueState:
         return self.versions[self.served]
 
     @property
-    def live(self) -> list[int]:
-        """Groups that are open, ready or taken."""
-        return [*self.open, *self.ready, *self.taken]
+    def live(self) -> dict[int, GroupState]:
+        """Groups that are open, ready or taken, by id."""
+        return dict(sorted({**self.open, **self.ready, **self.taken}.items()))
 
     @property
     def counts(self) -> LedgerCounts:
@@ -155,19 +153,18 @@ class QueueState:
         versions = () if head is None else head.tokens_per_version()
         return max((self.versions[version] for version in versions), default=None)
 
-    def next_admission(self, prompt: int) -> Admitted:
+    def next_admission(self, prompt: int) -> Admission:
         """The next admission: of the first requeued prompt, else of `prompt`."""
-        return Admitted(
+        return Admission(
             group=self.next_group,
             prompt=self.requeued[0] if self.requeued else prompt,
-            version=self.served,
-            update=self.served_update,
+            admitted_version=self.served,
+            admitted_update=self.served_update,
         )
 
     def snapshot(self, *, closed: bool = False) -> QueueSnapshot:
         """The state as a checkpoint stores it."""
         updates = [group.taken_update for group in self.taken.values() if group.taken_update is not None]
-        held = {**self.open, **self.ready, **self.taken}
         return QueueSnapshot(
             next_group=self.next_group,
             next_update=min(updates, default=self.next_update),
@@ -177,7 +174,7 @@ class QueueState:
             open=len(self.open),
             taken=len(self.taken),
             replay=len(self.replay),
-            unfinished=tuple(held[group].admission for group in sorted(held)),
+            unfinished=tuple(group.admission for group in self.live.values()),
             waiting=tuple(self.requeued),
             recycles=dict(self.recycles),
             ledger=self.counts,
@@ -214,8 +211,7 @@ class QueueState:
 
     def open_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that have not ended, by id."""
-        held = {**self.open, **self.ready, **self.taken}
-        return [_record(held[group], outcome="open") for group in sorted(held)]
+        return [_record(group, outcome="open") for group in self.live.values()]
 
     # ---- changes
 
@@ -227,7 +223,7 @@ class QueueState:
         """
         match event:
             case Admitted():
-                self._admit(event)
+                self._admit(event.admission)
             case Ready():
                 self._deliver(event.head)
             case Dropped():
@@ -245,19 +241,14 @@ class QueueState:
             case _:
                 assert_never(event)
 
-    def _admit(self, event: Admitted) -> None:
-        _require(
-            event.group >= self.next_group,
-            f"group {event.group} was admitted before; the next id is {self.next_group}",
-        )
-        admission = Admission(
-            group=event.group, prompt=event.prompt, admitted_version=event.version, admitted_update=event.update
-        )
-        if self.requeued and self.requeued[0] == event.prompt:
+    def _admit(self, admission: Admission) -> None:
+        group, prompt = admission.group, admission.prompt
+        _require(group >= self.next_group, f"group {group} was admitted before; the next id is {self.next_group}")
+        if self.requeued and self.requeued[0] == prompt:
             self.requeued.popleft()
-        self.returned.pop(event.prompt, None)
-        self.next_group = event.group + 1
-        self.prompt_cursor = max(self.prompt_cursor, event.prompt + 1)
+        self.returned.pop(prompt, None)
+        self.next_group = group + 1
+        self.prompt_cursor = max(self.prompt_cursor, prompt + 1)
         self._insert(GroupState(admission=admission))
         self._counts["admitted"] += 1
 
@@ -280,7 +271,7 @@ class QueueState:
             self.replay.popleft()
         for entry, masked in zip(entries, event.masked, strict=True):
             self._move(entry, life="taken", turn=self._turn(), taken_update=event.update, masked=masked)
-        self.next_update += self._updates_per_batch
+        self.next_update += event.updates
 
     def _train(self, event: Trained) -> None:
         entries = self._find_all(event.groups, "taken", also=event.tokens)
@@ -349,7 +340,7 @@ class QueueState:
         for entry in [g for g in self.trained.values() if g.train_step is not None and g.train_step <= train_step]:
             self._remove(entry)
         self.settled_step = train_step
-        held = (*self.open.values(), *self.ready.values(), *self.taken.values(), *self.trained.values())
+        held = (*self.live.values(), *self.trained.values())
         oldest = min((self.served, *(group.admission.admitted_version for group in held)))
         self.versions = {version: update for version, update in self.versions.items() if version >= oldest}
 

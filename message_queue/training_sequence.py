@@ -62,35 +62,6 @@ class TrainingSequence:
         return len(self.token_ids)
 
     @property
-    def loss_mask(self) -> BoolArray:
-        """bool [t], tokens that were sampled over these rows."""
-        return self.param_versions != NOT_SAMPLED
-
-    @property
-    def behaviour_logprobs(self) -> Float32Array:
-        """float32 [t], 0 outside the loss."""
-        out = np.zeros(len(self), np.float32)
-        out[self.loss_mask] = self.logprobs
-        return out
-
-    @property
-    def param_versions(self) -> Int32Array:
-        """int32 [t], version that sampled the token; -1 outside the loss."""
-        out = np.full(len(self), NOT_SAMPLED, np.int32)
-        for start, tokens, version in self.runs:
-            out[start : start + tokens] = version
-        return out
-
-    @property
-    def row_versions(self) -> Int32Array:
-        """int32 [t], version of the weights whose forward pass gave row p; -1 without a row."""
-        out, at = np.full(len(self), NOT_SAMPLED, np.int32), 0
-        for rows, version in self.row_runs:
-            out[at : at + rows] = version
-            at += rows
-        return out
-
-    @property
     def routed_experts(self) -> Int16Array | None:
         """int16 [t, moe_layers, top_k], -1 for rows that the trainer's live router decides; None without routing."""
         if self.rows is None:
@@ -132,7 +103,7 @@ def training_sequence(
     experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
     return TrainingSequence(
         token_ids=token_ids,
-        runs=runs_of(segments),
+        runs=_runs(segments),
         logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in segments)]),
         rows=experts,
         row_runs=row_runs,
@@ -140,7 +111,7 @@ def training_sequence(
     )
 
 
-def runs_of(segments: Sequence[tuple[int, TokenOutput]]) -> tuple[SampledRun, ...]:
+def _runs(segments: Sequence[tuple[int, TokenOutput]]) -> tuple[SampledRun, ...]:
     """Runs of tokens that one version sampled; `segments` as in `training_sequence`."""
     runs: list[SampledRun] = []
     for at, segment in segments:
@@ -169,13 +140,3 @@ def _support(segments: Sequence[tuple[int, TokenOutput]], *, length: int) -> Sam
         parts += [SamplingSupport.whole(at - end), segment.support or SamplingSupport.whole(len(segment))]
         end = at + len(segment)
     return SamplingSupport.join([*parts, SamplingSupport.whole(length - end)])
-
-
-def sampled_runs(positions: NDArray[np.int64], versions: Int32Array) -> tuple[SampledRun, ...]:
-    """Positions 3, 4, 6 of versions 4, 4, 5 are the runs (3, 2, 4) and (6, 1, 5)."""
-    if not len(positions):
-        return ()
-    starts = np.flatnonzero((np.diff(positions, prepend=-2) != 1) | (np.diff(versions, prepend=-2) != 0))
-    counts = np.diff(starts, append=len(positions))
-    found = zip(positions[starts].tolist(), counts.tolist(), versions[starts].tolist(), strict=True)
-    return tuple(SampledRun(*run) for run in found)

@@ -33,7 +33,7 @@ from message_queue.tokens import (
     StopReason,
     TokenOutput,
 )
-from message_queue.training_sequence import SampledRun, TrainingSequence, runs_of, training_sequence
+from message_queue.training_sequence import TrainingSequence, training_sequence
 
 ResumeRouting = Literal["append", "force", "replace", "split"]
 
@@ -185,12 +185,17 @@ class Trajectory:
         token_ids = self.token_ids()
         return [
             training_sequence(segments, token_ids=token_ids[:length], rows=rows)
-            for length, segments, rows in self._sequence_parts()
+            for length, segments, rows in self.sequence_parts()
         ]
 
-    def sequence_runs(self) -> list[tuple[int, tuple[SampledRun, ...]]]:
-        """(tokens, sampled runs) of each of `sequences`, without their arrays."""
-        return [(length, runs_of(segments)) for length, segments, _ in self._sequence_parts()]
+    def sequence_parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], HeldRows | None]]:
+        """(tokens, placed segments with tokens, rows) of each of `sequences`."""
+        placed = self._placed()
+        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
+        for branch, end in zip(self._branches, ends, strict=True):
+            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
+            length = len(self) if branch is self._branches[-1] else own[-1][0] + len(own[-1][1])
+            yield length, own, branch.rows
 
     # ---- inside
 
@@ -202,15 +207,6 @@ class Trajectory:
     def _require_open(self) -> None:
         if self.closed:
             raise ContractError(f"the trajectory is closed ({self.stop_reason}); nothing can be appended")
-
-    def _sequence_parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], HeldRows | None]]:
-        """(tokens, placed segments with tokens, rows) of each training sequence."""
-        placed = self._placed()
-        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
-        for branch, end in zip(self._branches, ends, strict=True):
-            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
-            length = len(self) if branch is self._branches[-1] else own[-1][0] + len(own[-1][1])
-            yield length, own, branch.rows
 
     def _placed(self) -> list[tuple[int, TokenOutput]]:
         """(absolute position of its first token, segment) in order."""
@@ -257,12 +253,12 @@ class Trajectory:
                 f"expected rows {self.num_rows}..{self._length + len(segment) - 2}"
             )
         given.check(self.routing)
-        self._check_extent(segment, given, end=given.end_position)
+        self._check_extent(segment, given)
         return given if len(segment) or self.resume_routing in ("append", "force") else None
 
-    def _check_extent(self, segment: TokenOutput, given: RoutedExperts, *, end: int) -> None:
+    def _check_extent(self, segment: TokenOutput, given: RoutedExperts) -> None:
         """Refuse rows that start late, or that do not end with the last token that was forwarded."""
-        last_forwarded = self._length + len(segment) - 2
+        end, last_forwarded = given.end_position, self._length + len(segment) - 2
         if len(segment) and end != last_forwarded + 1:
             raise ContractError(
                 f"segment from replica {segment.replica} has rows up to position {end - 1}; "

@@ -70,9 +70,6 @@ class QueueClient:
             TrajectoryQueue.drop, group, reason=reason, segments=segments, tokens=tokens, expired=expired
         )
 
-    async def expired(self) -> list[int]:
-        return await self._calls.call(TrajectoryQueue.expired)
-
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         return await self._calls.call(TrajectoryQueue.wait_expired, known=known)
 

@@ -9,6 +9,7 @@ from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from message_queue.contract import QueueError
 from message_queue.disk_errors import JournalError
 from message_queue.journal import EventJournal
+from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored, open_queue
 from message_queue.staleness import StalenessConfig, StalenessError
@@ -26,7 +27,8 @@ class QueueHost:
     """A queue with its journal, called through `BatchingClient`. Runs in one event loop.
 
     Args:
-        batch_groups, staleness, max_ready, updates_per_batch: see TrajectoryQueue.
+        batch_groups, staleness, updates_per_batch: see `build_policy`.
+        max_ready: see TrajectoryQueue.
         open_log: called first; sends the output of the process to its log.
     """
 
@@ -41,10 +43,8 @@ class QueueHost:
     ) -> None:
         if open_log is not None:
             open_log()
-        self._batch_groups = batch_groups
-        self._staleness = staleness
+        self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
         self._max_ready = max_ready
-        self._updates_per_batch = updates_per_batch
         self._journal: EventJournal | None = None
         self._server: BatchingServer[TrajectoryQueue] | None = None
         self.queue: TrajectoryQueue | None = None
@@ -58,13 +58,7 @@ class QueueHost:
         """
         if self._journal is not None:
             raise QueueError("the queue has opened its journal before")
-        self.queue, self._journal, restored = await open_queue(
-            place,
-            batch_groups=self._batch_groups,
-            staleness=self._staleness,
-            max_ready=self._max_ready,
-            updates_per_batch=self._updates_per_batch,
-        )
+        self.queue, self._journal, restored = await open_queue(place, policy=self._policy, max_ready=self._max_ready)
         self._server = BatchingServer(self.queue, refusals=REFUSALS)
         return restored
 

@@ -293,10 +293,10 @@ class Pipeline:
     async def _expire(self) -> None:
         known: set[int] = set()
         while True:
-            hopeless = await self._queue.wait_expired(known=known)
-            for group in hopeless:
+            hopeless = set(await self._queue.wait_expired(known=known))
+            for group in sorted(hopeless - known):
                 self._rollouts.cancel(group, reason="expired: no batch within the staleness bound is left for it")
-            known = {*hopeless, *known} & set(await self._queue.expired())
+            known = hopeless
 
     async def _train(self) -> None:
         try:

@@ -121,10 +121,7 @@ class _Connection(sqlite3.Connection):
             self._refuse("read")
         elif sql.startswith("INSERT"):
             self._refuse("write")
-        cursor = super().execute(sql, parameters)
-        if sql == "COMMIT":
-            self._refuse("commit", only_death=True)
-        return cursor
+        return super().execute(sql, parameters)
 
     def executemany(self, sql: str, parameters: Any, /) -> sqlite3.Cursor:
         cursor = super().executemany(sql, parameters)
@@ -146,9 +143,9 @@ class _Connection(sqlite3.Connection):
         raise error
 
 
-def connect(disk: Disk, point: str, *args: Any, **options: Any) -> sqlite3.Connection:
-    connection = sqlite3.connect(*args, factory=_Connection, **options)
-    connection.disk, connection.point = disk, point
+def connect(disk: Disk, path: str, **options: Any) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, factory=_Connection, **options)
+    connection.disk, connection.point = disk, "disk/queue" if journal.FILE in path else "disk/content"
     return connection
 
 

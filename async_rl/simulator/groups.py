@@ -87,7 +87,7 @@ class GroupAccount:
         """The state of the queue changed."""
         match event:
             case Admitted():
-                self._admitted(event)
+                self._admitted(event.admission)
             case Dropped():
                 cause = event.reason.partition(":")[0]
                 excused = cause == "rollout failed" and self._world.may_drop
@@ -108,19 +108,17 @@ class GroupAccount:
             case _:
                 pass
 
-    def _admitted(self, event: Admitted) -> None:
+    def _admitted(self, admission: Admission) -> None:
         if self._requeued:
             expected = self._requeued.popleft()
         elif self._returned:
             expected = self._returned.popleft()
         else:
             expected, self._next_prompt = self._next_prompt, self._next_prompt + 1
-        require("exactly once", event.prompt == expected, "{}; the next prompt is {}", event, expected)
-        fresh = event.group not in self.admissions
-        require("exactly once", fresh, "group {} was admitted before", event.group)
-        self.admissions[event.group] = Admission(
-            group=event.group, prompt=event.prompt, admitted_version=event.version, admitted_update=event.update
-        )
+        require("exactly once", admission.prompt == expected, "{}; the next prompt is {}", admission, expected)
+        fresh = admission.group not in self.admissions
+        require("exactly once", fresh, "group {} was admitted before", admission.group)
+        self.admissions[admission.group] = admission
 
     def _dropped(self, group: int, *, requeue: bool, hopeless: bool) -> None:
         self._ends[group] = "requeued" if requeue else "dropped"

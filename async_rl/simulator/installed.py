@@ -16,7 +16,7 @@ from async_rl.controller import recovery as controller_recovery
 from async_rl.rollout import dispatcher, worker
 from async_rl.simulator import model
 from async_rl.simulator.disk import connect, pwritev
-from message_queue import content, content_format, journal
+from message_queue import content, sqlite_file
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
@@ -27,8 +27,7 @@ def installed(world: World) -> Generator[None]:
     """Within it, connections and writes are those of the world's disk, and workers use the simulated model."""
     disk = world.disk
     replaced: list[tuple[ModuleType, str, object]] = [
-        (journal, "sqlite3", _changed(sqlite3, connect=partial(connect, disk, "disk/queue"))),
-        (content_format, "sqlite3", _changed(sqlite3, connect=partial(connect, disk, "disk/content"))),
+        (sqlite_file, "sqlite3", _changed(sqlite3, connect=partial(connect, disk))),
         (content, "os", _changed(os, pwritev=partial(pwritev, disk))),
         (content, "FILE_BYTES", world.scenario.file_bytes),
         (controller_recovery, "read_content", world.read_content),

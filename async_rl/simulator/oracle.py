@@ -175,7 +175,8 @@ class Oracle:
                 late = [member.name for member in members if self._loaded.get(member.name, -1) < version]
                 require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
                 self._served = version
-            case Admitted(version=version):
+            case Admitted(admission=admission):
+                version = admission.admitted_version
                 require("versions", version == self._served, "admitted on {}; replicas serve {}", event, self._served)
             case _:
                 pass

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from async_rl.simulator.virtual_time import NumberedTask
-from message_queue.content import _Files  # pyright: ignore[reportPrivateUsage]
-from message_queue.journal import EventStore
+from message_queue.content import ContentWriter
+from message_queue.journal import EventJournal
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
@@ -59,7 +59,7 @@ class Process:
         self.tasks: dict[NumberedTask, None] = {}
         self.dead = False
         self.hung = False
-        self.files: list[EventStore | _Files] = []
+        self.files: list[EventJournal | ContentWriter] = []
         self._replies: dict[asyncio.Future[Any], None] = {}  # in the order of the calls
         self._host = host
         self._world = world
@@ -97,7 +97,7 @@ class Process:
 
     def _close_files(self) -> None:
         for file in self.files:
-            asyncio.get_running_loop().call_later(self._linger_s, file.close)
+            asyncio.get_running_loop().call_later(self._linger_s, file.release)
 
     # ---- a call
 

@@ -132,7 +132,7 @@ class Run:
         self.recorder.close()
         for process in self._all:
             for file in process.files:
-                file.close()
+                file.release()
 
     # ---- parts that may be lost; see `async_rl.controller.processes.Workers`
 

@@ -34,10 +34,10 @@ from async_rl.simulator.scenario import KINDS, Fault, Scenario
 from async_rl.simulator.violations import Violation, require
 from async_rl.simulator.virtual_time import Deadlock, VirtualTimeLoop
 from message_queue import recovery
-from message_queue.content import ContentWriter, _Files  # pyright: ignore[reportPrivateUsage]
+from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.events import Event as QueueEvent
-from message_queue.journal import EventJournal, EventStore
+from message_queue.journal import EventJournal
 from message_queue.progress import RolloutRecord
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.state import QueueState
@@ -309,7 +309,7 @@ class World:
     def _opened(self, result: object) -> None:
         """A process has the files open that work in its thread opened."""
         process = current_process()
-        if isinstance(result, EventStore | _Files) and process is not None:
+        if isinstance(result, EventJournal | ContentWriter) and process is not None:
             process.files.append(result)
 
     # ---- the loop

@@ -14,7 +14,7 @@ from agent_loop.loop import RolloutError
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_decoder import PROMPT, STOP, decoded, make_decoder, opened, scripted
-from tests.helpers.dense import loss_mask, param_versions
+from tests.helpers.dense import loss_mask, param_versions, row_versions
 from tests.helpers.fakes import FakeEngine, Interruption, true_rows, true_support
 from tests.helpers.faults import FAULTS
 from tests.helpers.groups import sets_of
@@ -206,7 +206,7 @@ async def test_resumed_at_every_position_each_mode_asks_for_its_rows(position, g
     if resume_routing in ("append", "force") or goes_on:
         assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
     if resume_routing == "replace" and not goes_on:
-        assert set(trajectory.sequences()[-1].row_versions[:-1].tolist()) == {1}
+        assert set(row_versions(trajectory.sequences()[-1])[:-1].tolist()) == {1}
     if resume_routing == "split":
         assert len(trajectory.sequences()) == (2 if resumed and position else 1)
 

@@ -11,7 +11,7 @@ from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError, Sa
 from agent_loop.loop import PromptError, RolloutError, TurnLimits
 from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
-from tests.helpers.dense import loss_mask
+from tests.helpers.dense import loss_mask, row_versions
 from tests.helpers.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_weights, true_rows
 
 STOP = 0
@@ -150,7 +150,7 @@ async def test_an_abort_before_the_first_token_appends_no_segment():
     trajectory, _, decoder = await decoded(engine, budget=4)
     assert decoder.num_aborts == 2
     assert [s.weights.version for s in trajectory.segments] == [3]
-    assert set(trajectory.sequences()[-1].row_versions[:-1].tolist()) == {3}
+    assert set(row_versions(trajectory.sequences()[-1])[:-1].tolist()) == {3}
 
 
 async def test_an_abort_after_the_last_token_of_the_budget_is_a_length_stop():

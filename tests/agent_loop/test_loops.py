@@ -15,7 +15,7 @@ from agent_loop.tools import PauseGate, ToolRunner, describe_tool
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
-from tests.helpers.dense import loss_mask
+from tests.helpers.dense import loss_mask, row_versions
 from tests.helpers.fakes import (
     SPEC,
     FakeEngine,
@@ -207,7 +207,7 @@ def test_whatever_is_interrupted_tools_run_once_and_the_trajectory_is_the_uninte
     assert broken.info | {"aborts": 0} == plain.info
     assert sum(len(s.routed_experts.experts) for s in broken.segments) == broken.num_rows == len(broken) - 1
     assert broken.sequences()[-1].routed_experts.tolist() == true_rows(broken).tolist()
-    owners = broken.sequences()[-1].row_versions
+    owners = row_versions(broken.sequences()[-1])
     assert (np.diff(owners[:-1]) >= 0).all()
     assert owners[-1] == -1
 

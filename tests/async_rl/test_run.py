@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config import CONFIGS, RECIPES, load_config, recipe_overrides
 from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, log_ends, main, resume_command
-from message_queue.journal import FORMAT, EventStore, JournalConfig
+from message_queue.journal import FORMAT, EventJournal, JournalConfig
 from message_queue.state import StoredState
 
 
@@ -65,15 +65,15 @@ def test_a_directory_that_cannot_be_written_is_refused_with_the_way_out(capsys, 
     ("damage", "message"),
     [
         ({"run": "other seed 0"}, "is of run 'other seed 0', this run is 'calculator seed 0'"),
-        ({"format": 99}, f"has journal format 99, this program reads format {FORMAT}"),
+        ({"format": 99}, f"has format 99, this program reads format {FORMAT}"),
     ],
 )
 def test_journal_of_another_run_or_format_is_refused_before_any_process(capsys, tmp_path, monkeypatch, damage, message):
     monkeypatch.setattr("message_queue.journal.FORMAT", damage.get("format", FORMAT))
     run = damage.get("run", "calculator seed 0")
-    store = EventStore(tmp_path / "journal", run=run, settings={}, config=JournalConfig())
-    store.write([StoredState()])
-    store.close()
+    journal = EventJournal(tmp_path / "journal", run=run, settings={}, config=JournalConfig())
+    journal._write([StoredState()])
+    journal.release()
     monkeypatch.undo()
     assert main([f"output_dir={tmp_path}"]) == EXIT_REFUSED
     assert message in capsys.readouterr().err

@@ -16,7 +16,7 @@ from message_queue.training_sequence import TrainingSequence
 from message_queue.trajectory import Trajectory
 from tests.conformance.engines import EngineUnderTest, Exchange
 from tests.conformance.reference import Reference, logprob_gap, routing_mismatches, settled_rows
-from tests.helpers.dense import behaviour_logprobs, param_versions
+from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
 from tests.helpers.groups import sets_of
 
 
@@ -225,7 +225,7 @@ def assert_merged(trajectory: Trajectory, exchanges: Sequence[Exchange]) -> None
     assert trajectory.num_rows == total - 1
     assert table[:-1].tolist() == [rows[p][0] for p in range(total - 1)]
     assert (table[-1] == -1).all(), "the last token was never forwarded"
-    assert trajectory.sequences()[-1].row_versions.tolist() == [*(rows[p][1] for p in range(total - 1)), -1]
+    assert row_versions(trajectory.sequences()[-1]).tolist() == [*(rows[p][1] for p in range(total - 1)), -1]
     assert behaviour_logprobs(trajectory).tolist() == [sampled.get(p, (0.0, 0))[0] for p in range(total)]
     assert param_versions(trajectory).tolist() == [sampled.get(p, (0.0, -1))[1] for p in range(total)]
 
@@ -239,9 +239,9 @@ def rows_sent(exchanges: Sequence[Exchange]) -> list[int]:
 def gaps_under_own_rows(tested: EngineUnderTest, sequence: TrainingSequence) -> dict[int, float]:
     """Version -> largest |dlogp| of its tokens over its bound if all its rows are forced, as in training."""
     gaps: dict[int, float] = {}
-    for version in np.unique(sequence.param_versions[sequence.loss_mask]).tolist():
+    for version in np.unique(param_versions(sequence)[loss_mask(sequence)]).tolist():
         expected = tested.truth([(version, len(sequence))], sequence.token_ids, forced=sequence.routed_experts)
-        at = np.flatnonzero(sequence.param_versions == version)
+        at = np.flatnonzero(param_versions(sequence) == version)
         logprobs = expected.logprobs[at - 1, sequence.token_ids[at]]
-        gaps[version] = float(np.abs(logprobs - sequence.behaviour_logprobs[at]).max() / expected.logprob_bound)
+        gaps[version] = float(np.abs(logprobs - behaviour_logprobs(sequence)[at]).max() / expected.logprob_bound)
     return gaps

@@ -12,6 +12,7 @@ from agent_loop.answers import cut_segments
 from message_queue.tokens import StopReason
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
+from tests.helpers.dense import row_versions
 
 pytestmark = [
     pytest.mark.numerics,
@@ -127,7 +128,7 @@ async def test_a_resume_at_every_position_of_a_short_sequence(tested: EngineUnde
         assert len(trajectory) == 21
         assert trajectory.num_rows == 20
         assert trajectory.token_ids()[6 : 6 + sampled].tolist() == written[:sampled].tolist()
-        held = np.flatnonzero(trajectory.sequences()[-1].row_versions == 0)
+        held = np.flatnonzero(row_versions(trajectory.sequences()[-1]) == 0)
         assert len(held) == (20 if not update else 5 + sampled if sampled else 0), "no row changes its owner"
 
 

@@ -20,7 +20,7 @@ from tests.conformance.checks import assert_merged, assert_true, gaps_under_own_
 from tests.conformance.conftest import Report
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
 from tests.conformance.reference import routing_mismatches
-from tests.helpers.dense import loss_mask, param_versions
+from tests.helpers.dense import loss_mask, param_versions, row_versions
 from tests.helpers.fakes import FakeReward, FakeTool
 from tests.helpers.stored import stored
 
@@ -90,9 +90,9 @@ async def test_tool_tokens_have_the_rows_of_the_first_forward_that_covered_them(
     assert_merged(trajectory, exchanges)
     assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
     first_turn = len(exchanges[0].request.token_ids) + sampled_of(exchanges[0])
-    row_versions = trajectory.sequences()[-1].row_versions
-    assert (row_versions[: first_turn - 1] == 0).all()
-    assert (row_versions[first_turn - 1 : -1] == 1).all(), "the reply was first seen by version 1"
+    passes = row_versions(trajectory.sequences()[-1])
+    assert (passes[: first_turn - 1] == 0).all()
+    assert (passes[first_turn - 1 : -1] == 1).all(), "the reply was first seen by version 1"
     sampled = np.concatenate(
         [np.arange(len(e.request.token_ids), len(e.request.token_ids) + sampled_of(e)) for e in exchanges]
     )
@@ -176,7 +176,7 @@ async def test_every_way_to_treat_rows_of_a_prefix_that_is_forwarded_again(
     assert [versions_of(exchange) for exchange in exchanges] == [[0], [1], [2], [2]]
     assert_true(tested, exchanges)
     sequences = trajectory.sequences()
-    assert sum(int(sequence.loss_mask.sum()) for sequence in sequences) == 230
+    assert sum(int(loss_mask(sequence).sum()) for sequence in sequences) == 230
     gaps = [gaps_under_own_rows(tested, sequence) for sequence in sequences]
     match resume_routing:
         case "append" | "force":

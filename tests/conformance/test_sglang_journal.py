@@ -12,6 +12,7 @@ from async_rl.rollout.group_contents import ContentPlace, next_writer, read_cont
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
 from message_queue.content import ContentWriter
 from message_queue.heads import head_of
+from message_queue.policies import build_policy
 from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.recovery import JournalPlace, Restored, open_queue
 from message_queue.staleness import StalenessConfig
@@ -20,7 +21,7 @@ from message_queue.training_sequence import content_of
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
 from tests.conformance.engines import EngineUnderTest, tokens
-from tests.helpers.dense import behaviour_logprobs
+from tests.helpers.dense import behaviour_logprobs, row_versions
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -45,7 +46,7 @@ class Queue:
 
     async def open(self) -> Restored:
         self.queue, self.journal, restored = await open_queue(
-            self.journal_place, batch_groups=1, staleness=StalenessConfig()
+            self.journal_place, policy=build_policy(StalenessConfig(), batch_groups=1)
         )
         stored = await read_content(self.place, restored)
         assert not stored.notes
@@ -131,5 +132,5 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
     assert head == head_of(group)
     for (sequence,), rollout in zip(content_of(group), rollouts, strict=True):
         assert np.array_equal(sequence.routed_experts, rollout.trajectory.sequences()[-1].routed_experts)
-        assert sequence.row_versions.tolist() == rollout.trajectory.sequences()[-1].row_versions.tolist()
+        assert row_versions(sequence).tolist() == row_versions(rollout.trajectory.sequences()[-1]).tolist()
     await after.close()

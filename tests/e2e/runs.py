@@ -19,6 +19,7 @@ from async_rl.rollout.group_contents import read_content
 from async_rl.weights.model_info import read_model_info
 from message_queue.contract import QueueError
 from message_queue.disk_errors import JournalError
+from message_queue.policies import build_policy
 from message_queue.recovery import open_queue
 from tests.conformance.reference import reference
 from tests.helpers.dense import behaviour_logprobs, param_versions
@@ -126,10 +127,12 @@ async def _read(config, *, routing):
     resume = Resume(config)
     _, journal, restored = await open_queue(
         replace(resume.journal(), busy_s=0.0),
-        batch_groups=config.rollout.groups_per_batch,
-        staleness=config.staleness,
+        policy=build_policy(
+            config.staleness,
+            batch_groups=config.rollout.groups_per_batch,
+            updates_per_batch=config.trainer.updates_per_batch,
+        ),
         max_ready=config.queue.max_ready,
-        updates_per_batch=config.trainer.updates_per_batch,
     )
     await journal.close()
     stored = await read_content(resume.content(routing), restored)

@@ -12,9 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 from async_rl.controller.checkpoints import RunState, read_run_state
-from message_queue import content
+from message_queue.content import ContentWriter
 from message_queue.disk_errors import JournalBroken
-from message_queue.journal import EventStore
+from message_queue.journal import EventJournal
 from message_queue.recovery import JournalPlace
 from tests.flow.harness import FakeTrainer, Harness
 
@@ -44,7 +44,7 @@ class Kill:
             copy: runs its argument in the thread of the event loop, so that nothing else changes the directory.
         """
         with contextlib.ExitStack() as stack:
-            for owner, name in ((EventStore, "write"), (content._Files, "append"), (content._Files, "forget")):
+            for owner, name in ((EventJournal, "_write"), (ContentWriter, "_append"), (ContentWriter, "_forget")):
                 stack.enter_context(patch.object(owner, name, self._counted(getattr(owner, name), copy)))
             yield
 

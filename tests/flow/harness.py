@@ -40,6 +40,7 @@ from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.weights.transport import WeightUpdate
+from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, state_of_checkpoint
 from message_queue.staleness import StalenessConfig
@@ -203,6 +204,20 @@ class Spy:
     def close(self): ...
 
 
+class LocalQueue(TrajectoryQueue):
+    """A queue of the process itself."""
+
+    _drained = 0
+
+    async def drain_records(self):
+        records = await self.records_after(self._drained)
+        self._drained += len(records)
+        return records
+
+    async def closing_records(self):
+        return await super().closing_records(self._drained)
+
+
 class Harness:
     """Everything a test wants to look at afterwards."""
 
@@ -268,8 +283,8 @@ class Harness:
         self._resume_routing = resume_routing
         if journal is None:
             place = JournalPlace(directory=directory, run="flow", checkpoint=start.queue)
-            state = state_of_checkpoint(place, updates_per_batch=updates_per_batch)
-            self.queue = TrajectoryQueue(**options, state=state)
+            state = state_of_checkpoint(place)
+            self.queue = LocalQueue(build_policy(options.pop("staleness"), **options), state=state)
         else:
             self.host = QueueHost(**options)
             self.queue = QueueClient(DirectHandle(self.host), timeout_s=60.0)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from async_rl.run import causes
-from message_queue import content
 from message_queue.content import ContentWriter
 from message_queue.disk_errors import JournalFull, JournalSettingsError
-from message_queue.journal import EventStore
+from message_queue.journal import EventJournal
 from message_queue.progress import TrajectoryClosed
 from tests.flow.crashes import STEPS, Kill, Life
 from tests.flow.test_pipeline import check_ledger
@@ -233,7 +232,7 @@ async def test_prompts_of_a_removed_journal_are_admitted_again(tmp_path):
     assert all(line["ledger/error"] == 0 for line in second.harness.lines("metrics.jsonl"))
 
 
-@pytest.mark.parametrize(("owner", "write"), [(EventStore, "write"), (content._Files, "append")])
+@pytest.mark.parametrize(("owner", "write"), [(EventJournal, "_write"), (ContentWriter, "_append")])
 async def test_full_disk_ends_the_run_and_costs_no_group(tmp_path, monkeypatch, owner, write):
     whole, left = getattr(owner, write), iter(range(30))
 

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 
 from message_queue.contract import Batch
+from message_queue.policies import build_policy
 from message_queue.recovery import JournalPlace, open_queue
 from message_queue.staleness import StalenessConfig
 from tests.helpers.groups import head_for
@@ -19,9 +20,11 @@ async def opened(directory, *, s=1, b=2, policy="wait", p=1, max_recycles=3, **o
     """(queue, journal, restored)."""
     return await open_queue(
         place(directory, **options),
-        batch_groups=b,
-        staleness=StalenessConfig(max_staleness=s, policy=policy, max_recycles=max_recycles),
-        updates_per_batch=p,
+        policy=build_policy(
+            StalenessConfig(max_staleness=s, policy=policy, max_recycles=max_recycles),
+            batch_groups=b,
+            updates_per_batch=p,
+        ),
     )
 
 
@@ -65,7 +68,7 @@ class Drive:
             self.groups[group] = "dropped"
 
     async def expire(self):
-        for group in await self.queue.expired():
+        for group in self.queue._expired_open():
             await self.queue.drop(group, reason="expired: too slow", expired=True)
             self.groups[group] = "dropped"
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
-from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions
+from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
 from tests.helpers.stored import stored
 
 SPEC = RoutingSpec(layers=(0, 2), num_experts=5, top_k=2)
@@ -223,10 +223,10 @@ class Schedule(RuleBasedStateMachine):
         for number, (sequence, expected) in enumerate(zip(made, self.model.sequences, strict=True)):
             last = number == len(made) - 1
             assert len(sequence) == (len(self.trajectory) if last else max(expected.loss) + 1)
-            assert set(np.flatnonzero(sequence.loss_mask).tolist()) == expected.loss
-            covered[: len(sequence)] += sequence.loss_mask
+            assert set(np.flatnonzero(loss_mask(sequence)).tolist()) == expected.loss
+            covered[: len(sequence)] += loss_mask(sequence)
             rows = [*expected.rows, *[None] * len(sequence)][: len(sequence)]
-            assert sequence.row_versions.tolist() == [-1 if r is None else r[1] for r in rows]
+            assert row_versions(sequence).tolist() == [-1 if r is None else r[1] for r in rows]
             for found, row in zip(sequence.routed_experts.tolist(), rows, strict=True):
                 assert as_sets(found) == ((frozenset([-1]),) * 2 if row is None else as_sets(row[0]))
             self.aligned(sequence)
@@ -235,8 +235,8 @@ class Schedule(RuleBasedStateMachine):
     def aligned(self, sequence):
         ids, logprobs, versions = (np.array(column) for column in zip(*self.model.tokens[: len(sequence)], strict=True))
         assert np.array_equal(sequence.token_ids, ids)
-        assert np.array_equal(sequence.behaviour_logprobs, np.where(sequence.loss_mask, logprobs, 0))
-        assert np.array_equal(sequence.param_versions, np.where(sequence.loss_mask, versions, -1))
+        assert np.array_equal(behaviour_logprobs(sequence), np.where(loss_mask(sequence), logprobs, 0))
+        assert np.array_equal(param_versions(sequence), np.where(loss_mask(sequence), versions, -1))
 
 
 @pytest.mark.parametrize("mode", ["append", "force", "replace", "split"])

@@ -14,6 +14,7 @@ from message_queue.contract import QueueSnapshot
 from message_queue.events import Taken
 from message_queue.heads import head_of
 from message_queue.ledger import LedgerCounts
+from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import state_of_checkpoint
 from message_queue.staleness import StalenessConfig, StalenessError
@@ -24,16 +25,20 @@ from tests.helpers.queue_runs import place
 
 def make_queue(*, s=1, b=2, policy="recycle", p=1, restored=None, max_recycles=3):
     return TrajectoryQueue(
-        batch_groups=b,
-        staleness=StalenessConfig(max_staleness=s, policy=policy, max_recycles=max_recycles),
-        updates_per_batch=p,
-        state=restored and state_of_checkpoint(place(Path(), checkpoint=restored), updates_per_batch=p),
+        build_policy(
+            StalenessConfig(max_staleness=s, policy=policy, max_recycles=max_recycles),
+            batch_groups=b,
+            updates_per_batch=p,
+        ),
+        state=restored and state_of_checkpoint(place(Path(), checkpoint=restored)),
     )
 
 
 def skip_batch(queue):
     """The next batch is taken, without any group."""
-    queue._state.apply(Taken(groups=(), update=queue._state.next_update, masked=()))
+    queue._state.apply(
+        Taken(groups=(), update=queue._state.next_update, masked=(), updates=queue._policy.updates_per_batch)
+    )
 
 
 async def next_update(queue, *, step):
@@ -64,7 +69,7 @@ async def test_an_expired_prompt_is_admitted_again_ahead_of_new_ones_whether_ope
     young = await queue.admit(2)
     await queue.put(head_for(young))
     await queue.take()  # group 0 is of update 0, the next batch is trained at 2
-    assert await queue.expired() == [slow.group]
+    assert await queue.wait_expired() == [slow.group]
     assert await queue.drop(slow.group, reason="expired: no batch is left", tokens=7, expired=True)
     again = await queue.admit(3)
     assert (again.prompt, again.group) == (0, 3), "its own admission, under an id of its own"
@@ -106,7 +111,7 @@ async def test_a_prompt_that_is_always_too_slow_is_dropped_after_max_recycles():
         await queue.loaded(step)
         await queue.drop(admission.group, reason="expired: too slow", expired=True)
     assert await reasons(queue) == {"recycled": 2, "expired": 1}
-    assert (await queue.drain_records())[-1]["reason"] == (
+    assert (await queue.records_after(0))[-1]["reason"] == (
         "expired: too slow, after its prompt was admitted 3 times (staleness.max_recycles)"
     )
     assert ((await queue.snapshot()).waiting, (await queue.snapshot()).recycles) == ((), {})
@@ -139,12 +144,12 @@ async def test_old_tokens_are_masked_and_counted_and_young_ones_are_trained():
     for step in (1, 2):
         await queue.put(head_for(await queue.admit(step)))
         await next_update(queue, step=step)
-    assert await queue.expired() == [], "an open group samples young tokens still"
+    assert queue._expired_open() == [], "an open group samples young tokens still"
     await queue.put(head_for(long, versions=(0, 1, 2), tokens=3))
     batch = await queue.take()
     assert (batch.update, batch.min_update) == (2, 1)
     await queue.trained([long.group], train_step=3)
-    assert (await queue.drain_records())[-1]["masked_tokens"] == 3
+    assert (await queue.records_after(0))[-1]["masked_tokens"] == 3
     counts = (await queue.snapshot()).ledger
     assert (counts.tokens, counts.trained_tokens, counts.masked_tokens) == (15, 12, 3) and closes(
         await queue.snapshot()
@@ -262,7 +267,7 @@ class Life:
                 await self.queue.put(head_for(admission, versions=versions, tokens=1 + self.rng.randrange(2)))
 
     async def cancel(self):
-        for group in await self.queue.expired():
+        for group in self.queue._expired_open():
             _, versions = self.rolling.pop(group)
             await self.queue.drop(group, reason="expired: hopeless", tokens=len(versions), expired=True)
 
@@ -298,7 +303,7 @@ class Life:
         assert closes(snapshot)
         counts = snapshot.ledger
         assert (counts.trained_tokens, counts.masked_tokens) == (self.trained, self.masked)
-        assert snapshot.ready + snapshot.open <= self.queue._policy.budget.max_outstanding
+        assert snapshot.ready + snapshot.open <= self.queue._policy.max_outstanding
         assert counts.reasons.get("recycled", 0) == sum(self.starts.values()) - len(self.starts) + len(snapshot.waiting)
         assert max(self.starts.values(), default=0) <= 1 + (self.max_recycles if self.policy == "recycle" else 0)
         live = {admission.prompt for admission in snapshot.unfinished}

@@ -14,9 +14,10 @@ from message_queue.contract import (
     QueueSnapshot,
 )
 from message_queue.heads import head_of
+from message_queue.policies import WaitPolicy, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import state_of_checkpoint
-from message_queue.staleness import StalenessBudget, StalenessConfig, StalenessError
+from message_queue.staleness import StalenessConfig, StalenessError
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import Trajectory
 from tests.helpers.groups import group_for, head_for, segment
@@ -25,11 +26,9 @@ from tests.helpers.queue_runs import place
 
 def make_queue(*, s=1, b=2, policy="wait", max_ready=None, p=1, restored=None) -> TrajectoryQueue:
     return TrajectoryQueue(
-        batch_groups=b,
-        staleness=StalenessConfig(max_staleness=s, policy=policy),
+        build_policy(StalenessConfig(max_staleness=s, policy=policy), batch_groups=b, updates_per_batch=p),
         max_ready=max_ready,
-        updates_per_batch=p,
-        state=restored and state_of_checkpoint(place(Path(), checkpoint=restored), updates_per_batch=p),
+        state=restored and state_of_checkpoint(place(Path(), checkpoint=restored)),
     )
 
 
@@ -66,7 +65,7 @@ async def test_groups_go_from_admission_to_the_ledger():
     batch = await queue.take()
     assert ([g.group for g in batch.groups], batch.update, batch.version_updates) == ([0, 1], 0, {0: 0})
     await queue.trained([0, 1], train_step=1)
-    assert [(r["group"], r["outcome"], r["tokens"]) for r in await queue.drain_records()] == [
+    assert [(r["group"], r["outcome"], r["tokens"]) for r in await queue.records_after(0)] == [
         (0, "trained", 3),
         (1, "trained", 3),
     ]
@@ -184,7 +183,7 @@ async def test_tokens_older_than_the_admission_are_refused():
 
 
 async def test_the_bound_is_checked_by_fact_when_a_batch_is_taken(monkeypatch):
-    monkeypatch.setattr(StalenessBudget, "is_feasible", lambda self, outstanding, *, next_update: True)
+    monkeypatch.setattr(WaitPolicy, "is_feasible", lambda self, outstanding, *, next_update: True)
     queue = make_queue(s=0, b=1)
     await fill(queue, 2)
     await queue.take()
@@ -232,7 +231,7 @@ async def test_policy_drop_gives_up_what_is_too_old_wherever_it_is():
     for admission in admissions[:2]:
         await queue.put(head_for(admission))
     await queue.take()
-    assert await queue.expired() == []
+    assert queue._expired_open() == []
     await publish_next(queue, 1)
     hopeless = await waits(queue.wait_expired())
     for admission in await admit_many(queue, 2):
@@ -241,7 +240,7 @@ async def test_policy_drop_gives_up_what_is_too_old_wherever_it_is():
     await queue.take()
     assert await hopeless == [2, 3]
     assert "expired: staleness 2 exceeds 1" in str(await held_up)
-    assert await queue.expired() == [3]
+    assert await queue.wait_expired() == [3]
     await waits(queue.wait_expired(known={3}))
     assert (await queue.put(head_for(admissions[3]))) is not None
     snapshot = await queue.snapshot()
@@ -314,7 +313,7 @@ async def test_close_wakes_every_waiter_and_says_what_is_left():
         await queue.take()
     await queue.trained([0, 1], train_step=1)
     assert await queue.drop(fourth.group, reason="stopped")
-    total = (await queue.closing_records())[-1]
+    total = (await queue.closing_records(0))[-1]
     assert (total["open"], total["error"]) == (1, 0)
 
 
@@ -362,7 +361,7 @@ async def test_an_aborted_segment_without_tokens_does_not_age_a_group():
 
 
 async def test_records_come_again_until_the_caller_says_that_it_has_them():
-    queue = TrajectoryQueue(batch_groups=1, staleness=StalenessConfig(max_staleness=3))
+    queue = make_queue(s=3, b=1)
     for prompt in range(3):
         admission = await queue.admit(prompt)
         await queue.drop(admission.group, reason="rollout failed")

@@ -75,7 +75,7 @@ def test_a_queue_that_is_killed_again_and_again_loses_nothing(seed, policy):
             snapshot = await queue.snapshot()
             assert (snapshot.ledger.error, snapshot.ledger.token_error) == (0, 0)
             assert len({a.prompt for a in snapshot.unfinished}) == len(snapshot.unfinished)
-            ended = {r["group"] for r in await queue.drain_records()}
+            ended = {r["group"] for r in await queue.records_after(0)}
             assert ended <= restored.given_up | {g for g, s in drive.groups.items() if isinstance(s, int)}
         await journal.close()
 
@@ -116,10 +116,10 @@ def test_following_the_events_gives_the_live_state_at_every_prefix(seed, policy)
         for _ in range(60):
             await drive.call(*CALLS)
             dumps[len(seen)] = queue._state.dump()
-        stored = journal._store.read()
-        assert list(stored.events) == seen
-        state = QueueState(stored.base.state)
-        for number, event in enumerate((None, *stored.events)):
+        base, events = journal.read()
+        assert list(events) == seen
+        state = QueueState(base.state)
+        for number, event in enumerate((None, *events)):
             if event is not None:
                 state.apply(event)
             if number in dumps:
@@ -168,7 +168,7 @@ async def test_groups_that_fit_no_batch_within_the_bound_are_recycled(tmp_path):
     assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5))
     counts = (await queue.snapshot()).ledger
     assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {"recycled": 4})
-    assert {r["reason"] for r in await queue.drain_records()} == {HOPELESS}
+    assert {r["reason"] for r in await queue.records_after(0)} == {HOPELESS}
     await journal.close()
     queue, journal, restored = await opened(tmp_path, s=0)
     assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5)), "until they are admitted"
@@ -223,11 +223,11 @@ async def test_masked_tokens_survive_a_restart(tmp_path):
     options = {"s": 0, "b": 1, "policy": "mask"}
     queue, journal, _ = await opened(tmp_path, **options)
     first = await queue.admit(0)
-    queue._policy.budget.max_staleness = 1
+    queue._policy.max_staleness = 1
     await queue.put(head_for(await queue.admit(1)))
     await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
     await queue.publish(1, update=1)
-    queue._policy.budget.max_staleness = 0
+    queue._policy.max_staleness = 0
     await queue.put(head_for(first, versions=(0, 1)))
     assert (await queue.take()).min_update == 1
     await queue.trained([first.group], train_step=2, tokens=[3])

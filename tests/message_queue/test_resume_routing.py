@@ -11,6 +11,7 @@ from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from message_queue.trajectory import Trajectory
+from tests.helpers.dense import loss_mask
 from tests.helpers.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_row
 from tests.helpers.stored import stored
 
@@ -90,7 +91,7 @@ def test_training_sequences_hold_the_rows_that_their_tokens_were_sampled_over(mo
     expected = expected_sequences(made, requests)
     assert len(made.sequences()) == len(expected)
     for sequence, (versions, loss) in zip(made.sequences(), expected, strict=True):
-        assert np.flatnonzero(sequence.loss_mask).tolist() == loss
+        assert np.flatnonzero(loss_mask(sequence)).tolist() == loss
         assert sequence.token_ids.tolist() == tokens[: len(sequence)]
         assert np.all(sequence.routed_experts[len(versions) :] == -1)
         for position, row_version in enumerate(versions):

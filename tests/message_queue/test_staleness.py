@@ -1,4 +1,4 @@
-"""The staleness budget: the bound holds for every group, and admission never leads into a dead end."""
+"""The staleness policies: the bound holds for every group, and admission never leads into a dead end."""
 
 from collections import Counter
 
@@ -8,20 +8,15 @@ from hypothesis import strategies as st
 
 from message_queue.contract import Admission
 from message_queue.policies import DropPolicy, WaitPolicy, build_policy
-from message_queue.staleness import (
-    StalenessBudget,
-    StalenessConfig,
-    oldest_update,
-)
+from message_queue.staleness import StalenessConfig
 from message_queue.state import GroupState
-from message_queue.tokens import ContractError
 from tests.helpers.groups import head_for
 
 counts = st.dictionaries(st.integers(0, 8), st.integers(0, 6), max_size=6)
 
 
-def budget(s=1, b=2, p=1):
-    return StalenessBudget(max_staleness=s, batch_groups=b, updates_per_batch=p)
+def wait(s=1, b=2, p=1):
+    return WaitPolicy(StalenessConfig(max_staleness=s), batch_groups=b, updates_per_batch=p)
 
 
 def test_config_names_the_policies_it_takes():
@@ -33,21 +28,21 @@ def test_config_names_the_policies_it_takes():
         StalenessConfig(max_staleness=-1)
 
 
-def test_budget_refuses_what_can_never_be_trained():
+def test_policy_refuses_what_can_never_be_trained():
     with pytest.raises(ValueError, match=r"staleness\.max_staleness is 1 with 3 optimizer updates per batch"):
-        budget(s=1, p=3)
+        wait(s=1, p=3)
     with pytest.raises(ValueError, match="batch_groups is 0"):
-        budget(b=0)
+        wait(b=0)
     with pytest.raises(ValueError, match="updates_per_batch is 0"):
-        budget(p=0)
+        wait(p=0)
 
 
 @given(s=st.integers(0, 4), b=st.integers(1, 5), u=st.integers(0, 9))
 def test_on_the_newest_weights_admission_is_the_count_of_the_design(s, b, u):
     groups = 0
-    while budget(s, b).admits({u: groups}, admitted_update=u, next_update=u):
+    while wait(s, b).admits({u: groups}, admitted_update=u, next_update=u):
         groups += 1
-    assert groups == (s + 1) * b == budget(s, b).max_outstanding
+    assert groups == (s + 1) * b == wait(s, b).max_outstanding
 
 
 @given(outstanding=counts, s=st.integers(0, 4), b=st.integers(1, 4), u=st.integers(0, 8), p=st.integers(1, 3))
@@ -55,7 +50,7 @@ def test_feasible_means_that_oldest_first_meets_every_deadline(outstanding, s, b
     s = max(s, p - 1)
     ages = sorted(Counter(outstanding).elements())
     on_time = all(u + rank // b * p + p - 1 - a <= s for rank, a in enumerate(ages))
-    assert budget(s, b, p).is_feasible(outstanding, next_update=u) == on_time
+    assert wait(s, b, p).is_feasible(outstanding, next_update=u) == on_time
 
 
 @given(outstanding=counts, s=st.integers(0, 4), b=st.integers(1, 4), u=st.integers(0, 8))
@@ -63,19 +58,19 @@ def test_feasible_is_the_deadline_count_of_the_design(outstanding, s, b, u):
     due = [sum(n for a, n in outstanding.items() if a <= u - s + k) for k in range(20)]
     expired = sum(n for a, n in outstanding.items() if a < u - s)
     by_count = not expired and all(n <= (k + 1) * b for k, n in enumerate(due))
-    assert budget(s, b).is_feasible(outstanding, next_update=u) == by_count
+    assert wait(s, b).is_feasible(outstanding, next_update=u) == by_count
 
 
 def test_the_trainer_waits_for_old_open_groups():
     old_open, young_ready = {0: 1}, {1: 2}
     outstanding = Counter(old_open) + Counter(young_ready)
-    assert not budget(s=1, b=2).batch_ready(young_ready, outstanding, next_update=1)
-    assert budget(s=1, b=2).batch_ready({0: 1, 1: 2}, outstanding, next_update=1)
-    assert budget(s=2, b=2).batch_ready(young_ready, outstanding, next_update=1)
+    assert not wait(s=1, b=2).batch_ready(young_ready, outstanding, next_update=1)
+    assert wait(s=1, b=2).batch_ready({0: 1, 1: 2}, outstanding, next_update=1)
+    assert wait(s=2, b=2).batch_ready(young_ready, outstanding, next_update=1)
 
 
 def test_staleness_zero_is_synchronous_training():
-    sync = budget(s=0, b=2)
+    sync = wait(s=0, b=2)
     assert sync.admits({0: 1}, admitted_update=0, next_update=0)
     assert not sync.admits({0: 2}, admitted_update=0, next_update=0)
     assert not sync.admits({}, admitted_update=0, next_update=1)  # taken, weights of update 1 not loaded
@@ -92,7 +87,7 @@ def test_staleness_zero_is_synchronous_training():
 def test_random_schedules_keep_the_bound_and_never_deadlock(s, b, p, publish_every, moves):
     publish_every *= p
     s = max(s, publish_every - 1, p - 1)
-    policy = WaitPolicy(budget(s, b, p))
+    policy = wait(s, b, p)
     open_, ready, published, loaded, u = [], [], 0, 0, 0
 
     def admits():
@@ -143,16 +138,8 @@ def test_by_turn_is_oldest_first_under_wait_and_first_come_under_drop():
         GroupState(admission=Admission(group=g, prompt=0, admitted_version=a, admitted_update=a))
         for g, a in ((5, 2), (3, 1), (4, 1))
     ]
-    assert [g.group for g in WaitPolicy(budget()).by_turn(ready)] == [3, 4, 5]
-    assert [g.group for g in DropPolicy(budget()).by_turn(ready)] == [5, 3, 4]
-
-
-def test_oldest_update_is_of_the_oldest_version_that_sampled_a_token():
-    updates = {3: 12, 4: 16, 5: 20}
-    assert oldest_update({5: 1, 3: 2, 4: 1}, updates) == 12
-    assert oldest_update({}, updates) is None
-    with pytest.raises(ContractError, match="1 tokens have param_version 5, which was never published"):
-        oldest_update({5: 1, 3: 2}, {3: 12, 4: 16})
+    assert [g.group for g in wait().by_turn(ready)] == [3, 4, 5]
+    assert [g.group for g in DropPolicy(StalenessConfig(), batch_groups=2).by_turn(ready)] == [5, 3, 4]
 
 
 def test_a_segment_without_tokens_has_no_staleness():

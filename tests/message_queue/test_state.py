@@ -14,10 +14,8 @@ from message_queue.state import QueueState, StoredState
 from tests.helpers.groups import head_for
 
 
-def admission_of(event):
-    return Admission(
-        group=event.group, prompt=event.prompt, admitted_version=event.version, admitted_update=event.update
-    )
+def admission_of(group, *, prompt=0):
+    return Admission(group=group, prompt=prompt, admitted_version=0, admitted_update=0)
 
 
 class StateAgainstModel(RuleBasedStateMachine):
@@ -35,13 +33,13 @@ class StateAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def admit(self):
-        event = self.state.next_admission(self.prompt)
+        admission = self.state.next_admission(self.prompt)
         expected = self.requeued.pop(0) if self.requeued else self.prompt
         self.prompt += expected == self.prompt
-        assert (event.group, event.prompt) == (len(self.groups), expected)
-        assert (event.version, event.update) == (self.served, self.updates[self.served])
-        self.state.apply(event)
-        self.groups[event.group] = ["open", admission_of(event), 0, 0, None]
+        assert (admission.group, admission.prompt) == (len(self.groups), expected)
+        assert (admission.admitted_version, admission.admitted_update) == (self.served, self.updates[self.served])
+        self.state.apply(Admitted(admission=admission))
+        self.groups[admission.group] = ["open", admission, 0, 0, None]
 
     @precondition(lambda self: self.of("open"))
     @rule(data=st.data(), tokens=st.integers(1, 4))
@@ -114,7 +112,7 @@ class StateAgainstModel(RuleBasedStateMachine):
             Checkpointed(train_step=self.step + 1),
         ]
         if self.groups:
-            wrong.append(Admitted(group=len(self.groups) - 1, prompt=0, version=0, update=0))
+            wrong.append(Admitted(admission=admission_of(len(self.groups) - 1)))
         event, before = data.draw(st.sampled_from(wrong)), self.state.dump()
         with pytest.raises(QueueError):
             self.state.apply(event)
@@ -164,8 +162,8 @@ TestStateAgainstModel = StateAgainstModel.TestCase
 def three_groups():
     state = QueueState()
     for prompt in range(3):
-        state.apply(state.next_admission(prompt))
-        state.apply(Ready(head=head_for(admission_of(Admitted(group=prompt, prompt=prompt, version=0, update=0)))))
+        state.apply(Admitted(admission=state.next_admission(prompt)))
+        state.apply(Ready(head=head_for(admission_of(prompt, prompt=prompt))))
     return state
 
 

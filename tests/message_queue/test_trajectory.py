@@ -11,7 +11,7 @@ from message_queue.heads import head_of
 from message_queue.routing_rows import NOT_ROUTED, NOT_SAMPLED
 from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
-from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions
+from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of, trajectory
 
 FIRST_OWNER = RoutingSpec(layers=(0,), num_experts=60_000, top_k=1)  # an expert id that is unique per segment
@@ -73,7 +73,7 @@ def test_rows_belong_to_the_first_forward_that_covered_them(data):
     assert loss_mask(made).tolist() == [p in sampled for p in range(length)]
     assert (made.num_rows, made.num_sampled) == (len(owners), len(sampled))
     assert made.num_unavailable_rows == sum(o == NOT_ROUTED for o in owners.values())
-    for array in (made.token_ids(), behaviour_logprobs(made), made.sequences()[-1].row_versions):
+    for array in (made.token_ids(), behaviour_logprobs(made), row_versions(made.sequences()[-1])):
         assert len(array) == length
     assert np.all(behaviour_logprobs(made)[~loss_mask(made)] == 0)
 
@@ -89,7 +89,7 @@ def test_a_resume_after_an_update_keeps_the_old_rows():
     assert np.array_equal(experts[3:6], routed(3, 6, version=1).experts)
     assert np.all(experts[6] == NOT_ROUTED)
     assert param_versions(made).tolist() == [-1, -1, 0, 0, 1, 1, 1]
-    assert made.sequences()[-1].row_versions.tolist() == [0, 0, 0, 1, 1, 1, -1]
+    assert row_versions(made.sequences()[-1]).tolist() == [0, 0, 0, 1, 1, 1, -1]
 
 
 def test_tool_tokens_take_the_rows_of_the_next_turn():
@@ -168,14 +168,14 @@ def test_what_an_engine_cannot_give_is_counted():
     assert experts is not None
     assert np.all(experts[:2] == NOT_ROUTED)
     assert (made.num_rows, made.num_unavailable_rows) == (4, 2)
-    assert made.sequences()[-1].row_versions.tolist() == [-1, -1, 0, 0, -1]
+    assert row_versions(made.sequences()[-1]).tolist() == [-1, -1, 0, 0, -1]
 
 
 def test_rows_of_a_segment_without_tokens_are_of_its_version():
     made = opened(3)
     made.extend(owned_segment(1, 0, routed(0, 2)))
     made.extend(segment(2, version=2, rows=(2, 4)))
-    assert made.sequences()[-1].row_versions.tolist() == [1, 1, 2, 2, -1]
+    assert row_versions(made.sequences()[-1]).tolist() == [1, 1, 2, 2, -1]
 
 
 # ---- the other modes of resume_routing
@@ -197,13 +197,13 @@ def resumed(mode, *, first=0, overlap=1):
 def test_forced_rows_are_kept_like_appended_ones():
     (appended,), (forced,) = (resumed(mode).sequences() for mode in ("append", "force"))
     assert np.array_equal(appended.routed_experts, forced.routed_experts)
-    assert appended.row_versions.tolist() == forced.row_versions.tolist() == [0, 0, 0, *[1] * 6, -1]
+    assert row_versions(appended).tolist() == row_versions(forced).tolist() == [0, 0, 0, *[1] * 6, -1]
 
 
 def test_replaced_rows_are_those_of_the_last_forward():
     made = resumed("replace")
     assert np.array_equal(made.sequences()[-1].routed_experts[:9], routed(0, 9, version=1).experts)
-    assert made.sequences()[-1].row_versions.tolist() == [*[1] * 9, -1]
+    assert row_versions(made.sequences()[-1]).tolist() == [*[1] * 9, -1]
     assert len(made.sequences()) == 1
     assert loss_mask(made).tolist() == loss_mask(resumed("append")).tolist()
 
@@ -211,21 +211,21 @@ def test_replaced_rows_are_those_of_the_last_forward():
 def test_replacing_begins_at_the_first_row_given():
     made = resumed("replace", first=2)
     assert np.array_equal(made.sequences()[-1].routed_experts[:2], routed(0, 2, version=0).experts)
-    assert made.sequences()[-1].row_versions.tolist() == [0, 0, *[1] * 7, -1]
+    assert row_versions(made.sequences()[-1]).tolist() == [0, 0, *[1] * 7, -1]
 
 
 def test_split_begins_a_sequence_where_the_overlap_differs():
     made = resumed("split")
     before, after = made.sequences()
     assert (len(before), len(after)) == (4, len(made))
-    assert before.loss_mask.tolist() == [False, False, True, True]
-    assert after.loss_mask.tolist() == [*[False] * 4, *[True] * 3, False, False, True]
+    assert loss_mask(before).tolist() == [False, False, True, True]
+    assert loss_mask(after).tolist() == [*[False] * 4, *[True] * 3, False, False, True]
     assert np.array_equal(before.routed_experts[:3], routed(0, 3, version=0).experts)
     assert np.array_equal(after.routed_experts[:9], routed(0, 9, version=1).experts)
-    assert before.row_versions.tolist() == [0, 0, 0, -1]
-    assert after.row_versions.tolist() == [*[1] * 9, -1]
-    assert after.behaviour_logprobs[:4].tolist() == [0] * 4
-    assert after.param_versions.tolist() == [*[-1] * 4, *[1] * 3, -1, -1, 1]
+    assert row_versions(before).tolist() == [0, 0, 0, -1]
+    assert row_versions(after).tolist() == [*[1] * 9, -1]
+    assert behaviour_logprobs(after)[:4].tolist() == [0] * 4
+    assert param_versions(after).tolist() == [*[-1] * 4, *[1] * 3, -1, -1, 1]
     assert np.array_equal(made.sequences()[-1].routed_experts, after.routed_experts)
 
 
@@ -237,14 +237,14 @@ def test_split_goes_on_where_the_overlap_is_equal(first):
     reordered = RoutedExperts(first_position=first, experts=again.experts[..., ::-1].copy())
     made.extend(owned_segment(5, 3, reordered))
     (only,) = made.sequences()
-    assert only.row_versions.tolist() == [0, 0, 0, 5, 5, 5, -1]
-    assert only.loss_mask.tolist() == loss_mask(made).tolist()
+    assert row_versions(only).tolist() == [0, 0, 0, 5, 5, 5, -1]
+    assert loss_mask(only).tolist() == loss_mask(made).tolist()
 
 
 def test_split_keeps_what_is_before_the_rows_given():
     before, after = resumed("split", first=2).sequences()
     assert np.array_equal(after.routed_experts[:2], before.routed_experts[:2])
-    assert after.row_versions.tolist() == [0, 0, *[1] * 7, -1]
+    assert row_versions(after).tolist() == [0, 0, *[1] * 7, -1]
 
 
 def test_split_routes_live_what_the_engine_cannot_give_of_other_rows():
@@ -252,7 +252,7 @@ def test_split_routes_live_what_the_engine_cannot_give_of_other_rows():
     made.extend(segment(1, version=0, rows=(0, 3)))
     made.extend(owned_segment(1, 1, routed(2, 4, version=1, unavailable=1)))
     after = made.sequences()[1]
-    assert after.row_versions.tolist() == [0, -1, 1, 1, -1]
+    assert row_versions(after).tolist() == [0, -1, 1, 1, -1]
     assert np.all(after.routed_experts[1] == NOT_ROUTED)
     assert made.num_unavailable_rows == 1
 
@@ -262,7 +262,7 @@ def test_nothing_was_sampled_over_the_rows_of_a_segment_without_tokens(mode):
     made = opened(3, mode=mode)
     made.extend(segment(1, version=0, rows=(0, 3)))
     made.extend(owned_segment(1, 0, routed(0, 3, version=1)))
-    assert made.sequences()[-1].row_versions.tolist() == [0, 0, 0, -1]
+    assert row_versions(made.sequences()[-1]).tolist() == [0, 0, 0, -1]
     assert len(made.sequences()) == 1
 
 
@@ -273,8 +273,8 @@ def test_without_routing_every_mode_gives_one_sequence(mode):
     made.extend(segment(2, version=1))
     (only,) = made.sequences()
     assert only.routed_experts is None
-    assert only.param_versions.tolist() == param_versions(made).tolist()
-    assert only.row_versions.tolist() == [-1] * 6
+    assert param_versions(only).tolist() == param_versions(made).tolist()
+    assert row_versions(only).tolist() == [-1] * 6
 
 
 def test_rows_to_force_end_before_the_first_that_is_unavailable():
@@ -300,7 +300,7 @@ def test_what_no_mode_allows_is_refused():
 def test_without_routing_there_are_no_rows():
     made = trajectory(segment(3))
     assert made.sequences()[-1].routed_experts is None
-    assert made.sequences()[-1].row_versions.tolist() == [-1] * 5
+    assert row_versions(made.sequences()[-1]).tolist() == [-1] * 5
 
 
 def test_the_order_of_calls_is_enforced():

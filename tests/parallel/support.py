@@ -20,7 +20,7 @@ from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.routing_rows import RowRun
 from message_queue.sampling_support import SamplingSupport
-from message_queue.training_sequence import TrainingSequence, sampled_runs
+from message_queue.training_sequence import SampledRun, TrainingSequence
 from tests.helpers import numerics
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
@@ -137,7 +137,7 @@ def _sequence(padded, number, *, now):
     support = padded["support"][number] if "support" in keys else None
     return TrainingSequence(
         token_ids=padded["token_ids"][number, :length].numpy().astype(np.int32),
-        runs=sampled_runs(positions, (now - lag[mask]).astype(np.int32)),
+        runs=_sampled_runs(positions, (now - lag[mask]).astype(np.int32)),
         logprobs=np.zeros(len(positions), np.float32) if logprobs is None else logprobs,
         rows=rows,
         row_runs=row_runs,
@@ -502,3 +502,13 @@ def assert_equal_weights(ours, theirs, expected, *, optimizer, updates):
         moved = 2 * expected.gradient_bound * gradient * steepness
         bound = updates * (moved + numerics.FACTOR * numerics.EPSILON * weight.abs().max().item())
         numerics.assert_within((ours[name] - weight).abs().max().item(), bound, name)
+
+
+def _sampled_runs(positions, versions):
+    """Positions 3, 4, 6 of versions 4, 4, 5 are the runs (3, 2, 4) and (6, 1, 5)."""
+    if not len(positions):
+        return ()
+    starts = np.flatnonzero((np.diff(positions, prepend=-2) != 1) | (np.diff(versions, prepend=-2) != 0))
+    counts = np.diff(starts, append=len(positions))
+    found = zip(positions[starts].tolist(), counts.tolist(), versions[starts].tolist(), strict=True)
+    return tuple(SampledRun(*run) for run in found)

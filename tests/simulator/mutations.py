@@ -12,10 +12,10 @@ from async_rl.metrics.recorder import Recorder
 from async_rl.rollout.validator import Validator
 from async_rl.simulator import engine
 from message_queue.events import Loaded
+from message_queue.policies import DropPolicy
 from message_queue.queue import TrajectoryQueue
 from message_queue.routing_rows import HeldRows
 from message_queue.sampling_support import SamplingSupport
-from message_queue.staleness import StalenessBudget
 from message_queue.state import QueueState
 from message_queue.trajectory import Trajectory
 from tests.simulator.restart_mutations import RESTART_MUTATIONS
@@ -42,7 +42,7 @@ def a_bound_that_is_one_too_large(patch):
     def is_expired(self, admitted_update, *, next_update):
         return self.staleness(admitted_update, next_update=next_update) > self.max_staleness + 1
 
-    patch.setattr(StalenessBudget, "is_expired", is_expired)
+    patch.setattr(DropPolicy, "is_expired", is_expired)
 
 
 def a_lag_that_is_told_too_small(patch):

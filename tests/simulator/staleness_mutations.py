@@ -8,10 +8,8 @@ from async_rl.controller.controller import Pipeline
 from async_rl.rollout import worker
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import QueueSnapshot
-from message_queue.events import Admitted
 from message_queue.heads import TrajectoryHead
-from message_queue.policies import RecyclePolicy
-from message_queue.staleness import StalenessBudget
+from message_queue.policies import DropPolicy, RecyclePolicy
 from message_queue.state import QueueState
 from tests.simulator.restart_mutations import _patch_restarted
 
@@ -32,7 +30,7 @@ def a_recycled_prompt_that_new_ones_overtake(patch):
 
     def next_admission(self, prompt):
         if self.next_group % 2:
-            return Admitted(group=self.next_group, prompt=prompt, version=self.served, update=self.served_update)
+            return replace(whole(self, prompt), prompt=prompt)
         return whole(self, prompt)
 
     patch.setattr(QueueState, "next_admission", next_admission)
@@ -91,7 +89,7 @@ def a_rollout_that_failed_and_is_not_made_up_for(patch):
 
 
 def a_batch_that_is_as_old_as_its_first_mini_batch(patch):
-    patch.setattr(StalenessBudget, "staleness", lambda self, admitted, *, next_update: next_update - admitted)
+    patch.setattr(DropPolicy, "staleness", lambda self, admitted, *, next_update: next_update - admitted)
 
 
 def a_batch_that_is_split_otherwise_when_it_is_trained_again(patch):

@@ -16,7 +16,7 @@ from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.disk_errors import JournalFull
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
-from message_queue.journal import JournalBase, StoredEvents
+from message_queue.journal import JournalBase
 from message_queue.policies import build_policy
 from message_queue.recovery import JournalPlace, recover
 from message_queue.staleness import StalenessConfig
@@ -55,7 +55,7 @@ async def test_a_rollout_that_cannot_be_written_down_is_no_failed_rollout():
 def recovered(*groups, batch_groups, published, policy="wait", next_update=0):
     state = StoredState(next_group=len(groups), train_step=1, versions={0: 0, **published}, groups=groups)
     policy = build_policy(StalenessConfig(max_staleness=3, policy=policy), batch_groups=batch_groups)
-    stored = StoredEvents(JournalBase(run="run", settings={}, next_seq=0, state=state), events=())
+    stored = (JournalBase(run="run", settings={}, next_seq=0, state=state), ())
     snapshot = QueueSnapshot(next_group=len(groups), next_update=next_update)
     place = JournalPlace(directory=Path("journal"), run="run", checkpoint=snapshot, train_step=min(next_update, 1))
     return recover(stored, place, policy=policy)[1]

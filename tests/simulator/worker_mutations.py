@@ -7,7 +7,7 @@ from async_rl.cluster.clients import ReplicaHandle
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.rollout import dispatcher
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
-from message_queue.content_reader import _Stored
+from message_queue import content_reader
 
 
 def groups_of_a_dead_worker_that_are_not_handed_out_again(patch):
@@ -58,7 +58,7 @@ def tools_that_are_paused_in_the_first_worker_only(patch):
 
 
 def records_of_several_workers_in_the_order_of_each(patch):
-    patch.setattr(_Stored, "order", property(lambda self: self.number))
+    patch.setattr(content_reader, "_order", lambda one: one[0])
 
 
 def handouts_that_are_numbered_from_0_at_a_restart(patch):

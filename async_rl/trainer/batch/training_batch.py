@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from async_rl.trainer.batch.advantage import Advantages
 from message_queue.heads import GroupHead, SequenceHead
 from message_queue.tokens import Float32Array, Int32Array
-from message_queue.training_sequence import BoolArray, TrainingSequence, sampled_runs
+from message_queue.training_sequence import BoolArray, SampledRun, TrainingSequence
 
 Int64Array = NDArray[np.int64]
 
@@ -236,7 +236,7 @@ def supervised_batch(examples: Sequence[tuple[Int32Array, BoolArray]]) -> Traini
     sequences = [
         TrainingSequence(
             token_ids=ids,
-            runs=sampled_runs(np.flatnonzero(mask), np.zeros(mask.sum(), np.int32)),
+            runs=_runs(mask),
             logprobs=np.zeros(mask.sum(), np.float32),
             rows=None,
             row_runs=(),
@@ -257,6 +257,12 @@ def supervised_batch(examples: Sequence[tuple[Int32Array, BoolArray]]) -> Traini
         version_updates={0: 0},
         admitted_updates=[0],
     )
+
+
+def _runs(mask: BoolArray) -> tuple[SampledRun, ...]:
+    """Runs of tokens in the loss, as of version 0."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    return tuple(SampledRun(start, end - start, 0) for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _young_tokens(sequence: SequenceHead, version_updates: Mapping[int, int], *, min_update: int, now: int) -> int:

@@ -15,6 +15,7 @@ from message_queue.routing_rows import RowRun
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 from message_queue.training_sequence import SampledRun, TrainingSequence, content_of
 from message_queue.trajectory import PromptGroup, Trajectory
+from tests.helpers.dense import loss_mask
 from tests.helpers.groups import SPEC
 
 
@@ -236,7 +237,7 @@ def test_every_sampled_token_is_in_one_loss_whatever_the_mode():
     for mode in ("force", "replace", "split"):
         batch = made_of(updated_trajectory(mode))
         found = [batch.loss_tokens(number) for number in range(len(batch))]
-        assert np.concatenate([f.positions for f in found]).tolist() == np.flatnonzero(whole.loss_mask).tolist()
+        assert np.concatenate([f.positions for f in found]).tolist() == np.flatnonzero(loss_mask(whole)).tolist()
         assert np.concatenate([f.logprobs for f in found]).tolist() == whole.logprobs.tolist()
         assert np.concatenate([f.lag for f in found]).tolist() == [2, 2, 0, 0, 0, 0]
 
