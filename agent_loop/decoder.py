@@ -57,7 +57,7 @@ def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int,
         if not np.array_equal(trajectory.turns[0].observation, token_ids):
             raise RolloutError(
                 f"a trajectory of prompt {index} holds {len(trajectory)} tokens that begin with another prompt; the "
-                "data, the chat template or the tokenizer has changed since it was begun"
+                "data, the chat template or the tokenizer has changed since it was started"
             )
         return
     if limits.turn_budget(len(token_ids)) < 1:
@@ -208,12 +208,12 @@ class SegmentDecoder:
 
     def _request(self, trajectory: Trajectory, left: int) -> GenerateRequest:
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        rows_held, forced = _rows_wanted(trajectory)
+        existing_rows, forced = _rows_wanted(trajectory)
         return GenerateRequest(
             request_id=f"{self._session}#{number}.",
             token_ids=trajectory.token_ids(),
             max_new_tokens=min(left, self._stride),
-            rows_held=rows_held,
+            existing_rows=existing_rows,
             forced_experts=forced,
             stop_token_ids=self._stop_token_ids,
             sampling=self._sampling,

@@ -63,7 +63,7 @@ class GenerateRequest:
     """int32 [n], everything so far: prompt, earlier turns and, on a resume, the tokens already sampled."""
     max_new_tokens: int
     """Remaining tokens of the budget."""
-    rows_held: int = 0
+    existing_rows: int = 0
     """Routing rows the caller already holds; the engine returns rows from this position on."""
     forced_experts: RoutedExperts | None = None
     """Rows from position 0 on. If the engine forwards one of these positions again, it uses the given experts. None

@@ -24,7 +24,7 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from async_rl.files.validation import explain
 from async_rl.inference.publisher import OnUpdate
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.replica import KVPolicy
 from async_rl.inference.select import EngineConfig, check_engine, own_variables
 from async_rl.inference.serving import known_device
 from async_rl.inference.sglang.config import MAX_KEPT, SglangConfig
@@ -83,7 +83,7 @@ class RolloutConfig:
 
     `resume`: abort, load, resume. `keep`: freeze, load, continue. `drain`: let them finish, then load.
     """
-    kv: KeptKV = "recompute"
+    kv: KVPolicy = "recompute"
     """With `on_update=keep`: whether the new weights recompute the K/V of generations in flight."""
     resume_routing: ResumeRouting = "append"
     """Routing rows of a prefix that was forwarded again.

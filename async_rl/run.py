@@ -1,4 +1,4 @@
-"""`python -m async_rl.run [overrides]`: Hydra -> RunConfig -> Program.
+"""`python -m async_rl.run [overrides]`: Hydra -> RunConfig -> Launcher.
 
 Exit codes: 0 done or stopped on request, 1 a stage failed, 2 the run cannot be started as asked.
 """
@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             config_name=arguments.config_name,
             config_dir=arguments.config_dir or CONFIGS,
         )
-        from async_rl.controller.launcher import Program
+        from async_rl.controller.launcher import Launcher
 
-        program = Program(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
+        program = Launcher(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_REFUSED

@@ -38,9 +38,9 @@ def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
 
 
 def _run_many(seeds: range, *, jobs: int) -> int:
-    begun = time.monotonic()
+    started = time.monotonic()
     outcomes = list(run_seeds(seeds, jobs=jobs))
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     failed = [outcome for outcome in outcomes if outcome.invariant]
     _print(*summary(outcomes))
     _print(f"{len(seeds)} seeds from {seeds.start} in {seconds:.1f} s, {len(seeds) / seconds:.1f} a second")

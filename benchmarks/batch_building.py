@@ -106,7 +106,7 @@ def plan_of(heads: Sequence[GroupHead], contents: Sequence[Any], *, ranks: int) 
         contents,
         advantage=AdvantageConfig(),
         version_updates=UPDATES,
-        kept_kv=False,
+        retained_kv=False,
     )
     return Planner(config=TrainerConfig(ranks=ranks, micro_batch_tokens=16_384), loss=LossConfig()).policy(
         prepared.batch

@@ -154,7 +154,7 @@ def time_trainer(
     probe = probe_batch(task, routing, config=config.mismatch)
     rank = start_rank(config, checkpoint=checkpoint, optimizer=config.optimizer)
     steps = {"train": lambda: rank.train(batch), "hold": rank.hold, "score": lambda: rank.score(probe)}
-    rank.hold()
+    rank.snapshot_weights()
     try:
         return time_in_turns(steps, rounds=rounds)
     finally:

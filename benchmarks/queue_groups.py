@@ -142,18 +142,18 @@ class Driver:
 
     async def run_to(self, groups: int) -> Point:
         """Go on to so many groups; the cost is of the last tenth of them, and of 20 000 at most."""
-        window, begun, begun_at = min(groups // 2, 20_000), 0.0, -1
+        window, started, started_at = min(groups // 2, 20_000), 0.0, -1
         while self.groups < groups:
-            if begun_at < 0 and self.groups >= groups - window:
-                begun, begun_at = time.process_time(), self.groups
+            if started_at < 0 and self.groups >= groups - window:
+                started, started_at = time.process_time(), self.groups
             await self.batch()
-        seconds = time.process_time() - begun
+        seconds = time.process_time() - started
         snapshot = await self._queue.snapshot()
         if snapshot.ledger.error:
             raise RuntimeError(f"ledger/error is {snapshot.ledger.error}: {snapshot.ledger}")
         return Point(
             groups=self.groups,
-            us=1e6 * seconds / (self.groups - begun_at),
+            us=1e6 * seconds / (self.groups - started_at),
             process_bytes=process_bytes(),
             snapshot_bytes=len(msgspec.json.encode(snapshot)),
             state_bytes=self._journal.base_bytes,

@@ -105,10 +105,10 @@ class Counters:
 
     def __init__(self) -> None:
         self._node = ray.nodes()[0]
-        self._begun = self._now()
+        self._started = self._now()
 
     def since(self) -> tuple[float, float]:
-        return tuple(now - then for now, then in zip(self._now(), self._begun, strict=True))  # pyright: ignore
+        return tuple(now - then for now, then in zip(self._now(), self._started, strict=True))  # pyright: ignore
 
     def _now(self) -> tuple[int, int]:
         from ray._private.internal_api import node_stats
@@ -179,7 +179,7 @@ async def make_ways(stack: AsyncExitStack, *, directory: Path, with_peer: bool, 
 
 async def burst(way: Way | QueueWay, *, hosts: Hosts, groups: int) -> float:
     """Seconds for so many groups; of a limit those in its process."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     if isinstance(way, QueueWay):
         await way.run(groups)
     elif way.receive is None:
@@ -188,7 +188,7 @@ async def burst(way: Way | QueueWay, *, hosts: Hosts, groups: int) -> float:
         await asyncio.gather(
             hosts.rollouter.send.remote(way.name, groups), hosts.trainer.receive.remote(way.name, groups)
         )
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 async def measure(shape: Shape, *, rounds: int, groups: int, directory: Path, with_peer: bool) -> dict[str, Seen]:

@@ -369,7 +369,7 @@ class Host:
 
     async def send(self, name: str, groups: int) -> float:
         """Send so many, AT_ONCE at most on their way; the seconds it took."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         end, places = self._ends[name], asyncio.Semaphore(AT_ONCE)
 
         async def one(number: int) -> None:
@@ -377,7 +377,7 @@ class Host:
                 await end.send(*self._groups[number % DISTINCT])
 
         await asyncio.gather(*(one(number) for number in range(groups)))
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         if isinstance(end, ObjectStoreEnd):
             end.rest()
         return seconds

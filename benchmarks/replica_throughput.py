@@ -100,9 +100,9 @@ class Speed:
 
 async def measure(way: Way, prompts: list[Any], *, name: str, processes: list[psutil.Process]) -> Speed:
     """Speed of one burst."""
-    begun, begun_cpu = time.perf_counter(), cpu_seconds(processes)
+    started, started_cpu = time.perf_counter(), cpu_seconds(processes)
     tokens = sum(await asyncio.gather(*(way(f"{name}-{i}", prompt) for i, prompt in enumerate(prompts))))
-    return Speed(tokens / (time.perf_counter() - begun), tokens / (cpu_seconds(processes) - begun_cpu))
+    return Speed(tokens / (time.perf_counter() - started), tokens / (cpu_seconds(processes) - started_cpu))
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

@@ -46,7 +46,7 @@ from async_rl.cluster.actors import start_ray
 from async_rl.cluster.clients import ReplicaHandle
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import RunConfig, load_config
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.vllm.config import VllmConfig, check_engine, engine_args
 from async_rl.inference.vllm.engine import engine_environment
 from async_rl.inference.vllm.process import start_engine
@@ -197,7 +197,7 @@ async def rollout_path(
     worker = await WorkerHandle.start(
         config, name="worker-0", checkpoint=checkpoint, replicas=[replica], options=options
     )
-    dispatcher = Dispatcher([worker], fleet=ReplicaFleet([replica]), note=say)
+    dispatcher = Dispatcher([worker], pool=ReplicaPool([replica]), note=say)
     place = ContentPlace(
         directory=folder,
         run="benchmark",
@@ -272,9 +272,9 @@ async def take_turns(ways: dict[str, Way], *, rounds: int, clock: CpuClock | Non
         shift = number % len(ways)
         for name in [*ways][shift:] + [*ways][:shift]:
             cpu = clock.seconds() if clock else {}
-            begun = time.perf_counter()
+            started = time.perf_counter()
             tokens = await ways[name](f"{name.replace(' ', '_')}.{number}")
-            rate = tokens / (time.perf_counter() - begun)
+            rate = tokens / (time.perf_counter() - started)
             say(f"round {number}: {name} {rate:.0f} tokens/s")
             if number < 0:
                 continue

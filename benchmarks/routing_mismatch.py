@@ -105,7 +105,7 @@ def evaluate(
         layers=model.replay.layers,
         rotary=model.rotary,
     )
-    objective: Objective = rank._passes.objective("logprobs")
+    objective: Objective = rank._forward_backward.objective("logprobs")
     logprobs = torch.zeros(update.num_loss_tokens)
     experts = [np.full((length, *info.routing.row_shape), -1, np.int16) for length in batch.lengths.tolist()]
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """What the data plane costs as trajectories in flight, their tokens and the rollout workers grow.
 
-    real    driver (`Lives`: pipeline, dispatcher, publisher, recorder, planner), queue with its journal, rollout
+    real    driver (`RecoveryLoop`: pipeline, dispatcher, publisher, recorder, planner), queue with its journal, rollout
             workers with agent loops, content files and object store, all messages between them through Ray
     fake    engines (tokens and rows from arrays that are made once, behind the real gate and the real process of a
             replica), the trainer rank (it fetches each batch and makes no gradient), the weights, console, TensorBoard
@@ -47,13 +47,13 @@ from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
 from async_rl.cluster.queue_client import QueueHandle, start_queue
 from async_rl.cluster.rollout_workers import WorkerHandle, addresses
 from async_rl.config import ClusterConfig, RunConfig, load_config
-from async_rl.controller.recovery import Lasting, Lives, supervised
+from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
-from async_rl.inference.pool import FleetReplica, ReplicaFleet
+from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher
-from async_rl.rollout.schedule_replay import Free
+from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.trainer.planning import Planner
 from benchmarks.scale_processes import (
     FIRST_WORD,
@@ -128,7 +128,7 @@ class Parts:
 
 
 class QueueOfSize:
-    """Starts the queue of a run; see `async_rl.controller.processes.Workers`."""
+    """Starts the queue of a run; see `async_rl.controller.processes.Processes`."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -234,22 +234,22 @@ class Steps:
     async def measure(self, *, steps: int) -> Seen:
         """Fill, measure the idle driver, then make the steps."""
         await self._all_in_flight()
-        cpu, begun = time.process_time(), time.monotonic()
+        cpu, started = time.process_time(), time.monotonic()
         await asyncio.sleep(IDLE_S)
-        idle_rate = (time.process_time() - cpu) / (time.monotonic() - begun)
+        idle_rate = (time.process_time() - cpu) / (time.monotonic() - started)
         await self._take_lags()  # those of filling
         seen = Seen()
         for step in range(1, steps + 1):
             profiled = self._profile and step == steps
             self._trainer.exported = asyncio.Event()
-            cpu, begun = time.process_time(), time.monotonic()
+            cpu, started = time.process_time(), time.monotonic()
             await asyncio.gather(*(host.release.remote(step * GROUPS_PER_BATCH) for host in self._hosts))
             await self._trainer.exported.wait()
             if profiled:
                 await self._begin_profiles()
             await self._all_in_flight()
             ended = time.monotonic()
-            seen.cpu_s.append(time.process_time() - cpu - idle_rate * (ended - begun))
+            seen.cpu_s.append(time.process_time() - cpu - idle_rate * (ended - started))
             seen.windows.append((self._trainer.exported_at, ended))
             if profiled:
                 seen.profiles = await self._end_profiles()
@@ -290,16 +290,16 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
     )
     for replica in parts.replicas:
         await replica.address.actor.begin.remote(tokens=size.tokens)
-    fleet = ReplicaFleet(parts.replicas)
+    pool = ReplicaPool(parts.replicas)
     recorder = Recorder(directory, console=Silent(), scalars=Silent())
-    rollouts = Dispatcher(parts.workers[: size.workers], fleet=fleet, note=say)
+    rollouts = Dispatcher(parts.workers[: size.workers], pool=pool, note=say)
 
-    async def no_replica(lost: FleetReplica, /, *, slot: int, name: str) -> FleetReplica:
+    async def no_replica(lost: PoolReplica, /, *, slot: int, name: str) -> PoolReplica:
         raise RuntimeError(f"{lost.name} is lost")
 
-    publisher, supervisor = supervised(config, fleet, rollouts=rollouts, start=no_replica, recorder=recorder)
-    lasting = Lasting(
-        workers=QueueOfSize(config),
+    publisher, supervisor = supervised(config, pool, rollouts=rollouts, start=no_replica, recorder=recorder)
+    run_parts = RunParts(
+        processes=QueueOfSize(config),
         publisher=publisher,
         replicas=supervisor,
         rollouts=rollouts,
@@ -307,17 +307,17 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
         recorder=recorder,
         trace=Trace(directory / "trace.json"),
         weights_directory=directory,
-        conductor=Free(),
+        schedule_replay=NoReplay(),
     )
-    lives = Lives(config, lasting, order=parts.task, held_out=(), resume=Resume(config))
-    run = asyncio.create_task(lives.run(parts.trainer))
+    recovery = RecoveryLoop(config, run_parts, order=parts.task, held_out=(), resume=Resume(config))
+    run = asyncio.create_task(recovery.run(parts.trainer))
     work = asyncio.create_task(Steps(parts, size, meter=meter, profile=profile).measure(steps=steps))
     try:
         await asyncio.wait((run, work), return_when=asyncio.FIRST_COMPLETED)
         if run.done():
             run.result()
         seen = await work
-        lives.request_stop()
+        recovery.request_stop()
         await run
         return seen
     finally:
@@ -341,7 +341,7 @@ async def measure(sizes: Sequence[Size], *, steps: int, replicas: int, directory
         )
         meter = LagMeter()
         for number, size in enumerate(sizes):
-            begun = time.monotonic()
+            started = time.monotonic()
             seen = await run_size(
                 parts, size, steps=steps, directory=folder / f"run-{number}", meter=meter, profile=profile
             )
@@ -350,7 +350,7 @@ async def measure(sizes: Sequence[Size], *, steps: int, replicas: int, directory
                 f"{size.in_flight} in flight, {size.workers} workers, {size.tokens} tokens: "
                 f"{1e3 * np.median(seen.cpu_s):.0f} ms of driver CPU per step, lag of driver "
                 f"{seen.lag_ms('driver'):.0f} ms, of workers {seen.lag_ms('worker'):.0f} ms, "
-                f"{time.monotonic() - begun:.0f} s"
+                f"{time.monotonic() - started:.0f} s"
             )
             for name, text in seen.profiles.items():
                 say(f"---- {name}\n{text}")

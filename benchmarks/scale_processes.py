@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agent_loop.engine import GenerateRequest
 from async_rl.cluster.actors import ReplicaHost, RolloutHost
 from async_rl.cluster.clients import TrainerHandle
-from async_rl.inference.replica import Flight, KeptKV, ReplicaStats, RequestGate
+from async_rl.inference.replica import Flight, KVPolicy, ReplicaStats, RequestGate
 from async_rl.inference.spans import cut_into_segments
 from async_rl.trainer.planning import BatchPlan
 from async_rl.weights.transport import WeightUpdate
@@ -147,7 +147,7 @@ class ScriptedReplica:
         token_ids, end = self._token_ids[start : start + count].copy(), start + count - 1
         if not flight.abort_requested:
             token_ids[-1] = self._stop_token
-        rows = RoutedExperts(first_position=request.rows_held, experts=self._rows[request.rows_held : end])
+        rows = RoutedExperts(first_position=request.existing_rows, experts=self._rows[request.existing_rows : end])
         return cut_into_segments(
             request,
             token_ids=token_ids,
@@ -172,7 +172,7 @@ class ScriptedReplica:
     async def freeze(self) -> int:
         return self._gate.freeze()
 
-    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
         self.weights = update.weights
         return self.weights
@@ -234,7 +234,7 @@ class FakeTrainer(TrainerHandle):
         self.exported.set()
         return WeightUpdate(path=directory / f"weights-{version}", weights=WeightVersion(version, DIGEST))
 
-    async def hold(self) -> None: ...
+    async def snapshot_weights(self) -> None: ...
 
     async def save(self, directory: Path) -> None:
         directory.mkdir()  # noqa: ASYNC240 - one call

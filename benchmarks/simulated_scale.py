@@ -128,7 +128,7 @@ def run(scenario: Scenario) -> Result:
     with tempfile.TemporaryDirectory(prefix="simulated-scale-") as folder:
         directory = Path(folder)
         world = World(scenario, directory=directory, standstill_turns=standstill_turns)
-        begun, cpu = time.monotonic(), time.process_time()
+        started, cpu = time.monotonic(), time.process_time()
         with cpu_by_process(samples):
             world.run_to_end()
         seconds = time.process_time() - cpu
@@ -145,7 +145,7 @@ def run(scenario: Scenario) -> Result:
         staleness=staleness,
         ledger={key: value for key, value in total.items() if isinstance(value, int)},  # its counts
         virtual_s=world.events[-1][0],
-        wall_s=time.monotonic() - begun,
+        wall_s=time.monotonic() - started,
         cpu_s={kind: seconds * count / samples.total() for kind, count in samples.items()},
         broken=broken(scenario, world, total=total, steps=len(metrics), staleness=staleness),
     )

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from agent_loop.tools import PauseGate
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.publisher import OnUpdate, Publisher
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.replica import KVPolicy
 from async_rl.inference.select import actor_environment, start_replica
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.task import Task, build_task
@@ -67,7 +67,7 @@ from message_queue.trajectory import PromptGroup, ResumeRouting
 
 WARM_STEPS = 120
 UPDATE_AT = 0.4  # of the time that a rollout without update takes
-MODES: tuple[tuple[OnUpdate, KeptKV], ...] = (
+MODES: tuple[tuple[OnUpdate, KVPolicy], ...] = (
     ("resume", "recompute"),
     ("keep", "recompute"),
     ("keep", "keep"),
@@ -80,7 +80,7 @@ class Cell:
     """One way to take the update. before, after: of the tokens that A and B sampled in resumed trajectories."""
 
     on_update: OnUpdate
-    kv: KeptKV
+    kv: KVPolicy
     resume_routing: ResumeRouting
     groups: list[PromptGroup]
 
@@ -104,7 +104,7 @@ class Rollouts:
         self._first_group = 0
 
     async def roll(
-        self, count: int, *, cell: tuple[OnUpdate, KeptKV, ResumeRouting], update_after_s: float | None
+        self, count: int, *, cell: tuple[OnUpdate, KVPolicy, ResumeRouting], update_after_s: float | None
     ) -> tuple[list[PromptGroup], float]:
         """Groups of one trajectory that start under A, and the seconds taken; B arrives after `update_after_s`."""
         on_update, kv, resume_routing = cell
@@ -122,14 +122,14 @@ class Rollouts:
             gate=gate,
         )
         rollouter = Rollouter(loop=loop, routing=self._routing, trajectories_per_group=1, resume_routing=resume_routing)
-        prompts, begun = self._task.validation_prompts(count), time.monotonic()
+        prompts, started = self._task.validation_prompts(count), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             groups = tasks.create_task(roll_groups(rollouter, prompts, first_group=self._first_group, at_once=count))
             if update_after_s is not None:
                 await asyncio.sleep(update_after_s)
                 await to_second.publish(self._updates[1])
         self._first_group += count
-        return groups.result(), time.monotonic() - begun
+        return groups.result(), time.monotonic() - started
 
 
 async def roll_all(rollouts: Rollouts, *, trajectories: int) -> list[Cell]:

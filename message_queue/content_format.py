@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from message_queue.progress import CallBegun, RolloutStep, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.sampling_support import SamplingSupport
 from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
@@ -107,7 +107,7 @@ def encode(what: RolloutStep) -> tuple[str, bytes, list[memoryview]]:
     match what:
         case Sampled():
             return "segment", *_encode_segment(what.segment)
-        case CallBegun():
+        case CallStarted():
             return "call", msgspec.msgpack.encode(what), []
         case TrajectoryClosed():
             return "closed", msgspec.msgpack.encode(what), []
@@ -127,7 +127,7 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
         case "segment":
             return Sampled(_decode_segment(msgspec.msgpack.decode(row.fields, type=_Segment), arrays))
         case "call":
-            return msgspec.msgpack.decode(row.fields, type=CallBegun)
+            return msgspec.msgpack.decode(row.fields, type=CallStarted)
         case "closed":
             return msgspec.msgpack.decode(row.fields, type=TrajectoryClosed)
         case _:

@@ -25,7 +25,7 @@ import numpy as np
 from message_queue.content_format import IndexRow, data_path, decode, index_run, row_checksum
 from message_queue.contract import Admission
 from message_queue.disk_errors import JournalBroken, JournalRunError, disk_error, disk_errors
-from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.sqlite_file import connect
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
@@ -201,7 +201,7 @@ def _rebuild(trajectory: Trajectory, records: list[_Numbered]) -> int:
         match record.what:
             case Sampled():
                 trajectory.extend(record.what.segment)
-            case CallBegun():
+            case CallStarted():
                 trajectory.unsure_call = record.what.call
             case TrajectoryClosed() as end:
                 trajectory.close(stop_reason=end.stop_reason, reward=end.reward, info=dict(end.info))

@@ -66,13 +66,13 @@ class DropPolicy:
         return self.staleness(admitted_update, next_update=next_update) > self.max_staleness
 
     def admits(self, outstanding: GroupCounts, *, admitted_update: int, next_update: int) -> bool:
-        """Whether a group may start on weights of `admitted_update`: bounded in number, and not hopeless.
+        """Whether a group may start on weights of `admitted_update`: bounded in number, and not expired.
 
         Args:
             outstanding: groups that are admitted and not taken.
         """
-        hopeless = self.is_expired(admitted_update, next_update=next_update)
-        return not hopeless and sum(outstanding.values()) < self.max_outstanding
+        expired = self.is_expired(admitted_update, next_update=next_update)
+        return not expired and sum(outstanding.values()) < self.max_outstanding
 
     def batch_ready(self, ready: GroupCounts, outstanding: GroupCounts, *, next_update: int) -> bool:
         """Whether the trainer may take a batch of ready groups: as soon as there are enough.

@@ -18,7 +18,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
+class CallStarted:
     """An outside call that must happen once is about to be made."""
 
     call: str
@@ -37,7 +37,7 @@ class TrajectoryClosed:
     """Numbers that the agent loop or the task noted."""
 
 
-RolloutStep: TypeAlias = Int32Array | Sampled | CallBegun | TrajectoryClosed
+RolloutStep: TypeAlias = Int32Array | Sampled | CallStarted | TrajectoryClosed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,7 +31,7 @@ from message_queue.queue import TrajectoryQueue
 from message_queue.state import GroupState, QueueState, StoredState
 
 STOPPED = "stopped before it was trained: its prompt is admitted again"
-HOPELESS = "recycled: more groups were in flight than can be trained within the bound after the restart"
+EXPIRED = "recycled: more groups were in flight than can be trained within the bound after the restart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +290,7 @@ def _given_up(state: QueueState, replayed: set[int], *, policy: DropPolicy, next
         if isinstance(policy, WaitPolicy):  # it would wait for a group without a place forever
             at = next_update + places // policy.batch_groups * policy.updates_per_batch
             if policy.is_expired(group.admitted_update, next_update=at):
-                yield Dropped(group=group.group, reason=HOPELESS, requeue=True)
+                yield Dropped(group=group.group, reason=EXPIRED, requeue=True)
             else:
                 places += 1
             continue

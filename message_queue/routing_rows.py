@@ -37,7 +37,7 @@ class _Block:
     """uint8 or uint16 [count, moe_layers, top_k]; None if no engine can give the rows."""
 
 
-class HeldRows:
+class TrajectoryRows:
     """Rows 0..len-1, views of the arrays that the engines returned: nothing is copied or widened until it is read.
 
     Args:
@@ -67,9 +67,9 @@ class HeldRows:
         """Append `count` rows that are -1; none if `count` is negative."""
         self._append(_Block(max(0, count), NOT_SAMPLED, None))
 
-    def first(self, count: int) -> HeldRows:
+    def first(self, count: int) -> TrajectoryRows:
         """The first `count` rows, or all if fewer are held."""
-        kept = HeldRows(self._routing)
+        kept = TrajectoryRows(self._routing)
         for block in self._blocks:
             size = min(block.count, count - len(kept))
             experts = None if block.experts is None else block.experts[:size]

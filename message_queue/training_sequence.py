@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from message_queue.routing_rows import NOT_ROUTED, NOT_SAMPLED, HeldRows, Int16Array, RowRun
+from message_queue.routing_rows import NOT_ROUTED, NOT_SAMPLED, Int16Array, RowRun, TrajectoryRows
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ExpertArray, Float32Array, Int32Array, StopReason, TokenOutput
 
@@ -91,7 +91,7 @@ def content_of(group: PromptGroup) -> GroupContent:
 
 
 def training_sequence(
-    segments: Sequence[tuple[int, TokenOutput]], *, token_ids: Int32Array, rows: HeldRows | None
+    segments: Sequence[tuple[int, TokenOutput]], *, token_ids: Int32Array, rows: TrajectoryRows | None
 ) -> TrainingSequence:
     """The sequence that has the tokens of `segments` in its loss.
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from message_queue.routing_rows import HeldRows
+from message_queue.routing_rows import TrajectoryRows
 from message_queue.tokens import (
     ContractError,
     Int32Array,
@@ -58,7 +58,7 @@ class SequenceBranch(NamedTuple):
 
     first_segment: int
     """Number of the first segment in the trajectory."""
-    rows: HeldRows | None
+    rows: TrajectoryRows | None
     """None without routing."""
 
 
@@ -86,7 +86,7 @@ class Trajectory:
         self.info: dict[str, float] = {}
         self.unsure_call: str | None = None  # started before a restart; it may have happened or not
         self._length = self._num_segments = 0
-        self._branches = [SequenceBranch(0, None if routing is None else HeldRows(routing))]
+        self._branches = [SequenceBranch(0, None if routing is None else TrajectoryRows(routing))]
 
     def __len__(self) -> int:
         """T: prompt, observation and sampled tokens."""
@@ -188,7 +188,7 @@ class Trajectory:
             for length, segments, rows in self.sequence_parts()
         ]
 
-    def sequence_parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], HeldRows | None]]:
+    def sequence_parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], TrajectoryRows | None]]:
         """(tokens, placed segments with tokens, rows) of each of `sequences`."""
         placed = self._placed()
         ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
@@ -200,7 +200,7 @@ class Trajectory:
     # ---- inside
 
     @property
-    def _rows(self) -> HeldRows | None:
+    def _rows(self) -> TrajectoryRows | None:
         """Rows of the training sequence that is still growing; None without routing."""
         return self._branches[-1].rows
 
@@ -219,7 +219,7 @@ class Trajectory:
                 at += len(segment)
         return placed
 
-    def _held_before(self, rows: RoutedExperts, held: HeldRows) -> HeldRows:
+    def _held_before(self, rows: RoutedExperts, held: TrajectoryRows) -> TrajectoryRows:
         """The held rows that stay; the merge adds the part of `rows` after them."""
         match self.resume_routing:
             case "append" | "force":

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from agent_loop.loop import Prompt
     from async_rl.cluster.clients import ReplicaAddress
-    from async_rl.cluster.rollout_workers import WorkerFleet
+    from async_rl.cluster.rollout_workers import WorkerReplicaPool
     from async_rl.config import ClusterConfig, RunConfig
     from async_rl.rollout.group_contents import ContentPlace
     from async_rl.rollout.validator import ValidationRound
@@ -304,16 +304,16 @@ class RolloutHost:
 
         self.serve(*build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas))
 
-    def serve(self, worker: RolloutWorker, fleet: WorkerFleet) -> None:
+    def serve(self, worker: RolloutWorker, pool: WorkerReplicaPool) -> None:
         """Take calls for a worker, and for the replicas as it sees them."""
-        self._worker, self._fleet = worker, fleet
+        self._worker, self._pool = worker, pool
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def follow(self, replicas: Mapping[str, ReplicaAddress]) -> None:
         """Use exactly these replicas from now on."""
-        self._fleet.follow(replicas, client=self._worker.name)
+        self._pool.follow(replicas, client=self._worker.name)
 
     async def open(self, place: ContentPlace, *, writer: str) -> None:
         await self._worker.open(place, writer=writer)
@@ -409,9 +409,9 @@ class TrainerActor:
         with log_failure():
             return self._rank.train_supervised(self._with_contents(plan, contents))
 
-    def hold(self) -> None:
+    def snapshot_weights(self) -> None:
         with log_failure():
-            self._rank.hold()
+            self._rank.snapshot_weights()
 
     def score(self, batch: TrainingBatch) -> list[Tensor]:
         with log_failure():

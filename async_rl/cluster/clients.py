@@ -17,7 +17,7 @@ from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.cluster.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.files.logs import log_end
-from async_rl.inference.replica import KeptKV, Replica, ReplicaStats
+from async_rl.inference.replica import KVPolicy, Replica, ReplicaStats
 from async_rl.inference.select import EngineConfig, actor_environment
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.losses import LossConfig
@@ -149,7 +149,7 @@ class ReplicaHandle:
     async def freeze(self) -> int:
         return await self._control(self.address.control_timeout_s, Replica.freeze)
 
-    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         return await self._control(self.address.control_timeout_s, Replica.load, update, kv=kv)
 
     async def checksum(self) -> str:
@@ -313,12 +313,12 @@ class TrainerHandle:
             "export", lambda actor: actor.export.remote(directory, version=version, keep_version=keep_version)
         )
 
-    async def hold(self) -> None:
-        """Keep a copy of the current weights, which `score` uses until the next `hold`."""
-        await self._first("hold", lambda actor: actor.hold.remote())
+    async def snapshot_weights(self) -> None:
+        """Keep a copy of the current weights, which `score` uses until the next call."""
+        await self._first("snapshot_weights", lambda actor: actor.snapshot_weights.remote())
 
     async def score(self, batch: TrainingBatch) -> list[Tensor]:
-        """Logprobs of the tokens in the loss under the weights of `hold`; see TrainerRank.logprobs."""
+        """Logprobs of the tokens in the loss under the weights of `snapshot_weights`; see TrainerRank.logprobs."""
         return await self._first("score", lambda actor: actor.score.remote(batch))
 
     async def remove_updates(self, directory: Path) -> None:

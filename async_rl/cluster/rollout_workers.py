@@ -19,13 +19,13 @@ from async_rl.cluster.actors import EVENTS_S, RolloutActor
 from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
 from async_rl.config import RunConfig
 from async_rl.files.logs import log_end
-from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
-from async_rl.rollout.schedule_replay import Conducts, Free
+from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.task import build_task
 from async_rl.rollout.validator import ValidationRound, Validator
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, WorkerEvent
@@ -38,19 +38,19 @@ GONE_S = 0.05  # time between two looks whether a killed process is dead
 
 
 def build_worker(
-    config: RunConfig, *, name: str, checkpoint: Path, fleet: ReplicaFleet, conductor: Conducts | None = None
+    config: RunConfig, *, name: str, checkpoint: Path, pool: ReplicaPool, schedule_replay: NoReplay | None = None
 ) -> RolloutWorker:
     """A worker in this process.
 
     Args:
         checkpoint: its tokenizer is used.
-        fleet: the replicas, as the worker sees them.
-        conductor: keeps the rollouts to a schedule; None lets them run.
+        pool: the replicas, as the worker sees them.
+        schedule_replay: keeps the rollouts to a schedule; None lets them run.
     """
-    conductor, gate, rollout = conductor or Free(), PauseGate(), config.rollout
-    loop = conductor.loop(
+    schedule_replay, gate, rollout = schedule_replay or NoReplay(), PauseGate(), config.rollout
+    loop = schedule_replay.loop(
         build_task(config.task, seed=config.seed).build_loop(
-            engine=conductor.engine(ReplicaRouter(fleet)),
+            engine=schedule_replay.engine(ReplicaRouter(pool)),
             tokenizer=AutoTokenizer.from_pretrained(checkpoint),
             sampling=rollout.sampling,
             limits=rollout.limits,
@@ -76,18 +76,18 @@ def build_worker(
         rollouter=rollouter,
         validator=validator,
         gate=gate,
-        fleet=fleet,
+        pool=pool,
         replies_s=config.cluster.stop_timeout_s / 2,  # the driver waits for a flush as long as for a stop
     )
     return worker
 
 
-def addresses(replicas: Sequence[FleetReplica]) -> dict[str, ReplicaAddress]:
+def addresses(replicas: Sequence[PoolReplica]) -> dict[str, ReplicaAddress]:
     """Addresses of replicas that are actors, by name."""
     return {replica.name: cast(ReplicaHandle, replica).address for replica in replicas}
 
 
-class WorkerFleet(ReplicaFleet):
+class WorkerReplicaPool(ReplicaPool):
     """The replicas as a worker sees them. The driver names them, and hears of those that the worker finds lost."""
 
     def __init__(self, replicas: Sequence[ReplicaHandle]) -> None:
@@ -96,7 +96,7 @@ class WorkerFleet(ReplicaFleet):
         self.report: Callable[[WorkerEvent], None] = lambda _event: None
 
     def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
-        """See ReplicaFleet."""
+        """See ReplicaPool."""
         if member.name not in self.lost:
             self.report(LostReplica(name=member.name, reason=reason, notes=tuple(notes)))
         super().lose(member, reason=reason, notes=notes)
@@ -114,12 +114,12 @@ class WorkerFleet(ReplicaFleet):
 
 def build_remote_worker(
     config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
-) -> tuple[RolloutWorker, WorkerFleet]:
+) -> tuple[RolloutWorker, WorkerReplicaPool]:
     """A worker in the process of an actor, and the replicas as it sees them."""
-    fleet = WorkerFleet([ReplicaHandle(address, client=name) for address in replicas.values()])
-    worker = build_worker(config, name=name, checkpoint=checkpoint, fleet=fleet)
-    fleet.report = worker.report
-    return worker, fleet
+    pool = WorkerReplicaPool([ReplicaHandle(address, client=name) for address in replicas.values()])
+    worker = build_worker(config, name=name, checkpoint=checkpoint, pool=pool)
+    pool.report = worker.report
+    return worker, pool
 
 
 class WorkerHandle:
@@ -157,7 +157,7 @@ class WorkerHandle:
         *,
         name: str,
         checkpoint: Path,
-        replicas: Sequence[FleetReplica],
+        replicas: Sequence[PoolReplica],
         options: dict[str, Any],
         log: Path | None = None,
     ) -> WorkerHandle:
@@ -192,7 +192,7 @@ class WorkerHandle:
         """Process id of the actor."""
         return await self._answer("pid", self._actor.pid.remote(), timeout_s=self._timeout_s)
 
-    async def follow(self, replicas: Sequence[FleetReplica]) -> None:
+    async def follow(self, replicas: Sequence[PoolReplica]) -> None:
         """Use exactly these replicas from now on."""
         await self._answer("follow", self._actor.follow.remote(addresses(replicas)), timeout_s=self._timeout_s)
 

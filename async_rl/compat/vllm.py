@@ -137,7 +137,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), offsets)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Hide the generators of partial prefills from vLLM, which rewinds them by an offset.
+        """Hide the generators of partial prefills from vLLM, which truncates them by an offset.
 
         CPU generators have no offset; `sample_tokens` restores their state instead.
         """

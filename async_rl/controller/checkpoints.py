@@ -22,7 +22,7 @@ from message_queue.contract import QueueSnapshot
 FORMAT = 1
 
 
-class SavesTrainer(Protocol):
+class TrainerSaver(Protocol):
     async def save(self, directory: Path) -> None: ...
 
 
@@ -70,7 +70,7 @@ class Checkpoints:
         """Train steps between checkpoints; 0 for only at the end or on a stop."""
         return self._config.every
 
-    async def save(self, state: RunState, *, trainer: SavesTrainer, records: Records) -> Path:
+    async def save(self, state: RunState, *, trainer: TrainerSaver, records: Records) -> Path:
         """Write a checkpoint; one that is cut short leaves those before it usable.
 
         Before it is there, `records` are on the disk; when this returns, it survives a loss of power.

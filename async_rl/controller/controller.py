@@ -12,7 +12,7 @@
     train     batches of groups     gradients, versions   a batch the bound allows      rollout
     publish   versions              loaded replicas       every replica to load         train
     validate  requests              held-out success      engines                       train
-    expire    hopeless groups       cancelled rollouts    the bound (drop, recycle)     train
+    expire    expired groups       cancelled rollouts    the bound (drop, recycle)     train
     watch     signs of life         lost replicas         time                          (nothing)
     workers   their reports         new workers           rollout workers               (nothing)
 
@@ -38,8 +38,8 @@ from agent_loop.loop import Prompt
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.interfaces import (
     WATCH_EVERY_S,
+    ControllerConfig,
     GroupQueue,
-    PipelineConfig,
     Replicas,
     StageError,
     Trainer,
@@ -57,7 +57,7 @@ from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import GroupContents, fetched
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.schedule_replay import Conducts, Free
+from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.token_count import require_closed
 from async_rl.rollout.validator import ValidationSchedule, is_due
 from async_rl.weights.transport import WeightUpdate
@@ -65,23 +65,23 @@ from message_queue.contract import Admission, Batch
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
-__all__ = ["GroupQueue", "Pipeline", "PipelineConfig", "Replicas", "StageError", "Trainer"]
+__all__ = ["Controller", "ControllerConfig", "GroupQueue", "Replicas", "StageError", "Trainer"]
 
 
-class Pipeline:
+class Controller:
     """Runs the stages until the last train step, a stop request, or a failed stage.
 
     Args:
         start: state of the checkpoint; the trainer holds its weights.
         restored: the queue's state of the run before; None if it has none and the replicas serve the weights.
-        conductor: controls the timing of events; None leaves it to the stages.
+        schedule_replay: controls the timing of events; None leaves it to the stages.
         probe: compares engines and trainer at equal weights; None compares nothing.
     """
 
     def __init__(
         self,
         *,
-        config: PipelineConfig,
+        config: ControllerConfig,
         prompts: PromptSource,
         queue: GroupQueue,
         contents: GroupContents,
@@ -95,7 +95,7 @@ class Pipeline:
         trace: Trace,
         start: RunState,
         restored: Restored | None = None,
-        conductor: Conducts | None = None,
+        schedule_replay: NoReplay | None = None,
         probe: Probe | None = None,
     ) -> None:
         self._config = config
@@ -126,7 +126,7 @@ class Pipeline:
             recorder=recorder,
             trace=trace,
         )
-        self._conductor = conductor or Free()
+        self._schedule_replay = schedule_replay or NoReplay()
         self._probe = probe
         self._unscored: int | None = None  # version that the engines are asked about, and the trainer was not
         self._k3_probe = math.nan
@@ -162,7 +162,7 @@ class Pipeline:
             stages: dict[str, asyncio.Task[None]] = {}
             begin("workers", self._rollouts.watch)
             if (restored := self._restored) is not None:
-                await run_stage("catch up", lambda: self._catch_up(restored))
+                await run_stage("catch up", lambda: self._replay_batches(restored))
             if self._train_step == 0 and (self._restored is None or self._restored.began):
                 await self._validations.now(0)
             begin("feed", self._feed)
@@ -175,13 +175,13 @@ class Pipeline:
                 await run_stage("train", self._train)
             except StageError:
                 with contextlib.suppress(Exception):  # it must not hide why the stage failed
-                    await self._put_down(stages)
+                    await self._drain_rollouts(stages)
                 raise
             stages["feed"].cancel()
-            self._conductor.finish()
+            self._schedule_replay.finish()
             await self._updates.join()
             await run_stage("probe", self._compare)
-            await self._put_down(stages)
+            await self._drain_rollouts(stages)
             await self._save()
             if finished := not self._stop.is_set():
                 await self._validations.finish(self._train_step)
@@ -189,21 +189,21 @@ class Pipeline:
                 task.cancel()
         return finished
 
-    async def _put_down(self, stages: Mapping[str, asyncio.Task[None]]) -> None:
+    async def _drain_rollouts(self, stages: Mapping[str, asyncio.Task[None]]) -> None:
         """End the rollouts, with all that they generated written down."""
         if self._restored is not None:
-            await self._publisher.interrupt()
+            await self._publisher.abort_all()
             await self._rollouts.flush()
         stages["rollout"].cancel()
         await asyncio.wait({stages["rollout"]})
         if self._restored is not None:
-            await self._publisher.go_on()
+            await self._publisher.resume()
 
     # ---- stages
 
-    async def _catch_up(self, restored: Restored) -> None:
+    async def _replay_batches(self, restored: Restored) -> None:
         """Replay the batches trained after the checkpoint, then load the weights into the replicas."""
-        self._conductor.begin(
+        self._schedule_replay.begin(
             list(self._contents.unfinished.values()),
             train_step=self._train_step,
             cursor=self._prompts.cursor,
@@ -212,7 +212,7 @@ class Pipeline:
         self._version = max(self._version, restored.version)
         self._version_updates |= restored.version_updates
         for _ in range(restored.replay):
-            await self._step(await self._queue.take(), waited=0.0, begun=time.monotonic(), busy=0.0)
+            await self._step(await self._queue.take(), waited=0.0, started=time.monotonic(), busy=0.0)
         if not self._version and not restored.replay:
             return  # the replicas started with these weights
         known = self._version_updates[self._version] == self._train_step and not (restored.replay or restored.diverged)
@@ -223,7 +223,7 @@ class Pipeline:
         update = await self._trainer.export(
             self._config.weights_directory, version=self._version, keep_version=self._loaded_version
         )
-        await self._hold(update)
+        await self._snapshot_weights(update)
         self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
         await self._loaded(update)
         if not known:
@@ -232,9 +232,9 @@ class Pipeline:
     async def _feed(self) -> None:
         while True:
             prompt = self._prompts.current()
-            await self._conductor.may_admit(prompt.index)
+            await self._schedule_replay.may_admit(prompt.index)
             admission = await self._queue.admit(prompt.index)
-            self._conductor.admitted(admission)
+            self._schedule_replay.admitted(admission)
             if admission.prompt == prompt.index:
                 self._prompts.advance()
             else:
@@ -256,7 +256,7 @@ class Pipeline:
             outcome, content = await self._rollouts.roll(prompt, admission, held=held)
         if isinstance(outcome, DroppedGroup):
             too_many = not outcome.expired and self._count_failed(prompt)
-            self._conductor.dropped(outcome.group, reason=outcome.reason)
+            self._schedule_replay.dropped(outcome.group, reason=outcome.reason)
             await self._queue.drop(
                 outcome.group,
                 reason=outcome.reason,
@@ -277,7 +277,7 @@ class Pipeline:
             return
         self._failed_row.clear()
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
-        await self._conductor.may_put(outcome.prompt)
+        await self._schedule_replay.may_put(outcome.prompt)
         self._contents.add(outcome.group, content)
         expired = await self._queue.put(outcome)
         if expired is not None:
@@ -293,19 +293,19 @@ class Pipeline:
     async def _expire(self) -> None:
         known: set[int] = set()
         while True:
-            hopeless = set(await self._queue.wait_expired(known=known))
-            for group in sorted(hopeless - known):
+            expired = set(await self._queue.wait_expired(known=known))
+            for group in sorted(expired - known):
                 self._rollouts.cancel(group, reason="expired: no batch within the staleness bound is left for it")
-            known = hopeless
+            known = expired
 
     async def _train(self) -> None:
         try:
             while self._train_step < self._config.total_train_steps:
-                begun, busy = time.monotonic(), await self._replicas.busy_seconds()
+                started, busy = time.monotonic(), await self._replicas.busy_seconds()
                 batch = await self._take_or_stop()
                 if batch is None:
                     return
-                await self._step(batch, waited=time.monotonic() - begun, begun=begun, busy=busy)
+                await self._step(batch, waited=time.monotonic() - started, started=started, busy=busy)
                 self._validations.request(self._train_step)
                 if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._config.updates_per_batch):
                     await self._save()
@@ -316,7 +316,7 @@ class Pipeline:
         while True:
             update = await self._updates.get()
             with self._trace.span("publish", f"version {update.weights.version}", digest=update.weights.digest):
-                await self._conductor.may_load(self._version_updates[update.weights.version])
+                await self._schedule_replay.may_load(self._version_updates[update.weights.version])
                 self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
             await self._loaded(update)
             self._updates.task_done()
@@ -334,10 +334,10 @@ class Pipeline:
             for task in (take, stop):
                 task.cancel()
 
-    async def _step(self, batch: Batch, *, waited: float, begun: float, busy: float) -> None:
+    async def _step(self, batch: Batch, *, waited: float, started: float, busy: float) -> None:
         """Train on a batch, publish the weights if due, and record the step and the wait for the batch."""
         config = self._config
-        self._conductor.taken()
+        self._schedule_replay.taken()
         await self._begin_probe(batch)
         with self._trace.span("train", f"step {self._train_step + config.updates_per_batch}", groups=len(batch.groups)):
             prepared, metrics = await self._train_on(batch)
@@ -345,7 +345,7 @@ class Pipeline:
         if due and self._train_step > self._replayed:
             await self._compare()
             await self._export()
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         metrics["idle/trainer"] = waited / seconds
         metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
         metrics["throughput/tokens_per_s"] = sum(prepared.gradient_tokens) / seconds
@@ -360,7 +360,7 @@ class Pipeline:
             self._contents.of(groups),
             advantage=self._config.advantage,
             version_updates=self._version_updates,
-            kept_kv=self._config.kept_kv,
+            retained_kv=self._config.retained_kv,
             updates_per_batch=self._config.updates_per_batch,
             seed=self._config.seed,
         )
@@ -377,7 +377,7 @@ class Pipeline:
             self._config.weights_directory, version=self._version, keep_version=self._loaded_version
         )
         await self._queue.publish(self._version, update=self._train_step)
-        await self._hold(update)
+        await self._snapshot_weights(update)
         await self._updates.put(update)
 
     async def _begin_probe(self, batch: Batch) -> None:
@@ -386,14 +386,14 @@ class Pipeline:
             return
         groups = [head.group for head in batch.groups]
         self._probe.take_prompts(await fetched(self._contents.of(groups[: self._probe.num_prompts])))
-        await self._trainer.hold()
+        await self._trainer.snapshot_weights()
         self._unscored = self._loaded_version
         self._probe.ask_all(version=self._loaded_version)
 
-    async def _hold(self, update: WeightUpdate) -> None:
+    async def _snapshot_weights(self, update: WeightUpdate) -> None:
         """Have the trainer keep the exported weights until it has scored the engines' samples under them."""
         if self._probe is not None:
-            await self._trainer.hold()
+            await self._trainer.snapshot_weights()
             self._unscored = update.weights.version
 
     def _ask_about(self, update: WeightUpdate) -> Callable[[Member], None] | None:
@@ -411,7 +411,7 @@ class Pipeline:
     async def _loaded(self, update: WeightUpdate) -> None:
         """Every replica serves it."""
         self._loaded_version = update.weights.version
-        self._conductor.loaded(self._version_updates[update.weights.version])
+        self._schedule_replay.loaded(self._version_updates[update.weights.version])
         await self._queue.loaded(update.weights.version)
         self._served.notify_all()
 
@@ -421,7 +421,7 @@ class Pipeline:
         metrics["optimizer_steps"] = self._config.updates_per_batch
         metrics["mismatch/k3_probe"] = self._k3_probe
         metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
-        schedule = prepared.schedule if self._conductor.free else None
+        schedule = prepared.schedule if self._schedule_replay.free else None
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
         records = await self._queue.drain_records()
         self._recorder.ledger(records)

@@ -40,7 +40,7 @@ class Trainer(Protocol):
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]: ...
     async def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate: ...
-    async def hold(self) -> None: ...
+    async def snapshot_weights(self) -> None: ...
     async def score(self, batch: TrainingBatch) -> Sequence[Tensor]: ...
     async def save(self, directory: Path) -> None: ...
 
@@ -65,14 +65,14 @@ class GroupQueue(Protocol):
 
 
 class Replicas(Protocol):
-    """Calls of the pipeline on the fleet; see `async_rl.inference.pool.ReplicaFleet`."""
+    """Calls of the pipeline on the pool; see `async_rl.inference.pool.ReplicaPool`."""
 
     async def busy_seconds(self) -> float: ...
     async def watch(self, *, every_s: float, timeout_s: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig:
+class ControllerConfig:
     """Settings of the pipeline; see the run config for the meaning of each value."""
 
     total_train_steps: int
@@ -82,6 +82,6 @@ class PipelineConfig:
     advantage: AdvantageConfig
     weights_directory: Path
     replica_timeout_s: float
-    kept_kv: bool = False
+    retained_kv: bool = False
     updates_per_batch: int = 1
     seed: int = 0

@@ -1,6 +1,6 @@
 """Topology of a run: builds, places, starts and stops every part. No other module constructs parts.
 
-driver: Pipeline, Dispatcher, Publisher, Recorder                                        one event loop
+driver: Controller, Dispatcher, Publisher, Recorder                                        one event loop
 actors: queue | trainer rank 0..R-1 | engine replica 0..N-1 | rollout worker 0..W-1      one process each (an engine
                                                                                          may add its own)
 """
@@ -24,11 +24,11 @@ from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
 from async_rl.controller.probe import Probe
-from async_rl.controller.processes import Workers
-from async_rl.controller.recovery import Lasting, Lives, supervised
+from async_rl.controller.processes import Processes
+from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
 from async_rl.files.atomic_dir import make_folder
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.metrics.console import open_console
 from async_rl.metrics.recorder import Console, Recorder
 from async_rl.metrics.report import read_run, write_report
@@ -37,7 +37,7 @@ from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.prompts import prompt_order
 from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.schedule import RunSchedule, read_schedule
-from async_rl.rollout.schedule_replay import Conductor, Conducts, Free
+from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
 from async_rl.rollout.task import Task, build_task
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.pretrained import keep_model_files
@@ -45,7 +45,7 @@ from async_rl.weights.transport import remove_directory
 from message_queue.tokens import RoutingSpec
 
 
-class Program:
+class Launcher:
     """One run from config to exit. What can be refused is refused in the constructor, before any process starts.
 
     Args:
@@ -57,11 +57,11 @@ class Program:
         self._resume_command = resume_command
         self._task: Task = build_task(config.task, seed=config.seed)
         self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
-        self._conductor: Conducts = Free()
+        self._schedule_replay: NoReplay = NoReplay()
         if config.schedule is not None:
             schedule = _read_schedule(config)
             self._order = schedule.order(self._order)
-            self._conductor = Conductor(schedule, session=session_name)
+            self._schedule_replay = ScheduleReplay(schedule, session=session_name)
         self._directory = config.output_dir
         self._resume = Resume(config)
 
@@ -98,7 +98,7 @@ class Program:
             await self._require_places(placement)
             weights_directory = self._weights_directory
             stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
-            workers = Workers(
+            processes = Processes(
                 config,
                 task=self._task,
                 placement=placement,
@@ -109,22 +109,22 @@ class Program:
             )
             async with asyncio.TaskGroup() as background:
                 nodes = background.create_task(run_stage("nodes", lambda: placement.watch(recorder.warn)))
-                finished = await self._run_with(workers, console=console, recorder=recorder, trace=trace)
+                finished = await self._run_with(processes, console=console, recorder=recorder, trace=trace)
                 nodes.cancel()
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
             return finished
 
-    async def _run_with(self, workers: Workers, *, console: Console, recorder: Recorder, trace: Trace) -> bool:
+    async def _run_with(self, processes: Processes, *, console: Console, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the pipeline to its end."""
-        trainer, replicas, checkpoint = await workers.start(console)
+        trainer, replicas, checkpoint = await processes.start(console)
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.remove_updates(self._weights_directory)  # those of a killed run
-        lasting = await self._build_lasting(workers, replicas, checkpoint, recorder, trace)
+        run_parts = await self._build_parts(processes, replicas, checkpoint, recorder, trace)
         held_out = self._task.validation_prompts(count) if (count := self._config.validation.prompts) else ()
-        lives = Lives(self._config, lasting, order=self._order, held_out=held_out, resume=self._resume)
-        async with stop_on_interrupt(lives.request_stop, note=recorder.note):
-            return await lives.run(trainer)
+        recovery = RecoveryLoop(self._config, run_parts, order=self._order, held_out=held_out, resume=self._resume)
+        async with stop_on_interrupt(recovery.request_stop, note=recorder.note):
+            return await recovery.run(trainer)
 
     # ---- parts
 
@@ -156,29 +156,29 @@ class Program:
         name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
         return parent / f"async_rl-weights-{name}"
 
-    async def _build_lasting(
+    async def _build_parts(
         self,
-        workers: Workers,
+        processes: Processes,
         replicas: Sequence[ReplicaHandle],
         checkpoint: Path,
         recorder: Recorder,
         trace: Trace,
-    ) -> Lasting[TrainerHandle]:
+    ) -> RunParts[TrainerHandle]:
         config = self._config
-        fleet = ReplicaFleet(replicas, on_lost=recorder.warn)
+        pool = ReplicaPool(replicas, on_lost=recorder.warn)
         rollouts = Dispatcher(
-            await self._start_rollout_workers(workers, fleet, checkpoint),
-            fleet=fleet,
-            processes=workers if self._conductor.free else None,
+            await self._start_rollout_workers(processes, pool, checkpoint),
+            pool=pool,
+            processes=processes if self._schedule_replay.free else None,
             config=config.supervision,
             note=recorder.warn,
         )
         publisher, supervisor = supervised(
-            config, fleet, rollouts=rollouts, start=workers.replace_replica, recorder=recorder
+            config, pool, rollouts=rollouts, start=processes.replace_replica, recorder=recorder
         )
         routing = read_model_info(checkpoint).routing
-        return Lasting(
-            workers=workers,
+        return RunParts(
+            processes=processes,
             publisher=publisher,
             replicas=supervisor,
             rollouts=rollouts,
@@ -186,24 +186,28 @@ class Program:
             recorder=recorder,
             trace=trace,
             weights_directory=self._weights_directory,
-            conductor=self._conductor,
-            probe=self._build_probe(fleet, routing),
+            schedule_replay=self._schedule_replay,
+            probe=self._build_probe(pool, routing),
         )
 
-    async def _start_rollout_workers(self, workers: Workers, fleet: ReplicaFleet, checkpoint: Path) -> Sequence[Worker]:
-        """Processes; if the run keeps to a schedule, one worker in this process, next to the conductor."""
-        if self._conductor.free:
-            return await workers.start_rollout_workers(fleet)
+    async def _start_rollout_workers(
+        self, processes: Processes, pool: ReplicaPool, checkpoint: Path
+    ) -> Sequence[Worker]:
+        """Processes; if the run keeps to a schedule, one worker in this process, next to the schedule replay."""
+        if self._schedule_replay.free:
+            return await processes.start_rollout_workers(pool)
         return [
-            build_worker(self._config, name="worker-0", checkpoint=checkpoint, fleet=fleet, conductor=self._conductor)
+            build_worker(
+                self._config, name="worker-0", checkpoint=checkpoint, pool=pool, schedule_replay=self._schedule_replay
+            )
         ]
 
-    def _build_probe(self, fleet: ReplicaFleet, routing: RoutingSpec | None) -> Probe | None:
+    def _build_probe(self, pool: ReplicaPool, routing: RoutingSpec | None) -> Probe | None:
         config = self._config
         if not config.mismatch.prompts:
             return None
         return Probe(
-            fleet,
+            pool,
             config=config.mismatch,
             max_k3=config.mismatch.bound(
                 dtypes=(config.engine.dtype, config.trainer.dtype),

@@ -41,7 +41,7 @@ def prepare(
     *,
     advantage: AdvantageConfig,
     version_updates: Mapping[int, int],
-    kept_kv: bool,
+    retained_kv: bool,
     updates_per_batch: int = 1,
     seed: int = 0,
 ) -> PreparedBatch:
@@ -54,7 +54,7 @@ def prepare(
         contents: [G], GroupContent of each group or a reference to it.
         advantage: how rewards become advantages.
         version_updates: `param_version` -> optimizer updates.
-        kept_kv: see TrainingBatch.
+        retained_kv: see TrainingBatch.
         updates_per_batch: number of mini-batches.
         seed: of the split; see `mini_batches_of`.
 
@@ -74,7 +74,7 @@ def prepare(
         current_update=batch.update,
         version_updates=version_updates,
         min_update=batch.min_update,
-        kept_kv=kept_kv,
+        retained_kv=retained_kv,
         mini_batches=mini_batches,
     )
     lengths = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))

@@ -25,7 +25,7 @@ import torch
 
 from agent_loop.engine import AnswerError, GenerateRequest, ReplicaLostError, SamplingConfig
 from async_rl.config import MismatchConfig
-from async_rl.inference.pool import Member, ReplicaFleet
+from async_rl.inference.pool import Member, ReplicaPool
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
 from message_queue.heads import head_of
@@ -40,7 +40,7 @@ class MismatchError(RuntimeError):
     """Engine and trainer disagree at equal weights; the message names replica and version."""
 
 
-class ScoresTokens(Protocol):
+class TokenScorer(Protocol):
     """The part of the trainer that computes logprobs; see `async_rl.trainer.rank.TrainerRank.score`."""
 
     async def score(self, batch: TrainingBatch) -> Sequence[torch.Tensor]:
@@ -64,7 +64,7 @@ class Probe:
     """Sends probe requests to the replicas and compares the answers with the trainer.
 
     Args:
-        fleet: the replicas.
+        pool: the replicas.
         config: number and length of the probes.
         max_k3: see `MismatchConfig.bound`.
         temperature: of the run.
@@ -77,7 +77,7 @@ class Probe:
 
     def __init__(
         self,
-        fleet: ReplicaFleet,
+        pool: ReplicaPool,
         *,
         config: MismatchConfig,
         max_k3: float,
@@ -85,7 +85,7 @@ class Probe:
         max_tokens: int,
         routing: RoutingSpec | None,
     ) -> None:
-        self._fleet = fleet
+        self._pool = pool
         self.num_prompts = config.prompts
         self._num_tokens = min(config.tokens, max_tokens - 1)
         self._max_prompt = min(PROMPT_TOKENS, max_tokens - self._num_tokens)
@@ -114,7 +114,7 @@ class Probe:
 
     def ask_all(self, *, version: int) -> None:
         """`ask` every live replica."""
-        for member in self._fleet.live:
+        for member in self._pool.live:
             self.ask(member, version=version)
 
     def cancel(self) -> None:
@@ -123,7 +123,7 @@ class Probe:
             task.cancel()
         self._asked.clear()
 
-    async def compare(self, version: int, trainer: ScoresTokens) -> float:
+    async def compare(self, version: int, trainer: TokenScorer) -> float:
         """Largest k3 in nat between a replica and the trainer, which must score with `version`; NaN without answers.
 
         Raises:
@@ -160,7 +160,7 @@ class Probe:
             cache_salt=name,
         )
         try:
-            async with self._fleet.calling(member):
+            async with self._pool.calling(member):
                 segments = await member.replica.generate(request)
         except (AnswerError, ReplicaLostError):
             return None

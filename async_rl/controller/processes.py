@@ -22,7 +22,7 @@ from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
-from async_rl.inference.pool import FleetReplica, ReplicaFleet
+from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.select import check_engine
 from async_rl.metrics.recorder import Console
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
@@ -30,7 +30,7 @@ from async_rl.rollout.task import Task
 from async_rl.trainer.state.optimizer import OptimizerConfig
 
 
-class Workers:
+class Processes:
     """The trainer's ranks, the replicas, the rollout workers and the queue.
 
     Args:
@@ -60,7 +60,7 @@ class Workers:
         self._console: Console | None = None
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
-        self._fleet: ReplicaFleet | None = None
+        self._pool: ReplicaPool | None = None
 
     async def start(self, console: Console) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
         """Trainer and replicas on the checkpoint that RL starts from, warm-started first if configured."""
@@ -106,16 +106,16 @@ class Workers:
         await self._wait_for_node("the queue", self._placement.queue(), timeout_s=timeout_s, error=QueueUnavailable)
         return await self._start_trainer(self._checkpoint, self._config.optimizer)
 
-    async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
-        """See `async_rl.inference.supervisor.StartsReplica`."""
+    async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaHandle:
+        """See `async_rl.inference.supervisor.ReplicaFactory`."""
         await self._closing(cast(ReplicaHandle, lost).close)()
         options, timeout_s = self._placement.replica(slot), self._config.engine.start_timeout_s
         await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
         return await self._start_replica(slot=slot, name=name)
 
-    async def start_rollout_workers(self, fleet: ReplicaFleet) -> list[WorkerHandle]:
-        """As many as `rollout.workers`, on the replicas of `fleet`."""
-        self._fleet = fleet
+    async def start_rollout_workers(self, pool: ReplicaPool) -> list[WorkerHandle]:
+        """As many as `rollout.workers`, on the replicas of `pool`."""
+        self._pool = pool
         async with asyncio.TaskGroup() as starts:
             tasks = [
                 starts.create_task(self._start_worker(slot=i, name=f"worker-{i}"))
@@ -124,19 +124,19 @@ class Workers:
         return [task.result() for task in tasks]
 
     async def remove_worker(self, lost: Worker) -> None:
-        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
-        assert self._fleet is not None
+        """See `async_rl.rollout.dispatcher.WorkerFactory`."""
+        assert self._pool is not None
         await self._closing(cast(WorkerHandle, lost).close)()
-        for member in self._fleet.live_or_none:
+        for member in self._pool.live_or_none:
             replica = cast(ReplicaHandle, member.replica)
             try:
-                async with self._fleet.calling(member):
+                async with self._pool.calling(member):
                     await replica.forget_client(lost.name)
             except EngineError:
                 replica.kill()  # it may only be out of reach; dead, it does not come back with the requests
 
     async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
-        """See `async_rl.rollout.dispatcher.ReplacesWorkers`."""
+        """See `async_rl.rollout.dispatcher.WorkerFactory`."""
         options, timeout_s = self._placement.worker(slot), self._config.cluster.start_timeout_s
         await self._wait_for_node(name, options, timeout_s=timeout_s, error=WorkerLostError)
         return await self._start_worker(slot=slot, name=name)
@@ -216,12 +216,12 @@ class Workers:
         return replica
 
     async def _start_worker(self, *, slot: int, name: str) -> WorkerHandle:
-        assert self._fleet is not None
+        assert self._pool is not None
         worker = await WorkerHandle.start(
             self._config,
             name=name,
             checkpoint=self._checkpoint,
-            replicas=[member.replica for member in await self._fleet.serving()],
+            replicas=[member.replica for member in await self._pool.serving()],
             options=self._placement.worker(slot),
             log=self._logs / f"{name}.log",
         )

@@ -1,6 +1,6 @@
 """Restarts trainer and queue after either fails; replicas and agent loops are reused.
 
-open the journal -> rewind the records -> restore the trainer -> run the pipeline ----> done, or stopped
+open the journal -> truncate the records -> restore the trainer -> run the pipeline ----> done, or stopped
      ^                                                                |
      +---- from the last checkpoint and the journal <---- trainer or queue fails
 """
@@ -21,20 +21,20 @@ from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.config import RunConfig
 from async_rl.controller.checkpoints import Checkpoints
-from async_rl.controller.controller import Pipeline
-from async_rl.controller.interfaces import GroupQueue, PipelineConfig, Trainer
+from async_rl.controller.controller import Controller
+from async_rl.controller.interfaces import ControllerConfig, GroupQueue, Trainer
 from async_rl.controller.probe import Probe
 from async_rl.controller.resume import Resume
 from async_rl.files.logs import notes_of
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
-from async_rl.inference.supervisor import RestartLimit, StartsReplica, Supervisor
+from async_rl.inference.supervisor import ReplicaFactory, RestartLimit, Supervisor
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, StoredContent, read_content
 from async_rl.rollout.prompts import PromptOrder
-from async_rl.rollout.schedule_replay import Conducts
+from async_rl.rollout.schedule_replay import NoReplay
 from message_queue.ledger import LedgerRecord, LedgerTotal
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.tokens import RoutingSpec
@@ -59,8 +59,8 @@ class RunQueue(GroupQueue, Protocol):
 T = TypeVar("T", bound=RestorableTrainer)
 
 
-class StartsParts(Protocol[T]):
-    """Starts the parts that may fail; see `async_rl.controller.processes.Workers`."""
+class PartFactory(Protocol[T]):
+    """Starts the parts that may fail; see `async_rl.controller.processes.Processes`."""
 
     async def start_queue(self) -> RunQueue: ...
     async def replace_trainer(self, lost: T) -> T:
@@ -69,39 +69,47 @@ class StartsParts(Protocol[T]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lasting(Generic[T]):
+class RunParts(Generic[T]):
     """Parts that outlive a trainer or a queue."""
 
-    workers: StartsParts[T]
+    processes: PartFactory[T]
+    """Starts and replaces processes."""
     publisher: Publisher
+    """Loads versions on the replicas."""
     replicas: Supervisor
+    """Restarts replicas that failed."""
     rollouts: Dispatcher
+    """Hands out groups to the rollout workers."""
     routing: RoutingSpec | None
+    """Layout of the routing rows; None if engines return none."""
     recorder: Recorder
+    """Records of the run."""
     trace: Trace
+    """Time spans of the stages."""
     weights_directory: Path
-    conductor: Conducts
+    """Folder of published versions, on the node of trainer rank 0."""
+    schedule_replay: NoReplay
     """Controls the timing of events; rollouts pass through it."""
     probe: Probe | None = None
     """Compares engines and trainer at equal weights; None compares nothing."""
 
 
 def supervised(
-    config: RunConfig, fleet: ReplicaFleet, *, rollouts: Dispatcher, start: StartsReplica, recorder: Recorder
+    config: RunConfig, pool: ReplicaPool, *, rollouts: Dispatcher, start: ReplicaFactory, recorder: Recorder
 ) -> tuple[Publisher, Supervisor]:
     """The trainer's and the pipeline's view of the replicas."""
     publisher = Publisher(
-        fleet,
+        pool,
         on_update=config.rollout.on_update,
         kv=config.rollout.kv,
         rollouts=rollouts,
         timeout_s=config.sync.timeout_s,
     )
-    supervisor = Supervisor(fleet, publisher, start=start, config=config.supervision, note=recorder.warn)
+    supervisor = Supervisor(pool, publisher, start=start, config=config.supervision, note=recorder.warn)
     return publisher, supervisor
 
 
-class Lives(Generic[T]):
+class RecoveryLoop(Generic[T]):
     """Runs the pipeline until its end.
 
     Args:
@@ -113,22 +121,22 @@ class Lives(Generic[T]):
     def __init__(
         self,
         config: RunConfig,
-        lasting: Lasting[T],
+        run_parts: RunParts[T],
         *,
         order: PromptOrder,
         held_out: Sequence[Prompt],
         resume: Resume,
     ) -> None:
         self._config = config
-        self._lasting = lasting
+        self._parts = run_parts
         self._order = order
         self._held_out = held_out
         self._resume = resume
         self._stopping = False
-        self._pipeline: Pipeline | None = None
+        self._pipeline: Controller | None = None
 
     def request_stop(self) -> None:
-        """See Pipeline."""
+        """See Controller."""
         self._stopping = True
         if self._pipeline is not None:
             self._pipeline.request_stop()
@@ -148,7 +156,7 @@ class Lives(Generic[T]):
         while True:
             try:
                 if again:
-                    trainer = await self._lasting.workers.replace_trainer(trainer)
+                    trainer = await self._parts.processes.replace_trainer(trainer)
                 return await self._run_once(trainer)
             except Exception as error:
                 lost = _lost_part(error)
@@ -158,20 +166,20 @@ class Lives(Generic[T]):
                     raise
                 what = "a finished group was on a node that died" if isinstance(lost, ObjectLostError) else lost
                 text = f"{what}; trainer and queue start anew from the last checkpoint and the journal"
-                self._lasting.recorder.warn("\n".join([text, *notes_of(lost)]))
+                self._parts.recorder.warn("\n".join([text, *notes_of(lost)]))
                 self._resume = Resume(self._config, again=True)
-                await self._lasting.publisher.go_on()  # the life before may have left the replicas on hold
+                await self._parts.publisher.resume()  # the life before may have left the replicas on hold
                 again = True
 
     # ---- one life
 
     async def _run_once(self, trainer: T) -> bool:
-        lasting, place = self._lasting, self._resume.content(self._lasting.routing)
+        run_parts, place = self._parts, self._resume.content(self._parts.routing)
         queue, restored, stored = await self._open_queue(place)
         try:
-            self._resume.rewind(restored, stored, lasting.recorder)
-            await lasting.rollouts.open(place, live=restored.live)
-            contents = GroupContents.of_restart(restored, stored, forget=lasting.rollouts.forget)
+            self._resume.truncate_records(restored, stored, run_parts.recorder)
+            await run_parts.rollouts.open(place, live=restored.live)
+            contents = GroupContents.of_restart(restored, stored, forget=run_parts.rollouts.forget)
             if self._resume.checkpoint is not None:
                 await trainer.restore(self._resume.checkpoint / "trainer")
             self._pipeline = self._build_pipeline(queue, contents, trainer, restored)
@@ -190,13 +198,13 @@ class Lives(Generic[T]):
             return finished
         finally:
             queue.kill()  # one that was only out of reach must not come back beside the next one
-            await lasting.rollouts.end()
+            await run_parts.rollouts.end()
 
     async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
         """The queue with the groups that a restart continues. Ready groups that lack content are open."""
         journal, timeout_s = self._resume.journal(), self._config.cluster.start_timeout_s
         while True:
-            queue = await self._lasting.workers.start_queue()
+            queue = await self._parts.processes.start_queue()
             try:
                 restored = await queue.open(journal, timeout_s=timeout_s)
                 stored = await read_content(place, restored)
@@ -210,13 +218,13 @@ class Lives(Generic[T]):
             journal = replace(journal, incomplete=journal.incomplete | stored.incomplete)
 
     async def _close(self, queue: RunQueue) -> None:
-        self._lasting.recorder.ledger(await queue.closing_records())
+        self._parts.recorder.ledger(await queue.closing_records())
         await queue.close_journal()
 
-    def _build_pipeline(self, queue: RunQueue, contents: GroupContents, trainer: T, restored: Restored) -> Pipeline:
-        config, lasting = self._config, self._lasting
-        return Pipeline(
-            config=PipelineConfig(
+    def _build_pipeline(self, queue: RunQueue, contents: GroupContents, trainer: T, restored: Restored) -> Controller:
+        config, run_parts = self._config, self._parts
+        return Controller(
+            config=ControllerConfig(
                 total_train_steps=config.total_train_steps,
                 publish_every=config.sync.every,
                 updates_per_batch=config.trainer.updates_per_batch,
@@ -224,25 +232,25 @@ class Lives(Generic[T]):
                 validate_every=config.validation.every,
                 max_failed_groups=config.rollout.max_failed_groups,
                 advantage=config.advantage,
-                kept_kv=config.rollout.on_update == "keep" and config.rollout.kv == "keep",
-                weights_directory=lasting.weights_directory,
+                retained_kv=config.rollout.on_update == "keep" and config.rollout.kv == "keep",
+                weights_directory=run_parts.weights_directory,
                 replica_timeout_s=config.sync.timeout_s,
             ),
             prompts=self._resume.prompts(self._order, restored),
             queue=queue,
             contents=contents,
-            rollouts=lasting.rollouts,
+            rollouts=run_parts.rollouts,
             trainer=trainer,
-            publisher=lasting.publisher,
-            replicas=lasting.replicas,
+            publisher=run_parts.publisher,
+            replicas=run_parts.replicas,
             held_out=self._held_out,
             checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
-            recorder=lasting.recorder,
-            trace=lasting.trace,
+            recorder=run_parts.recorder,
+            trace=run_parts.trace,
             start=self._resume.state,
             restored=restored,
-            conductor=lasting.conductor,
-            probe=lasting.probe,
+            schedule_replay=run_parts.schedule_replay,
+            probe=run_parts.probe,
         )
 
 

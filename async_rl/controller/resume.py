@@ -77,12 +77,12 @@ class Resume:
             resume_routing=config.rollout.resume_routing,
         )
 
-    def rewind(self, restored: Restored, stored: StoredContent, recorder: Recorder) -> None:
+    def truncate_records(self, restored: Restored, stored: StoredContent, recorder: Recorder) -> None:
         """Rewind the records of the run to its restart point, and report it."""
         step = self.state.train_step
         own = self.checkpoint is not None and self._config.output_dir in self.checkpoint.parents
         elsewhere = restored.began and not own
-        recorder.go_on_after(
+        recorder.resume_after(
             step,
             next_group=0 if elsewhere else restored.next_group,
             live=restored.live | restored.given_up,

@@ -42,9 +42,9 @@ def check_request(request: GenerateRequest, *, info: ModelInfo, routing: Routing
         raise ContractError("GenerateRequest.token_ids is empty; a decode starts from at least one token")
     if request.max_new_tokens < 1:
         raise ContractError(f"GenerateRequest.max_new_tokens is {request.max_new_tokens}; must be >= 1")
-    if not 0 <= request.rows_held < tokens:
+    if not 0 <= request.existing_rows < tokens:
         raise ContractError(
-            f"GenerateRequest.rows_held is {request.rows_held} for {tokens} tokens; the last token was never "
+            f"GenerateRequest.existing_rows is {request.existing_rows} for {tokens} tokens; the last token was never "
             f"forwarded, so at most {tokens - 1} rows exist"
         )
     _check_vocabulary(request.token_ids, "GenerateRequest.token_ids", info)
@@ -101,14 +101,14 @@ def rows_shape(
     request: GenerateRequest, sampled: int, *, info: ModelInfo, routing: RoutingSpec
 ) -> tuple[int, int, int]:
     """Shape (rows, layers, top_k) of the routing for `sampled` tokens; layers include dense layers."""
-    return (len(request.token_ids) + sampled - 1 - request.rows_held, info.num_layers, routing.top_k)
+    return (len(request.token_ids) + sampled - 1 - request.existing_rows, info.num_layers, routing.top_k)
 
 
 def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: RoutingSpec, in_order: bool) -> RoutedExperts:
     """The rows of the MoE layers, checked against the model and against the forced experts of the request.
 
     Args:
-        experts: integer [rows, layers, top_k] of all layers; the first row has position `request.rows_held`.
+        experts: integer [rows, layers, top_k] of all layers; the first row has position `request.existing_rows`.
         in_order: whether the engine returns forced experts in the order in which they were given.
 
     Raises:
@@ -120,7 +120,7 @@ def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: Routin
             f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
             f"the model has {routing.num_experts}"
         )
-    rows = RoutedExperts(first_position=request.rows_held, experts=routed.astype(routing.dtype, order="C"))
+    rows = RoutedExperts(first_position=request.existing_rows, experts=routed.astype(routing.dtype, order="C"))
     if request.forced_experts is not None:
         _check_forced(rows, request.forced_experts, in_order=in_order)
     return rows

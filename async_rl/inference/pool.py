@@ -18,12 +18,12 @@ from typing import Protocol
 from agent_loop.engine import Engine, ReplicaLostError
 from async_rl.files.logs import notes_of
 from async_rl.inference.notifier import Notifier
-from async_rl.inference.replica import KeptKV, ReplicaStats
+from async_rl.inference.replica import KVPolicy, ReplicaStats
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
 
-class FleetReplica(Engine, Protocol):
+class PoolReplica(Engine, Protocol):
     """Calls of the pool's users on a replica; see `async_rl.inference.replica.Replica` for each contract."""
 
     name: str
@@ -32,7 +32,7 @@ class FleetReplica(Engine, Protocol):
     async def abort(self) -> int: ...
     async def drain(self) -> None: ...
     async def freeze(self) -> int: ...
-    async def load(self, update: WeightUpdate, *, kv: KeptKV = ...) -> WeightVersion: ...
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = ...) -> WeightVersion: ...
     async def checksum(self) -> str: ...
     async def resume(self) -> None: ...
     async def stats(self) -> ReplicaStats: ...
@@ -40,9 +40,9 @@ class FleetReplica(Engine, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A replica of the fleet."""
+    """A replica of the pool."""
 
-    replica: FleetReplica
+    replica: PoolReplica
     """Handle of the replica."""
     slot: int
     """Index among the initial replicas; a successor has the same one."""
@@ -58,7 +58,7 @@ class Member:
         return self.replica.name
 
 
-class ReplicaFleet:
+class ReplicaPool:
     """Replicas with unique names.
 
     Args:
@@ -71,7 +71,7 @@ class ReplicaFleet:
         ValueError: no replica, or two with the same name.
     """
 
-    def __init__(self, replicas: Sequence[FleetReplica], *, on_lost: Callable[[str], None] | None = None) -> None:
+    def __init__(self, replicas: Sequence[PoolReplica], *, on_lost: Callable[[str], None] | None = None) -> None:
         if not replicas:
             raise ValueError("engine.replicas is 0; a run needs at least one replica")
         names = [replica.name for replica in replicas]
@@ -88,9 +88,9 @@ class ReplicaFleet:
         self._on_lost = on_lost
 
     @classmethod
-    def of(cls, replicas: ReplicaFleet | Sequence[FleetReplica]) -> ReplicaFleet:
-        """`replicas` unchanged if it is a fleet, else an unshared fleet of them."""
-        return replicas if isinstance(replicas, ReplicaFleet) else cls(replicas)
+    def of(cls, replicas: ReplicaPool | Sequence[PoolReplica]) -> ReplicaPool:
+        """`replicas` unchanged if it is a pool, else an unshared pool of them."""
+        return replicas if isinstance(replicas, ReplicaPool) else cls(replicas)
 
     @property
     def live(self) -> tuple[Member, ...]:
@@ -138,7 +138,7 @@ class ReplicaFleet:
         assert self._to_restart is not None
         self._to_restart.put_nowait(member)
 
-    def join(self, replica: FleetReplica, *, slot: int) -> None:
+    def join(self, replica: PoolReplica, *, slot: int) -> None:
         """Add a live replica that was started in place of a failed one."""
         member = Member(replica, slot)
         self._members, self._live = (*self._members, member), (*self._live, member)
@@ -191,7 +191,7 @@ class ReplicaFleet:
     async def calling(
         self, member: Member, *, timeout_s: float | None = None, late: str = "did not answer"
     ) -> AsyncGenerator[None]:
-        """Context around calls on one replica: a ReplicaLostError in the block removes it from the fleet.
+        """Context around calls on one replica: a ReplicaLostError in the block removes it from the pool.
 
         Args:
             timeout_s: bound on the block; a replica that exceeds it counts as failed.

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
-from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
+from async_rl.inference.replica import KVPolicy
 from async_rl.weights.transport import WeightUpdate
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Rollouts(Protocol):
 class Publisher:
     """Loads a version on all replicas concurrently.
 
-    A replica that dies, or does not load the version within `timeout_s`, leaves the fleet. The publish continues with
+    A replica that dies, or does not load the version within `timeout_s`, leaves the pool. The publish continues with
     the remaining replicas.
 
     Args:
@@ -92,17 +92,17 @@ class Publisher:
 
     def __init__(
         self,
-        replicas: ReplicaFleet | Sequence[FleetReplica],
+        replicas: ReplicaPool | Sequence[PoolReplica],
         *,
         on_update: OnUpdate,
-        kv: KeptKV = "recompute",
+        kv: KVPolicy = "recompute",
         rollouts: Rollouts,
         timeout_s: float,
     ) -> None:
-        self._fleet = ReplicaFleet.of(replicas)
+        self._pool = ReplicaPool.of(replicas)
         self._rollouts = rollouts
         self._on_update: OnUpdate = on_update
-        self._kv: KeptKV = kv
+        self._kv: KVPolicy = kv
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()  # a replica must not join during a publish
         self._newest: WeightUpdate | None = None
@@ -128,12 +128,12 @@ class Publisher:
             self._newest = update
             return await _to_its_end(self._publish(update, probe))
 
-    async def bring_up(self, replica: FleetReplica, *, slot: int) -> None:
-        """Load the newest version on a started replica and add it to the fleet.
+    async def bring_up(self, replica: PoolReplica, *, slot: int) -> None:
+        """Load the newest version on a started replica and add it to the pool.
 
         Args:
-            replica: not a member of the fleet yet.
-            slot: place in the fleet that it takes.
+            replica: not a member of the pool yet.
+            slot: place in the pool that it takes.
 
         Raises:
             EngineError: it refused the version, or loaded other weights.
@@ -150,22 +150,22 @@ class Publisher:
                         f"{replica.name} did not load version {update.weights.version} (sync.timeout_s) within "
                         f"{self._timeout_s} s"
                     ) from error
-            self._fleet.join(replica, slot=slot)
+            self._pool.join(replica, slot=slot)
 
-    async def interrupt(self) -> None:
-        """Abort all requests in flight and keep the replicas paused until `go_on` or the next publish.
+    async def abort_all(self) -> None:
+        """Abort all requests in flight and keep the replicas paused until `resume` or the next publish.
 
         Returns when all requests have ended as partial segments. A replica that needs longer than `timeout_s` leaves
-        the fleet.
+        the pool.
         """
         async with self._turn, asyncio.TaskGroup() as interrupts:
-            for member in self._fleet.live:
+            for member in self._pool.live:
                 interrupts.create_task(self._interrupt(member))
 
-    async def go_on(self) -> None:
-        """Resume the replicas after `interrupt`."""
+    async def resume(self) -> None:
+        """Resume the replicas after `abort_all`."""
         async with self._turn, asyncio.TaskGroup() as resumes:
-            for member in self._fleet.live:
+            for member in self._pool.live:
                 resumes.create_task(self._control(member, member.replica.resume, what="did not resume"))
 
     async def _interrupt(self, member: Member) -> None:
@@ -177,24 +177,24 @@ class Publisher:
         await self._control(member, abort, what="did not end its requests")
 
     async def _control(self, member: Member, call: Callable[[], Awaitable[None]], *, what: str) -> None:
-        with contextlib.suppress(ReplicaLostError):  # the fleet has removed the replica
-            async with self._fleet.calling(member, timeout_s=self._timeout_s, late=f"{what} (sync.timeout_s)"):
+        with contextlib.suppress(ReplicaLostError):  # the pool has removed the replica
+            async with self._pool.calling(member, timeout_s=self._timeout_s, late=f"{what} (sync.timeout_s)"):
                 await call()
 
     async def _publish(self, update: WeightUpdate, probe: Callable[[Member], None] | None) -> PublishReport:
-        begun = time.monotonic()
+        started = time.monotonic()
         self._held = None
         await self._rollouts.pause()
         try:
             async with asyncio.TaskGroup() as loads:
-                tasks = [loads.create_task(self._load_or_lose(member, update, probe)) for member in self._fleet.live]
+                tasks = [loads.create_task(self._load_or_lose(member, update, probe)) for member in self._pool.live]
         finally:
             await self._rollouts.resume()
         done = [load for task in tasks if (load := task.result()) is not None]
-        self._fleet.require_any()
+        self._pool.require_any()
         self._require_alike(done, update)
         return PublishReport(
-            seconds=time.monotonic() - begun,
+            seconds=time.monotonic() - started,
             pause_seconds=max((load.pause_seconds for load in done), default=0.0),
             aborted=sum(load.aborted for load in done),
             frozen=sum(load.frozen for load in done),
@@ -206,7 +206,7 @@ class Publisher:
         """None if the replica died or was too slow."""
         late = f"did not load version {update.weights.version} (sync.timeout_s)"
         try:
-            async with self._fleet.calling(member, timeout_s=self._timeout_s, late=late):
+            async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
                 return await self._load(
                     member.replica, update, paused=None if probe is None else partial(probe, member)
                 )
@@ -214,10 +214,10 @@ class Publisher:
             return None
 
     async def _load(
-        self, replica: FleetReplica, update: WeightUpdate, *, paused: Callable[[], None] | None = None
+        self, replica: PoolReplica, update: WeightUpdate, *, paused: Callable[[], None] | None = None
     ) -> _Load:
-        begun, aborted, frozen = time.monotonic(), 0, 0
-        kv: KeptKV = "recompute"
+        started, aborted, frozen = time.monotonic(), 0, 0
+        kv: KVPolicy = "recompute"
         await replica.pause()
         if paused is not None:
             paused()
@@ -238,7 +238,7 @@ class Publisher:
         return _Load(
             replica=replica.name,
             checksum=checksum,
-            pause_seconds=time.monotonic() - begun,
+            pause_seconds=time.monotonic() - started,
             aborted=aborted,
             frozen=frozen,
         )

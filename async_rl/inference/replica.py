@@ -23,7 +23,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
-KeptKV = Literal["keep", "recompute"]
+KVPolicy = Literal["keep", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Replica(Protocol):
         """
         ...
 
-    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         """Load new weights while the replica is paused and every request in flight is frozen.
 
         Rows and logprobs of earlier tokens stay unchanged.

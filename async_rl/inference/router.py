@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from agent_loop.engine import GenerateRequest, ReplicaLostError
-from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from message_queue.tokens import TokenOutput
 
 MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is dispatched as a new one
@@ -27,7 +27,7 @@ MAX_EXCESS, MAX_AHEAD = 1.25, 2
 
 
 class ReplicaRouter:
-    """An Engine over the replicas of a fleet.
+    """An Engine over the replicas of a pool.
 
     Sticky per session, so that a turn finds its prefix cache. When a replica fails, its requests are sent unchanged to
     another replica: none had returned a result, so held tokens, versions and rows are those of the request.
@@ -37,8 +37,8 @@ class ReplicaRouter:
             MAX_AHEAD); inf: always.
     """
 
-    def __init__(self, replicas: ReplicaFleet | Sequence[FleetReplica], *, max_excess: float = MAX_EXCESS) -> None:
-        self._fleet = ReplicaFleet.of(replicas)
+    def __init__(self, replicas: ReplicaPool | Sequence[PoolReplica], *, max_excess: float = MAX_EXCESS) -> None:
+        self._pool = ReplicaPool.of(replicas)
         self._max_excess = max_excess
         self._home: OrderedDict[str, Member] = OrderedDict()
 
@@ -49,13 +49,13 @@ class ReplicaRouter:
             ReplicaLostError: no replica is left; names every replica with its reason.
         """
         while True:
-            member = self._choose(request.session, await self._fleet.serving())
+            member = self._choose(request.session, await self._pool.serving())
             member.in_flight += 1
             try:
-                async with self._fleet.calling(member):
+                async with self._pool.calling(member):
                     answer = await member.replica.generate(request)
             except ReplicaLostError:
-                continue  # `calling` removed it from the fleet
+                continue  # `calling` removed it from the pool
             else:
                 return answer
             finally:

@@ -40,7 +40,7 @@ def cut_into_segments(
     Args:
         token_ids: int32 [n], the sampled tokens.
         logprobs: float32 [n], their logprobs.
-        routed_experts: rows `request.rows_held` .. len(request.token_ids) + n - 2; None if no rows are captured.
+        routed_experts: rows `request.existing_rows` .. len(request.token_ids) + n - 2; None if no rows are captured.
         spans: (weights, number of tokens that they sampled) in order, n tokens in total; [(weights, 0)] if n is 0.
         stop_reason: stop reason of the last segment; earlier segments end with ABORT.
         replica: name of the replica.
@@ -58,9 +58,9 @@ def cut_into_segments(
         last = number == len(spans) - 1
         rows = None
         if routed_experts is not None and count:
-            end = len(request.token_ids) + start + count - 1 - request.rows_held
+            end = len(request.token_ids) + start + count - 1 - request.existing_rows
             rows = RoutedExperts(
-                first_position=request.rows_held + row,
+                first_position=request.existing_rows + row,
                 experts=routed_experts.experts[row:end],
                 unavailable=routed_experts.unavailable if number == 0 else 0,
             )
@@ -91,7 +91,7 @@ def continued(request: GenerateRequest, segments: Sequence[TokenOutput]) -> Gene
         request,
         token_ids=token_ids,
         max_new_tokens=request.max_new_tokens - sum(map(len, sampled)),
-        rows_held=len(token_ids) - 1 if captured else request.rows_held,
+        existing_rows=len(token_ids) - 1 if captured else request.existing_rows,
     )
 
 
@@ -117,8 +117,8 @@ def _check_extent(
     if routed_experts is None:
         return
     end = len(request.token_ids) + sampled - 1
-    if (routed_experts.first_position, routed_experts.end_position) != (request.rows_held, end):
+    if (routed_experts.first_position, routed_experts.end_position) != (request.existing_rows, end):
         raise ContractError(
             f"routed_experts has rows {routed_experts.first_position}..{routed_experts.end_position - 1}; "
-            f"the request needs {request.rows_held}..{end - 1}"
+            f"the request needs {request.existing_rows}..{end - 1}"
         )

@@ -1,6 +1,6 @@
 """Replaces failed replicas while the run continues.
 
-    fleet: a replica fails -> start another in its place -> it loads the newest weights -> it joins the fleet
+    pool: a replica fails -> start another in its place -> it loads the newest weights -> it joins the pool
 
 Requests in flight on the failed replica move to another one at once. If none is left, they wait for the new one.
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from agent_loop.engine import EngineError
 from async_rl.files.logs import with_notes
-from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publisher import Publisher
 
 
@@ -53,8 +53,8 @@ class RestartLimit:
         return True
 
 
-class StartsReplica(Protocol):
-    def __call__(self, lost: FleetReplica, /, *, slot: int, name: str) -> Awaitable[FleetReplica]:
+class ReplicaFactory(Protocol):
+    def __call__(self, lost: PoolReplica, /, *, slot: int, name: str) -> Awaitable[PoolReplica]:
         """Remove the remains of `lost` and start a replica called `name` in its place.
 
         Raises:
@@ -72,34 +72,34 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: ReplicaFleet,
+        pool: ReplicaPool,
         publisher: Publisher,
         *,
-        start: StartsReplica,
+        start: ReplicaFactory,
         config: SupervisionConfig,
         note: Callable[[str], None],
     ) -> None:
-        self._fleet = fleet
+        self._pool = pool
         self._publisher = publisher
         self._start = start
-        self._limits = [RestartLimit(config) for _ in fleet.live]
+        self._limits = [RestartLimit(config) for _ in pool.live]
         """One per slot, so that the failure of one node uses up no restarts of replicas on others."""
         self._cut_off: set[Member] = set()  # members whose counted restart was interrupted
         self._note = note
-        self._num_names = len(fleet.live)
+        self._num_names = len(pool.live)
         if config.max_restarts:
-            fleet.supervise()
+            pool.supervise()
 
     async def busy_seconds(self) -> float:
-        """See ReplicaFleet."""
-        return await self._fleet.busy_seconds()
+        """See ReplicaPool."""
+        return await self._pool.busy_seconds()
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
         """Detect hanging replicas, and replace failed ones, forever."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._fleet.watch(every_s=every_s, timeout_s=timeout_s))
+            tasks.create_task(self._pool.watch(every_s=every_s, timeout_s=timeout_s))
             while True:
-                tasks.create_task(self._restart(await self._fleet.next_lost()))
+                tasks.create_task(self._restart(await self._pool.next_lost()))
 
     # ---- inside
 
@@ -108,7 +108,7 @@ class Supervisor:
             await self._replace(member)
         except asyncio.CancelledError:
             self._cut_off.add(member)
-            self._fleet.put_back(member)  # for the next `watch`
+            self._pool.put_back(member)  # for the next `watch`
             raise
 
     async def _replace(self, member: Member) -> None:
@@ -129,4 +129,4 @@ class Supervisor:
             f"replica {lost} is not restarted: {limit.max_restarts} restarts within "
             f"{limit.window_s:g} s (supervision.max_restarts)"
         )
-        self._fleet.give_up()
+        self._pool.give_up()

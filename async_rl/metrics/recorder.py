@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 from async_rl.files.atomic_dir import make_folder, sync_path
 from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.registry import METRICS, metric_of
-from async_rl.metrics.truncation import ENDED_UNSEEN, missing_records, rewind, unseen_groups
+from async_rl.metrics.truncation import ENDED_UNRECORDED, missing_records, truncate_records, unrecorded_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Recorder:
         self._scalars = scalars
         self.lengths = Lengths()
 
-    def go_on_after(
+    def resume_after(
         self, train_step: int, *, next_group: int, live: Collection[int], trained: int | None = None
     ) -> None:
         """Prepare the records for resuming after `train_step`.
@@ -129,14 +129,14 @@ class Recorder:
         """
         self._close_files()
         lost = [] if trained is None else missing_records(self._directory, train_step=train_step, trained=trained)
-        rewind(self._directory, train_step=train_step, next_group=next_group, live=live)
+        truncate_records(self._directory, train_step=train_step, next_group=next_group, live=live)
         self._open()
-        unseen = unseen_groups(self._directory, next_group=next_group, live=live, lost=bool(lost))
-        self.ledger(unseen)
+        unrecorded = unrecorded_groups(self._directory, next_group=next_group, live=live, lost=bool(lost))
+        self.ledger(unrecorded)
         for text in lost:
             self.warn(text)
-        if unseen and not lost:
-            self.note(f"added {len(unseen)} groups to ledger.jsonl as dropped: each {ENDED_UNSEEN}")
+        if unrecorded and not lost:
+            self.note(f"added {len(unrecorded)} groups to ledger.jsonl as dropped: each {ENDED_UNRECORDED}")
 
     def sync(self) -> None:
         """Return when all records so far survive a power loss. Blocks; may be called in a thread.

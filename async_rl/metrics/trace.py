@@ -36,12 +36,12 @@ class Trace:
             count = self._num_lanes[track] = self._num_lanes.get(track, 0) + 1
             free.append(count - 1)
         lane = heapq.heappop(free)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             yield
         finally:
             heapq.heappush(free, lane)
-            self._add(track, lane, name, begun, time.monotonic(), args)
+            self._add(track, lane, name, started, time.monotonic(), args)
 
     def write(self) -> None:
         """Write the file."""
@@ -50,7 +50,7 @@ class Trace:
         document = {"traceEvents": self._events, "otherData": {"spans_not_kept": self._lost}}
         self._path.write_text(json.dumps(document))
 
-    def _add(self, track: str, lane: int, name: str, begun: float, ended: float, args: dict[str, Any]) -> None:
+    def _add(self, track: str, lane: int, name: str, started: float, ended: float, args: dict[str, Any]) -> None:
         if len(self._events) >= MAX_EVENTS:
             self._lost += 1
             return
@@ -61,8 +61,8 @@ class Trace:
                 "cat": track,
                 "pid": track,
                 "tid": f"{track} {lane}",
-                "ts": round((begun - self._origin) * 1e6),
-                "dur": round((ended - begun) * 1e6),
+                "ts": round((started - self._origin) * 1e6),
+                "dur": round((ended - started) * 1e6),
                 "args": args,
             }
         )

@@ -11,12 +11,14 @@ from typing import Any, cast
 
 from async_rl.files.jsonl import read_lines
 
-ENDED_UNSEEN = "ended before it was recorded: the run was killed"
+ENDED_UNRECORDED = "ended before it was recorded: the run was killed"
 RECORD_LOST = "record missing: the group was trained before the checkpoint or dropped; the file is incomplete"
 STEP_FILES = ("metrics.jsonl", "schedule.jsonl")
 
 
-def rewind(directory: Path, *, train_step: int, next_group: int | None = None, live: Collection[int] = ()) -> None:
+def truncate_records(
+    directory: Path, *, train_step: int, next_group: int | None = None, live: Collection[int] = ()
+) -> None:
     """Remove records that do not belong to the checkpoint of `train_step`; each file is replaced atomically.
 
     metrics.jsonl, validation.jsonl and schedule.jsonl keep lines up to `train_step`. ledger.jsonl keeps groups that
@@ -42,8 +44,8 @@ def rewind(directory: Path, *, train_step: int, next_group: int | None = None, l
 def missing_records(directory: Path, *, train_step: int, trained: int) -> list[str]:
     """Describe records that are missing although the checkpoint includes them, one sentence per file.
 
-    Call this before `rewind`. Records are synced before the checkpoint is written, so they are missing only if a file
-    was changed or the disk failed. A line of metrics.jsonl covers the `optimizer_steps` steps up to its `train_step`;
+    Call this before `truncate_records`. Records are synced before the checkpoint is written: they are missing only if a
+    file was changed or the disk failed. A line of metrics.jsonl covers the `optimizer_steps` steps up to its `train_step`;
     with the lines (train_step=2, optimizer_steps=2) and (6, 2) and a checkpoint of step 6 the steps 3 and 4 are
     missing. Steps before the first line are not expected, because they may be in the directory of another run.
 
@@ -69,7 +71,7 @@ def missing_records(directory: Path, *, train_step: int, trained: int) -> list[s
     return [f"{text}, {why}. The run continues without these records" for text in lost]
 
 
-def unseen_groups(
+def unrecorded_groups(
     directory: Path, *, next_group: int, live: Collection[int], lost: bool = False
 ) -> list[dict[str, Any]]:
     """Ledger records for groups that ended without one because the run was killed; their outcome is `dropped`.
@@ -87,7 +89,7 @@ def unseen_groups(
             "group": group,
             "admitted_version": None,
             "outcome": "dropped",
-            "reason": RECORD_LOST if lost else ENDED_UNSEEN,
+            "reason": RECORD_LOST if lost else ENDED_UNRECORDED,
             "train_step": None,
             "segments": None,
             "tokens": None,

@@ -19,7 +19,7 @@ from typing import Protocol
 from agent_loop.loop import Prompt
 from async_rl.files.logs import with_notes
 from async_rl.inference.notifier import Notifier
-from async_rl.inference.pool import FleetReplica, Member, ReplicaFleet
+from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
 from async_rl.metrics.recorder import ValidationResult
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
@@ -59,12 +59,12 @@ class Worker(Protocol):
     async def pause_tools(self) -> None: ...
     async def resume_tools(self) -> None: ...
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound: ...
-    async def follow(self, replicas: Sequence[FleetReplica]) -> None: ...
+    async def follow(self, replicas: Sequence[PoolReplica]) -> None: ...
     async def events(self) -> list[WorkerEvent]: ...
     async def end(self) -> None: ...
 
 
-class ReplacesWorkers(Protocol):
+class WorkerFactory(Protocol):
     """Starts and ends the processes of workers."""
 
     async def remove_worker(self, lost: Worker) -> None:
@@ -96,7 +96,7 @@ class Dispatcher:
     """Rollouts of a run, on one or more workers.
 
     Args:
-        fleet: the replicas; workers in other processes follow every change.
+        pool: the replicas; workers in other processes follow every change.
         processes: starts and ends worker processes; None if no worker can fail.
         config: bounds on restarts, for each worker on its own.
         note: called with each text for the user.
@@ -109,8 +109,8 @@ class Dispatcher:
         self,
         workers: Sequence[Worker],
         *,
-        fleet: ReplicaFleet,
-        processes: ReplacesWorkers | None = None,
+        pool: ReplicaPool,
+        processes: WorkerFactory | None = None,
         config: SupervisionConfig | None = None,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
@@ -119,7 +119,7 @@ class Dispatcher:
         self._num_names = len(workers)
         self._processes = processes
         self._note = note
-        self._fleet = fleet
+        self._pool = pool
         self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
         self._held: dict[int, Sequence[Trajectory]] = {}  # content of groups of failed workers, once read
@@ -282,16 +282,16 @@ class Dispatcher:
                     self._note(event)
 
     def _lose_replica(self, lost: LostReplica) -> None:
-        for member in self._fleet.members:
+        for member in self._pool.members:
             if member.name == lost.name:
-                self._fleet.lose(member, reason=lost.reason, notes=lost.notes)
+                self._pool.lose(member, reason=lost.reason, notes=lost.notes)
 
     async def _follow(self) -> None:
         """Have the workers use the live replicas."""
         while True:
-            live = self._fleet.live_or_none
+            live = self._pool.live_or_none
             if live == self._followed:
-                await self._fleet.changed.wait()
+                await self._pool.changed.wait()
             else:
                 self._followed = live
                 await self._all(lambda worker, of=live: worker.follow([member.replica for member in of]))
@@ -321,7 +321,7 @@ class Dispatcher:
         if not self._live and not self._num_awaited:
             raise error
 
-    async def _start_successor(self, processes: ReplacesWorkers, lost: _Member) -> _Member | None:
+    async def _start_successor(self, processes: WorkerFactory, lost: _Member) -> _Member | None:
         """A live worker in the place of a failed one; None if no restart is left."""
         while lost.may_restart or self._limits[lost.slot].allows_one_more():
             lost.may_restart = True
@@ -342,7 +342,7 @@ class Dispatcher:
                 continue
             self._live.append(member := _Member(worker, lost.slot))
             self._followed = None
-            self._fleet.changed.notify_all()
+            self._pool.changed.notify_all()
             self._changed.notify_all()
             return member
         return None

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from async_rl.inference.notifier import Notifier
-from message_queue.progress import CallBegun, RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 
@@ -42,14 +42,14 @@ class NoRolloutLog:
         return
 
 
-class StoresRecords(Protocol):
+class RecordStore(Protocol):
     async def append(self, records: Sequence[RolloutRecord]) -> None: ...
 
 
 class StoredRolloutLog:
     """Stores records in order; records that arrive during a call are sent together in the next one."""
 
-    def __init__(self, store: StoresRecords) -> None:
+    def __init__(self, store: RecordStore) -> None:
         self._store = store
         self._waiting: list[RolloutRecord] = []
         self._num_appended = self._num_written = 0
@@ -129,7 +129,7 @@ class RecordedTrajectory(CountedTrajectory):
 
     async def begin_call(self, call: str) -> None:
         """See Trajectory. The call is stored when this returns."""
-        self._record(len(self), CallBegun(call))
+        self._record(len(self), CallStarted(call))
         if self._flush is not None:
             await self._flush()
 

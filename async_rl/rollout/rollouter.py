@@ -190,8 +190,8 @@ class Rollouter:
     def _trajectories(self, group: int, held: Sequence[Trajectory]) -> list[Trajectory]:
         """All trajectories of a group, with their held content."""
         self.tokens.add(group, sum(t.num_sampled for t in held))
-        begun = held or [self._new_trajectory() for _ in range(self._n)]
-        return [self._watched(group, number, trajectory) for number, trajectory in enumerate(begun)]
+        started = held or [self._new_trajectory() for _ in range(self._n)]
+        return [self._watched(group, number, trajectory) for number, trajectory in enumerate(started)]
 
     def _new_trajectory(self) -> Trajectory:
         return Trajectory(routing=self._routing, resume_routing=self._resume_routing)

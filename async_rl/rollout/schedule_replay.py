@@ -1,4 +1,4 @@
-"""Timing of the events of a run: as early as possible (`Free`), or as in the schedule of another run (`Conductor`).
+"""Timing of a run's events: as early as possible (`NoReplay`), or as in another run's schedule (`ScheduleReplay`).
 
     admit  a group starts on weights with the same number of updates as its counterpart in the schedule
     decode a trajectory samples as many tokens under each version as its counterpart, then waits for the next version;
@@ -6,7 +6,7 @@
     load   weights are loaded after all tokens of the versions before them were sampled
     put    a group reaches the queue after the batches before its own were taken
 
-A trajectory that ends earlier than its counterpart samples fewer tokens. The conductor reproduces aborts without
+A trajectory that ends earlier than its counterpart samples fewer tokens. The replay reproduces aborts without
 aborting: a decode requests only the tokens that are left under the current weights, and a segment that ends at this
 limit counts as aborted.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from agent_loop.engine import Engine, GenerateRequest
 from agent_loop.loop import AgentLoop, Prompt
@@ -26,16 +25,14 @@ from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, Trajectory
 
 
-class Conducts(Protocol):
-    """Calls of the pipeline before and after each event.
+class NoReplay:
+    """Calls of the controller before and after each event of a run. Here every event happens as early as possible.
 
     Prompts are named by their index, weights by the number of optimizer updates they hold.
     """
 
-    @property
-    def free(self) -> bool:
-        """Whether events happen as early as possible, so that there is a schedule to record."""
-        ...
+    free = True
+    """Whether events happen as early as possible, so that there is a schedule to record."""
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
         """Continue open `groups`, after `train_step` and the admission of all prompts before `cursor`.
@@ -43,65 +40,37 @@ class Conducts(Protocol):
         Args:
             updates: `param_version` -> optimizer updates.
         """
-        ...
 
-    async def may_admit(self, prompt: int) -> None: ...
-    def admitted(self, admission: Admission) -> None: ...
-    async def may_put(self, prompt: int) -> None: ...
-    def taken(self) -> None: ...
-    async def may_load(self, update: int) -> None: ...
-    def loaded(self, update: int) -> None: ...
-    def dropped(self, group: int, *, reason: str) -> None: ...
+    async def may_admit(self, prompt: int) -> None:
+        """Wait until the prompt may be admitted."""
+
+    def admitted(self, admission: Admission) -> None:
+        """A group was admitted."""
+
+    async def may_put(self, prompt: int) -> None:
+        """Wait until the finished group of a prompt may be put."""
+
+    def taken(self) -> None:
+        """A batch was taken."""
+
+    async def may_load(self, update: int) -> None:
+        """Wait until the weights may be loaded."""
+
+    def loaded(self, update: int) -> None:
+        """Every replica serves the weights."""
+
+    def dropped(self, group: int, *, reason: str) -> None:
+        """A group was dropped."""
 
     def finish(self) -> None:
         """Admissions have ended; weights that wait may be loaded."""
-        ...
 
     def engine(self, engine: Engine) -> Engine:
         """Engine on which rollouts decode."""
-        ...
-
-    def loop(self, loop: AgentLoop) -> AgentLoop:
-        """Agent loop that rolls out prompts."""
-        ...
-
-
-class Free:
-    """Every event happens as early as possible."""
-
-    free = True
-
-    def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
-        return
-
-    async def may_admit(self, prompt: int) -> None:
-        return
-
-    def admitted(self, admission: Admission) -> None:
-        return
-
-    async def may_put(self, prompt: int) -> None:
-        return
-
-    def taken(self) -> None:
-        return
-
-    async def may_load(self, update: int) -> None:
-        return
-
-    def loaded(self, update: int) -> None:
-        return
-
-    def dropped(self, group: int, *, reason: str) -> None:
-        return
-
-    def finish(self) -> None:
-        return
-
-    def engine(self, engine: Engine) -> Engine:
         return engine
 
     def loop(self, loop: AgentLoop) -> AgentLoop:
+        """Agent loop that rolls out prompts."""
         return loop
 
 
@@ -115,7 +84,7 @@ class _Part:
     """Tokens still to be sampled under these weights."""
 
 
-class Conductor:
+class ScheduleReplay(NoReplay):
     """Keeps a run to a schedule. A prompt's index is its position in it; see `RunSchedule.order`.
 
     Args:
@@ -138,7 +107,7 @@ class Conductor:
     # ---- calls of the pipeline
 
     def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
-        """See Conducts."""
+        """See NoReplay."""
         self._num_taken, self._num_admitted = train_step // self._schedule.updates_per_batch, cursor
         self._parts.clear()
         for group in groups:
@@ -187,7 +156,7 @@ class Conductor:
         raise ScheduleError(f"group {group} was dropped in a run that keeps to a schedule: {reason}")
 
     def finish(self) -> None:
-        """See Conducts."""
+        """See NoReplay."""
         self._finished = True
         self._changed.notify_all()
 
@@ -195,11 +164,11 @@ class Conductor:
 
     def engine(self, engine: Engine) -> Engine:
         """An engine that stops each trajectory at its scheduled token counts, and waits for the next weights."""
-        return _ConductedEngine(engine, self)
+        return _ReplayedEngine(engine, self)
 
     def loop(self, loop: AgentLoop) -> AgentLoop:
         """An agent loop that reports the end of each trajectory."""
-        return _ConductedLoop(loop, self)
+        return _ReplayedLoop(loop, self)
 
     async def generate(self, engine: Engine, request: GenerateRequest) -> list[TokenOutput]:
         """See `agent_loop.engine.Engine.generate`. Sessions without a schedule pass unchanged."""
@@ -243,23 +212,23 @@ class Conductor:
             await self._changed.wait()
 
 
-class _ConductedEngine:
-    def __init__(self, engine: Engine, conductor: Conductor) -> None:
+class _ReplayedEngine:
+    def __init__(self, engine: Engine, schedule_replay: ScheduleReplay) -> None:
         self._engine = engine
-        self._conductor = conductor
+        self._schedule_replay = schedule_replay
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        return await self._conductor.generate(self._engine, request)
+        return await self._schedule_replay.generate(self._engine, request)
 
 
-class _ConductedLoop:
-    def __init__(self, loop: AgentLoop, conductor: Conductor) -> None:
+class _ReplayedLoop:
+    def __init__(self, loop: AgentLoop, schedule_replay: ScheduleReplay) -> None:
         self._loop = loop
-        self._conductor = conductor
+        self._schedule_replay = schedule_replay
 
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
         await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
-        self._conductor.ended(session)
+        self._schedule_replay.ended(session)
 
 
 def _rest(spans: Sequence[Span], sampled: Sequence[Span]) -> list[Span]:

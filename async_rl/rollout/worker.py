@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
-from async_rl.inference.pool import FleetReplica, ReplicaFleet
+from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
@@ -51,14 +51,14 @@ WorkerEvent = str | LostReplica
 
 
 class RolloutWorker:
-    """Lives on one event loop; each call is made by the dispatcher.
+    """RecoveryLoop on one event loop; each call is made by the dispatcher.
 
     Args:
         name: name of the worker.
         rollouter: makes a rollouter that writes to the given log; with None it stores nothing.
         validator: rolls out held-out prompts; None if there are none.
         gate: gate before each tool call.
-        fleet: this worker's view of the replicas.
+        pool: this worker's view of the replicas.
         replies_s: longest wait of a flush for the replies of replicas.
     """
 
@@ -69,7 +69,7 @@ class RolloutWorker:
         rollouter: Callable[[RolloutLog | None], Rollouter],
         validator: Validator | None,
         gate: PauseGate,
-        fleet: ReplicaFleet,
+        pool: ReplicaPool,
         replies_s: float,
     ) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class RolloutWorker:
         self._rollouter = rollouter(None)
         self._validator = validator
         self._gate = gate
-        self._fleet = fleet
+        self._pool = pool
         self._writer: ContentWriter | None = None
         self._rolls: dict[int, asyncio.Task[object]] = {}
         self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
@@ -122,7 +122,7 @@ class RolloutWorker:
         """Return once all engine answers so far are stored, except those of a silent replica."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._replies_s):
-                await self._fleet.busy_seconds()  # these replies come after those of all requests that have ended
+                await self._pool.busy_seconds()  # these replies come after those of all requests that have ended
         for _ in range(APPEND_TURNS):
             await asyncio.sleep(0)
         await self._rollouter.flush()
@@ -145,8 +145,8 @@ class RolloutWorker:
         assert self._validator is not None
         return await self._validator.run(prompts, number=number)
 
-    async def follow(self, replicas: Sequence[FleetReplica]) -> None:
-        """Use exactly these replicas; no effect here, because a worker in the driver's process shares its fleet."""
+    async def follow(self, replicas: Sequence[PoolReplica]) -> None:
+        """Use exactly these replicas; no effect here, because a worker in the driver's process shares its pool."""
 
     async def events(self) -> list[WorkerEvent]:
         """Events since the last call, as soon as there is one."""

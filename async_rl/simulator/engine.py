@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
 from async_rl.inference.checks import kept_tokens
-from async_rl.inference.replica import Flight, KeptKV, ReplicaStats, RequestGate
+from async_rl.inference.replica import Flight, KVPolicy, ReplicaStats, RequestGate
 from async_rl.inference.spans import cut_into_segments
 from async_rl.simulator import model
 from async_rl.simulator.trainer import INITIAL
@@ -87,7 +87,7 @@ class SimulatedReplica:
             flight.moved.set()
         return frozen
 
-    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
         self._gate.suspect(f"version {update.weights.version} was not loaded whole")
         kind, late_s = self._world.fault(f"load/{self.name}")
@@ -158,14 +158,14 @@ class SimulatedReplica:
             self._gate.check_alive()
             if decode.flight.abort_requested and not decode.stuck:
                 return StopReason.ABORT
-            begun, by, planned = loop.time(), self._weights, list[int]()
+            started, by, planned = loop.time(), self._weights, list[int]()
             weights, ahead = model.weights(by.digest), decode.context[-1]
             while len(sampled) + len(planned) < most and (not planned or planned[-1] != model.END):
                 planned.append(weights.token(ahead, session, calls=calls))
                 ahead = model.after(ahead, planned[-1])
             whole = await _whole_wait(decode.flight, None if decode.stuck else len(planned) * self._token_s)
             self._gate.check_alive()
-            count = len(planned) if whole else min(len(planned), int((loop.time() - begun) / self._token_s))
+            count = len(planned) if whole else min(len(planned), int((loop.time() - started) / self._token_s))
             for token in planned[: 0 if decode.stuck else count]:
                 sampled.append((token, by))
                 decode.context.append(model.after(decode.context[-1], token))
@@ -176,7 +176,7 @@ class SimulatedReplica:
     def _segments(self, decode: _Decode, reason: StopReason) -> list[TokenOutput]:
         """The answer: tokens, logprobs, kept tokens and rows of the weights that made them."""
         request, context = decode.request, decode.context
-        start, held, rows = len(request.token_ids), request.rows_held, None
+        start, held, rows = len(request.token_ids), request.existing_rows, None
         samplers = [by for _, by in decode.sampled]
         if samplers:
             owners = [samplers[max(0, p + 1 - start)] for p in range(held, len(context) - 1)]

@@ -16,7 +16,7 @@ from async_rl.rollout.group_contents import StoredContent
 from async_rl.simulator.violations import require
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
-from message_queue.progress import CallBegun, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, RolloutRecord, Sampled, TrajectoryClosed
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
@@ -93,7 +93,7 @@ class GroupAccount:
                 excused = cause == "rollout failed" and self._world.may_drop
                 allowed = excused or cause in _REASONS[self._config.staleness.policy]
                 require("failure", allowed, "group {} was dropped: {}", event.group, event.reason)
-                self._dropped(event.group, requeue=event.requeue, hopeless=False)
+                self._dropped(event.group, requeue=event.requeue, expired=False)
                 if not event.requeue and cause == "expired" and self._config.staleness.policy == "recycle":
                     prompt = self.admissions[event.group].prompt
                     times = self._times_requeued(prompt)
@@ -120,9 +120,9 @@ class GroupAccount:
         require("exactly once", fresh, "group {} was admitted before", admission.group)
         self.admissions[admission.group] = admission
 
-    def _dropped(self, group: int, *, requeue: bool, hopeless: bool) -> None:
+    def _dropped(self, group: int, *, requeue: bool, expired: bool) -> None:
         self._ends[group] = "requeued" if requeue else "dropped"
-        if requeue and not hopeless:
+        if requeue and not expired:
             prompt = self.admissions[group].prompt
             times, most = self._times_requeued(prompt), self._config.staleness.max_recycles
             require("exactly once", times <= most, "prompt {} recycled {} times", prompt, times)
@@ -154,7 +154,7 @@ class GroupAccount:
         """Records of the content are written."""
         for record in records:
             what = record.what.segment if isinstance(record.what, Sampled) else record.what
-            length = record.at + (0 if isinstance(what, TrajectoryClosed | CallBegun) else len(what))
+            length = record.at + (0 if isinstance(what, TrajectoryClosed | CallStarted) else len(what))
             self._stored.setdefault(record.group, {})[record.trajectory] = length, isinstance(what, TrajectoryClosed)
 
     def trained(self, groups: tuple[int, ...], *, train_step: int, tokens: int) -> None:
@@ -307,6 +307,6 @@ class GroupAccount:
             excused = bool(self._damaged) if waits else age > bound
             require("failure", excused, "{} is dropped by a restart under {}", admission, policy)
             requeue = admission.prompt in restored.waiting
-            self._dropped(group, requeue=requeue, hopeless=waits)
+            self._dropped(group, requeue=requeue, expired=waits)
         noted = not restored.given_up or any("dropped" in note for note in restored.notes)
         require("failure", noted, "groups {} are dropped without a note", sorted(restored.given_up))

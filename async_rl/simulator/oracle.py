@@ -171,7 +171,7 @@ class Oracle:
             case Loaded(version=version):
                 require("versions", self._served <= version, "serves {} after {}", version, self._served)
                 require("versions", version <= self._published, "serves {}, published {}", version, self._published)
-                members = () if self._world.run is None else self._world.run.fleet.live_or_none
+                members = () if self._world.run is None else self._world.run.pool.live_or_none
                 late = [member.name for member in members if self._loaded.get(member.name, -1) < version]
                 require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
                 self._served = version

@@ -14,14 +14,14 @@ from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rollout_workers import WorkerHandle, addresses, build_remote_worker
-from async_rl.controller.recovery import Lasting, Lives, supervised
+from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
-from async_rl.inference.pool import FleetReplica, ReplicaFleet
+from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.replica import Replica
 from async_rl.metrics.recorder import Recorder, StepRecord, ValidationResult
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
-from async_rl.rollout.schedule_replay import Free
+from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.task import TaskConfig
 from async_rl.simulator import model
 from async_rl.simulator.engine import SimulatedReplica
@@ -89,19 +89,19 @@ class Run:
         self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
         self.trainer = SimulatedTrainer(world)
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(len(scenario.token_s))]
-        self.fleet = ReplicaFleet(replicas, on_lost=self.recorder.warn)
+        self.pool = ReplicaPool(replicas, on_lost=self.recorder.warn)
         rollouts = self.rollouts = WatchedDispatcher(
             [self._worker(f"worker-{slot}") for slot in range(config.rollout.workers)],
-            fleet=self.fleet,
+            pool=self.pool,
             processes=self,
             config=config.supervision,
             note=self.recorder.warn,
         )
         publisher, supervisor = supervised(
-            config, self.fleet, rollouts=rollouts, start=self.replace_replica, recorder=self.recorder
+            config, self.pool, rollouts=rollouts, start=self.replace_replica, recorder=self.recorder
         )
-        lasting = Lasting(
-            workers=self,
+        run_parts = RunParts(
+            processes=self,
             publisher=publisher,
             replicas=supervisor,
             rollouts=rollouts,
@@ -109,16 +109,16 @@ class Run:
             recorder=self.recorder,
             trace=Trace(None),
             weights_directory=world.directory / "weights",
-            conductor=Free(),
+            schedule_replay=NoReplay(),
         )
         order = SimulatedTask(config.task.options, seed=config.seed)
         held_out = [order.train_prompt(900 + i) for i in range(config.validation.prompts)]
-        self.lives = Lives(config, lasting, order=order, held_out=held_out, resume=resume)
+        self.recovery = RecoveryLoop(config, run_parts, order=order, held_out=held_out, resume=resume)
 
     async def go(self) -> bool:
-        """Run to the end or to what stops it, as `Program.run` does."""
+        """Run to the end or to what stops it, as `Launcher.run` does."""
         try:
-            return await self.lives.run(self.trainer)
+            return await self.recovery.run(self.trainer)
         finally:
             self.recorder.close()
 
@@ -134,7 +134,7 @@ class Run:
             for file in process.files:
                 file.release()
 
-    # ---- parts that may be lost; see `async_rl.controller.processes.Workers`
+    # ---- parts that may be lost; see `async_rl.controller.processes.Processes`
 
     async def start_queue(self) -> _Queue:
         config = self._config
@@ -151,7 +151,7 @@ class Run:
         self.trainer = SimulatedTrainer(self._world)
         return self.trainer
 
-    async def replace_replica(self, lost: FleetReplica, /, *, slot: int, name: str) -> ReplicaHandle:
+    async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaHandle:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(START_S)
         kind, _ = self._world.fault("start")
@@ -162,23 +162,23 @@ class Run:
     async def remove_worker(self, lost: Worker) -> None:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(LINGER_S)
-        for member in self.fleet.live_or_none:
+        for member in self.pool.live_or_none:
             try:
-                async with self.fleet.calling(member):
+                async with self.pool.calling(member):
                     await cast(ReplicaHandle, member.replica).forget_client(lost.name)
             except EngineError:
                 self.processes[member.name].die("killed by the driver")
 
     async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
         await asyncio.sleep(START_S)
-        await self.fleet.serving()
+        await self.pool.serving()
         return self._worker(name)
 
     # ---- processes
 
     def _worker(self, name: str) -> WorkerHandle:
         host = RolloutHost()
-        replicas = addresses([member.replica for member in self.fleet.live])
+        replicas = addresses([member.replica for member in self.pool.live])
         host.serve(*build_remote_worker(self._config, name=name, checkpoint=Path(), replicas=replicas))
         actor = cast(Any, self._process(name, host))
         return WorkerHandle(actor, name=name, timeout_s=CALL_S, stop_timeout_s=STOP_S)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.publisher import OnUpdate
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.replica import KVPolicy
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.trajectory import ResumeRouting
 
@@ -39,7 +39,7 @@ class Fault:
 
 Cost = Literal["nothing", "run", "part", "worker", "replica", "disk"]
 """What may be lost: the run stops; the trainer or the queue, or a rollout worker, which the run survives as often as
-`supervision` allows; a replica, which leaves the fleet; the disk: the run stops with an error that names the journal.
+`supervision` allows; a replica, which leaves the pool; the disk: the run stops with an error that names the journal.
 """
 
 
@@ -250,7 +250,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         "rollout.trajectories_per_group": group_size,
         "rollout.failure.on_failed": policies.choice(("drop", "drop", "fill")),
         "rollout.on_update": on_update,
-        "rollout.kv": draw.choice(get_args(KeptKV)) if on_update == "keep" else "recompute",
+        "rollout.kv": draw.choice(get_args(KVPolicy)) if on_update == "keep" else "recompute",
         "rollout.resume_routing": draw.choice(("append", "append", *get_args(ResumeRouting))),
         "rollout.sampling.top_p": 0.9 if seed % 6 == 5 else 1.0,
         "queue.max_ready": draw.choice((None, None, batch_groups, batch_groups + 2)),

@@ -58,7 +58,7 @@ class SimulatedTrainer:
         self._world.note("trainer", "export", version, self.digest)
         return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=weights)
 
-    async def hold(self) -> None:
+    async def snapshot_weights(self) -> None:
         """The simulation compares what engines sampled by itself, so nothing is scored."""
 
     async def score(self, batch: TrainingBatch) -> list[Tensor]:

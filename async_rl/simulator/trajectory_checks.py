@@ -31,7 +31,7 @@ class Rollout:
     kept: int = 0
     """Tokens that are not generated again."""
     interrupted: bool = False
-    """Whether a restart or the death of its worker came in between: a call that was begun is not made again then."""
+    """Whether a restart or the death of its worker came in between: a call that was started is not made again then."""
 
 
 class TrajectoryJudge:
@@ -168,10 +168,16 @@ class TrajectoryJudge:
                 owners = [next((v for v in versions[p + 1 :] if v >= 0), -1) for p in range(len(rows) - 1)]
                 candidates = [([owners], True)]
             case "replace":
-                missing, candidates = set[int](), [(self._passes(answers, versions, at=len(versions) - 1), True)]
+                missing, candidates = (
+                    set[int](),
+                    [(self._passes(answers, versions, at=len(versions) - 1), True)],
+                )
             case "split":
                 ends = _ends(in_loss, {len(answer.request.token_ids) for answer in answers})
-                missing, candidates = set[int](), [(self._passes(answers, versions, at=at), False) for at in ends]
+                missing, candidates = (
+                    set[int](),
+                    [(self._passes(answers, versions, at=at), False) for at in ends],
+                )
         for passes, ordered in candidates:
             wrong = [self._differs(rows, contexts, owners, missing, ordered) for owners in passes]
             require("rows", None in wrong, "{}: rows {} are of no forward pass that gave them", session, wrong)

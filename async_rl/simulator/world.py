@@ -1,6 +1,6 @@
 """The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
 
-driver     Lives, Resume, Pipeline, Dispatcher, Publisher, Supervisor, Recorder, Checkpoints               (real)
+driver     RecoveryLoop, Resume, Controller, Dispatcher, Publisher, Supervisor, Recorder, Checkpoints         (real)
 worker     RolloutHost, Rollouter, agent loops, router, ContentWriter (real) -> files, with faults of Disk
 messages   QueueClient, BatchingClient, handles (real) -> Process (simulated: late, never)
 queue      QueueHost, BatchingServer, EventJournal (real) -> SQLite files, with faults of Disk
@@ -245,7 +245,7 @@ class World:
             records = [json.loads(line) for line in (self.directory / "ledger.jsonl").read_text().splitlines()]
             self.judge(self.oracle.groups.check_records, records)
         elif error is not None and error != "killed":
-            lost = 0 if self.run is None else len(self.run.fleet.lost)
+            lost = 0 if self.run is None else len(self.run.pool.lost)
             held = self.scenario.may_end(error, fired=self.fired[fired:], lost=lost, disk_was_broken=disk_was_broken)
             self.judge(require, "failure", held, "the run failed, and nothing was broken that may end it: {}", error)
             await self._operate(error)
@@ -325,7 +325,7 @@ class World:
         if fault is not None and self.run is not None:
             self._happened(fault)
             if fault.kind == "stop is asked for":
-                self.run.lives.request_stop()
+                self.run.recovery.request_stop()
             else:
                 self.kill(fault.point.removeprefix("turn/"))
         since, turn = self._progress

@@ -130,7 +130,7 @@ def tensor_group() -> dist.ProcessGroup:
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """Pipeline parallelism: ranks with the stages of one copy of the model."""
+    """Controller parallelism: ranks with the stages of one copy of the model."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 

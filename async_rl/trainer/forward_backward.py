@@ -21,7 +21,7 @@ from async_rl.trainer.planning import UpdatePlan
 from async_rl.trainer.step import MicroBatch, Objective, ObjectiveKind, scheduled_loss
 
 
-class Passes:
+class ForwardBackward:
     """Runs micro-batches through this rank's part of the model. All methods are collective.
 
     Args:

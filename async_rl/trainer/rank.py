@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.export import export_pretrained, export_update
-from async_rl.trainer.forward_backward import Passes
+from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
@@ -72,7 +72,7 @@ class TrainerRank:
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
         self._held: ReferenceWeights | None = None  # weights of `score`
         self._planner = Planner(config=config, loss=loss)
-        self._passes = Passes(
+        self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
         )
 
@@ -106,10 +106,10 @@ class TrainerRank:
         planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
         if self._reference is not None:
             for _, micro_batches in planned:
-                self._passes.reference(micro_batches, self._reference)
+                self._forward_backward.reference(micro_batches, self._reference)
         if self._needs_proximal_pass:
             for _, micro_batches in planned:
-                self._passes.proximal(micro_batches)
+                self._forward_backward.proximal(micro_batches)
         trained, steps = iter(planned), list[tuple[float, float]]()
         for update in plan.updates:
             steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
@@ -131,9 +131,12 @@ class TrainerRank:
         assert update is not None
         micro_batches = self._micro_batches(plan, update, replay="none")
         grad_norm, lr = self._update(
-            update, micro_batches, self._passes.objective("supervised"), self._config.supervised_aux_loss_coefficient
+            update,
+            micro_batches,
+            self._forward_backward.objective("supervised"),
+            self._config.supervised_aux_loss_coefficient,
         )
-        counted = micro_batches if self._passes.counts_tokens else []
+        counted = micro_batches if self._forward_backward.counts_tokens else []
         here = [sum(float(mb.sums[name]) for mb in counted) for name in ("loss", "tokens")]
         sums = self._groups.sum_over_ranks(torch.tensor(here, dtype=torch.float64))
         return {"loss": sums[0].item(), "tokens": sums[1].item(), "grad_norm": grad_norm, "lr": lr}
@@ -147,10 +150,10 @@ class TrainerRank:
         (update,) = plan.updates
         assert update is not None
         micro_batches = self._micro_batches(plan, update)
-        found = self._passes.of_update(update, micro_batches, self._passes.logprobs(micro_batches))
+        found = self._forward_backward.of_update(update, micro_batches, self._forward_backward.logprobs(micro_batches))
         return list(found.to(torch.float32).split(batch.num_loss_tokens.tolist()))
 
-    def hold(self) -> None:
+    def snapshot_weights(self) -> None:
         """Copy the current weights for `score`, until the next `hold`."""
         if self._held is None:
             self._held = ReferenceWeights(self._model.chunks)
@@ -257,7 +260,7 @@ class TrainerRank:
 
     def _policy_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Run an update on a mini-batch; returns (gradient norm, learning rate)."""
-        objective = self._passes.policy_objective(update, micro_batches)
+        objective = self._forward_backward.policy_objective(update, micro_batches)
         return self._update(update, micro_batches, objective, self._config.aux_loss_coefficient)
 
     def _update(
@@ -270,7 +273,7 @@ class TrainerRank:
         """Run forward, backward and optimizer update; returns (gradient norm, learning rate)."""
         self._set_aux_loss(aux_loss_coefficient, rows=update.num_tokens)
         self._optimizer.zero_grad()
-        self._passes.train(micro_batches, objective)
+        self._forward_backward.train(micro_batches, objective)
         return self._optimizer.step()
 
     def _set_aux_loss(self, coefficient: float, *, rows: int) -> None:
@@ -282,7 +285,7 @@ class TrainerRank:
     ) -> dict[str, float]:
         """Metrics over all ranks for updates with `steps` (gradient norm, learning rate)."""
         sums = TokenSums(self._extra_columns, trajectories=trajectories)
-        for micro_batch in micro_batches if self._passes.counts_tokens else ():
+        for micro_batch in micro_batches if self._forward_backward.counts_tokens else ():
             sums.add(micro_batch.sums, trajectories=micro_batch.trajectories)
         sums.reduce(
             self._groups.sum_over_ranks, partial(self._groups.sum_over_ranks, op=torch.distributed.ReduceOp.MAX)

@@ -47,7 +47,7 @@ async def test_a_bad_answer_is_not_used_and_the_request_is_made_again_under_anot
     first, second = engine.requests
     assert (first.request_id, second.request_id) == ("s#0.", "s#1.")
     assert first.token_ids.tolist() == second.token_ids.tolist()
-    assert (first.rows_held, first.max_new_tokens) == (second.rows_held, second.max_new_tokens)
+    assert (first.existing_rows, first.max_new_tokens) == (second.existing_rows, second.max_new_tokens)
     assert (decoder.num_refused, decoder.num_aborts, reason) == (1, 0, StopReason.LENGTH)
     assert trajectory.token_ids().tolist() == await plain_tokens()
     assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
@@ -132,7 +132,9 @@ def test_any_schedule_of_faults_aborts_and_updates_in_flight_gives_the_uninterru
     for request in engine.requests:
         assert len(request.token_ids) - len(PROMPT) + request.max_new_tokens == 20
         forced = request.forced_experts
-        assert (0 if forced is None else forced.end_position) == (request.rows_held if resume_routing == "force" else 0)
+        assert (0 if forced is None else forced.end_position) == (
+            request.existing_rows if resume_routing == "force" else 0
+        )
 
 
 # ---- what no engine may answer
@@ -197,7 +199,7 @@ async def test_resumed_at_every_position_each_mode_asks_for_its_rows(position, g
     assert len(resumed) == (0 if goes_on else 1)
     held = len(PROMPT) + position - 1 if position else 0
     for again in resumed:
-        assert again.rows_held == (held if resume_routing in ("append", "force") else 0)
+        assert again.existing_rows == (held if resume_routing in ("append", "force") else 0)
         forced = again.forced_experts
         assert (forced is not None) == (resume_routing == "force" and position > 0)
         if forced is not None:
@@ -223,8 +225,8 @@ async def test_rows_behind_one_that_no_engine_could_give_are_not_forced():
     first, second, third = engine.requests
     assert first.forced_experts is None
     whole = second.forced_experts.end_position
-    assert whole == second.rows_held == len(PROMPT) + 1
-    assert third.rows_held == len(PROMPT) + 3
+    assert whole == second.existing_rows == len(PROMPT) + 1
+    assert third.existing_rows == len(PROMPT) + 3
     assert third.forced_experts.end_position == whole  # not beyond the rows that are -1
 
 

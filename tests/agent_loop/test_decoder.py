@@ -246,10 +246,10 @@ def test_a_prompt_without_room_to_answer_is_refused_before_any_request():
 
 def test_a_trajectory_that_was_begun_with_another_prompt_is_refused():
     limits = TurnLimits(max_turns=1, max_tokens=50)
-    observe_prompt(begun := opened(), PROMPT, index=4, limits=limits)
-    assert len(begun.turns) == 1
+    observe_prompt(started := opened(), PROMPT, index=4, limits=limits)
+    assert len(started.turns) == 1
     with pytest.raises(RolloutError, match="prompt 4 holds 7 tokens that begin with another prompt"):
-        observe_prompt(begun, PROMPT + 1, index=4, limits=limits)
+        observe_prompt(started, PROMPT + 1, index=4, limits=limits)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
 from async_rl.rollout.recorded import RecordedTrajectory
-from message_queue.progress import CallBegun, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, Sampled, TrajectoryClosed
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
@@ -54,7 +54,7 @@ def rebuilt(records):
         match what:
             case Sampled():
                 trajectory.extend(what.segment)
-            case CallBegun():
+            case CallStarted():
                 pass
             case TrajectoryClosed():
                 trajectory.close(stop_reason=what.stop_reason, reward=what.reward, info=dict(what.info))
@@ -98,7 +98,7 @@ async def test_a_call_that_was_begun_is_not_made_again_and_the_model_is_told():
     records, tool = [], FakeTool(behave=lambda _: "42")
     await run(make_loop(make_engine(*TOOL_USE), tool=tool), Trajectory(routing=SPEC), records)
     assert len(tool.calls) == 2
-    (first, _) = (at for at, (_, what) in enumerate(records) if isinstance(what, CallBegun))
+    (first, _) = (at for at, (_, what) in enumerate(records) if isinstance(what, CallStarted))
     held, again = rebuilt(records[: first + 1]), FakeTool(behave=lambda _: "42")
     held.unsure_call = records[first][1].call
     found = await run(make_loop(make_engine(*TOOL_USE), tool=again), held, [])

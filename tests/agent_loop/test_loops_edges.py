@@ -11,7 +11,7 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, ToolError, ToolRunner, describe_tool
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
 from async_rl.rollout.rollouter import Rollouter
@@ -309,15 +309,15 @@ async def test_a_replica_that_dies_anywhere_loses_nothing_of_a_conversation(afte
 @pytest.mark.parametrize("resume_routing", ["append", "force", "replace", "split"])
 async def test_n_rollouts_of_a_prompt_share_engines_and_nothing_else(resume_routing):
     engines = [make_engine(turn(CALL), turn(ANSWER), name=f"fake-{i}", token_s=0.0005) for i in range(2)]
-    fleet, gate = ReplicaFleet(engines), PauseGate()
+    pool, gate = ReplicaPool(engines), PauseGate()
     tool = FakeTool(behave=lambda _: "42", seconds=0.002)
     rollouter = Rollouter(
-        loop=make_loop(ReplicaRouter(fleet), tool=tool, gate=gate),
+        loop=make_loop(ReplicaRouter(pool), tool=tool, gate=gate),
         routing=SPEC,
         trajectories_per_group=6,
         resume_routing=resume_routing,
     )
-    publisher = Publisher(fleet, on_update="resume", rollouts=RolloutsHere(gate), timeout_s=5.0)
+    publisher = Publisher(pool, on_update="resume", rollouts=RolloutsHere(gate), timeout_s=5.0)
     admission = Admission(group=3, prompt=0, admitted_version=0, admitted_update=0)
     rolling = asyncio.create_task(rollouter.roll(PROMPT, admission))
     await asyncio.sleep(0.01)

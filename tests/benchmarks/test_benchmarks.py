@@ -422,13 +422,13 @@ def test_every_script_finds_its_imports_when_it_is_run_by_its_path(tmp_path):
 async def test_a_lag_meter_counts_each_time_that_a_late_task_missed():
     meter = scale_processes.LagMeter()
     await asyncio.sleep(0)
-    begun = time.monotonic()
-    while time.monotonic() < begun + 20 * scale_processes.TICK_S:
+    started = time.monotonic()
+    while time.monotonic() < started + 20 * scale_processes.TICK_S:
         pass  # as code that keeps the event loop
     await asyncio.sleep(2 * scale_processes.TICK_S)
     samples = meter.take()
     meter._task.cancel()
-    blocked = samples[(begun <= samples[:, 0]) & (samples[:, 0] < begun + 20 * scale_processes.TICK_S)]
+    blocked = samples[(started <= samples[:, 0]) & (samples[:, 0] < started + 20 * scale_processes.TICK_S)]
     assert len(blocked) >= 19
     ends = blocked[:, 0] + blocked[:, 1]
     assert np.ptp(ends) < 1e-6, "all were late by the same run"

@@ -70,7 +70,7 @@ def assert_cut(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> CutGap
                 continue
             expected = _expected(tested, exchange, at)
             seen = [s.routed_experts.experts for s in exchange.answer[: at + 1] if s.routed_experts is not None]
-            known = settled_rows(expected, np.concatenate(seen), start=exchange.request.rows_held)
+            known = settled_rows(expected, np.concatenate(seen), start=exchange.request.existing_rows)
             bound = 2 * expected.logprob_bound / sampling.temperature
             rows = expected.logprobs[starts[at] - 1 : starts[at + 1] - 1] / sampling.temperature
             for position, row, token, logprob, kept in zip(
@@ -138,7 +138,7 @@ def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int, *, str
     request, answer = exchange.request, exchange.answer
     segment, rows = answer[at], answer[at].routed_experts
     starts = np.cumsum([len(request.token_ids), *map(len, answer)]).tolist()
-    first_row = starts[at] - 1 if at else request.rows_held
+    first_row = starts[at] - 1 if at else request.existing_rows
     if not len(segment):
         return 0.0 if rows is None and len(answer) == 1 else np.inf
     if rows is None or (rows.first_position, rows.end_position) != (first_row, starts[at + 1] - 1):
@@ -147,7 +147,7 @@ def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int, *, str
         return np.inf
     expected = _expected(tested, exchange, at)
     seen = np.concatenate([s.routed_experts.experts for s in answer[: at + 1] if s.routed_experts is not None])
-    settled = rows.end_position if strict else settled_rows(expected, seen, start=request.rows_held)
+    settled = rows.end_position if strict else settled_rows(expected, seen, start=request.existing_rows)
     if routing_mismatches(expected, rows.experts, start=first_row, settled=settled):
         return np.inf
     return logprob_gap(expected, whole(exchange), segment.logprobs, start=starts[at], settled=settled)

@@ -12,9 +12,9 @@ import numpy as np
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import TurnLimits
-from async_rl.inference.pool import FleetReplica
+from async_rl.inference.pool import PoolReplica
 from async_rl.inference.publisher import OnUpdate, Publisher, PublishReport
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.replica import KVPolicy
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import ResumeRouting, Trajectory
@@ -23,7 +23,7 @@ from tests.helpers.fakes.rollouts import RolloutsHere
 
 T = TypeVar("T")
 
-MODES: dict[str, tuple[OnUpdate, KeptKV]] = {
+MODES: dict[str, tuple[OnUpdate, KVPolicy]] = {
     "resume": ("resume", "recompute"),
     "keep-recompute": ("keep", "recompute"),
     "keep-keep": ("keep", "keep"),
@@ -90,7 +90,7 @@ class EngineUnderTest:
 
     def __init__(
         self,
-        replica: FleetReplica,
+        replica: PoolReplica,
         *,
         routing: RoutingSpec | None,
         updates: tuple[WeightUpdate, WeightUpdate],
@@ -105,7 +105,7 @@ class EngineUnderTest:
         self.truth = truth
         self.probe = probe
         self.exchanges = [] if exchanges is None else exchanges
-        self.kept: dict[int, KeptKV] = {}
+        self.kept: dict[int, KVPolicy] = {}
         self._updates = updates
         self._version = -1
         self._running: list[GenerateRequest] = []
@@ -238,7 +238,7 @@ class Rollout:
         self.trajectory.observe(token_ids)
         return await self.decoder.decode(self.trajectory, max_new_tokens=max_new_tokens)
 
-    async def go_on(self, *, max_new_tokens: int) -> StopReason:
+    async def resume(self, *, max_new_tokens: int) -> StopReason:
         """Decode more in the same turn."""
         return await self.decoder.decode(self.trajectory, max_new_tokens=max_new_tokens)
 

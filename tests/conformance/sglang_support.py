@@ -151,8 +151,8 @@ async def until_used(replica: SglangReplica, tokens: int, tasks: Sequence[asynci
 
 async def uses(replica: SglangReplica, tokens: int, tasks: Sequence[asyncio.Task[Any]]) -> bool:
     """As `until_used`, but false if one of `tasks` ended before."""
-    begun, figures = time.time(), await loads(replica)
-    while figures["num_used_tokens"] < tokens or figures["timestamp"] < begun:
+    started, figures = time.time(), await loads(replica)
+    while figures["num_used_tokens"] < tokens or figures["timestamp"] < started:
         if any(task.done() for task in tasks):
             return False
         await asyncio.sleep(0.005)

@@ -15,7 +15,7 @@ import torch
 from agent_loop.engine import EngineError
 from async_rl.config import FLOAT32_MAX_K3, MismatchConfig
 from async_rl.controller.probe import MismatchError, Probe
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -131,7 +131,7 @@ class Truth:
 
 def probe_of(target: Target) -> Probe:
     probe = Probe(
-        ReplicaFleet([target.replica]),
+        ReplicaPool([target.replica]),
         config=MismatchConfig(),
         max_k3=FLOAT32_MAX_K3,
         temperature=1.0,

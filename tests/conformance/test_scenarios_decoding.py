@@ -77,7 +77,7 @@ async def test_requests_that_are_preempted(tested: EngineUnderTest):
 
 
 async def test_only_rows_that_are_not_held_are_sent(tested: EngineUnderTest):
-    exchanges = [await tested.ask(f"held-{held}", tokens(50), rows_held=held) for held in (0, 30, 49)]
+    exchanges = [await tested.ask(f"held-{held}", tokens(50), existing_rows=held) for held in (0, 30, 49)]
     assert [rows_sent([exchange])[0] for exchange in exchanges] == [0, 30, 49]
     assert_true(tested, exchanges)
 

@@ -45,7 +45,7 @@ async def test_an_abort_while_it_runs(tested: EngineUnderTest):
         partial, rest = tested.of_session(rollout.name)
         assert partial.answer[-1].stop_reason is StopReason.ABORT
         assert sampled_of(partial) >= 1
-        assert rest.request.rows_held == len(rest.request.token_ids) - 1, "all rows but the last token's are held"
+        assert rest.request.existing_rows == len(rest.request.token_ids) - 1, "all rows but the last token's are held"
         assert rollout.trajectory.num_sampled == 150, "the budget is the first one"
         assert_whole(tested, rollout)
     assert_true(tested, tested.exchanges)
@@ -118,7 +118,7 @@ async def test_a_resume_at_every_position_of_a_short_sequence(tested: EngineUnde
         rollout.trajectory.observe(tokens(6))
         for segment in cut_segments(first.answer, count=sampled, first_position=6) if sampled else ():
             rollout.trajectory.extend(replace(segment, stop_reason=StopReason.ABORT))
-    await asyncio.gather(*(rollout.go_on(max_new_tokens=15 - sampled) for sampled, rollout in enumerate(rollouts)))
+    await asyncio.gather(*(rollout.resume(max_new_tokens=15 - sampled) for sampled, rollout in enumerate(rollouts)))
     assert_true(tested, tested.exchanges)
     written = first.answer[0].token_ids
     for sampled, rollout in enumerate(rollouts):
@@ -136,7 +136,7 @@ async def test_rows_that_are_held_are_not_replaced_by_those_of_a_second_forward(
     rollout = tested.rollout("held")
     await rollout.turn(tokens(20), max_new_tokens=20)
     await tested.publish("resume")
-    again = await tested.ask("held", rollout.trajectory.token_ids(), rows_held=0)
+    again = await tested.ask("held", rollout.trajectory.token_ids(), existing_rows=0)
     rollout.trajectory.extend(again.answer[0])
     first, second = tested.of_session("held")
     assert rows_sent([second])[:39] == rows_sent([first]), "both brought rows of the same positions"

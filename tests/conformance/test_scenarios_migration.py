@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.engine import GenerateRequest, ReplicaLostError
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import TokenOutput
@@ -114,9 +114,9 @@ async def test_a_replica_that_dies_while_it_decodes_loses_nothing_that_it_return
     await second.publish("resume")
     mortal, other = MortalReplica(first), MortalReplica(second)
     replicas: Any = [mortal, other]
-    fleet = ReplicaFleet(replicas)
+    pool = ReplicaPool(replicas)
     rollout = first.rollout("orphan", resume_routing=resume_routing, cache_salt="v0")
-    rollout.move(ReplicaRouter(fleet), trajectory=rollout.trajectory)
+    rollout.move(ReplicaRouter(pool), trajectory=rollout.trajectory)
     task = first.start(rollout.turn(tokens(50), max_new_tokens=200))
     await first.until_sampled(10)
     await first.replica.abort()
@@ -124,12 +124,12 @@ async def test_a_replica_that_dies_while_it_decodes_loses_nothing_that_it_return
     mortal.die()
     await task
     await rollout.turn(tokens(9, seed=1), max_new_tokens=20)
-    assert list(fleet.lost) == [first.name]
+    assert list(pool.lost) == [first.name]
     exchanges = first.of_session("orphan")
     assert owners(exchanges) == [first.name, second.name, second.name]
     assert [s.weights.version for s in rollout.trajectory.segments] == [0, 1, 1]
     assert rollout.trajectory.num_sampled == 220
-    assert exchanges[1].request.rows_held == len(exchanges[1].request.token_ids) - 1
+    assert exchanges[1].request.existing_rows == len(exchanges[1].request.token_ids) - 1
     assert_true(second, exchanges)
     assert_merged(rollout.trajectory, exchanges)
     assert rows_sent(exchanges) == list(range(len(rollout.trajectory) - 1))
@@ -153,7 +153,7 @@ async def test_a_trajectory_from_the_journal_goes_on_elsewhere(pair: Pair):
     sampled = rollout.trajectory.num_sampled
     assert 10 <= sampled < 200
     await second.publish("resume")
-    await rollout.go_on(max_new_tokens=200 - sampled)
+    await rollout.resume(max_new_tokens=200 - sampled)
     exchanges = first.of_session("journal")
     assert owners(exchanges) == [first.name, second.name]
     assert [sampled_of(exchange) for exchange in exchanges] == [sampled, 200 - sampled]

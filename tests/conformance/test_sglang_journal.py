@@ -113,7 +113,7 @@ async def test_rollouts_go_on_from_the_journal_under_new_weights(
         assert np.array_equal(restored.sequences()[-1].routed_experts, held.sequences()[-1].routed_experts)
         rollout.move(tested, trajectory=after.recorded(restored, number))
     left = [LENGTH - rollout.trajectory.num_sampled for rollout in rollouts]
-    ends = [rollout.go_on(max_new_tokens=count) for rollout, count in zip(rollouts, left, strict=True)]
+    ends = [rollout.resume(max_new_tokens=count) for rollout, count in zip(rollouts, left, strict=True)]
     assert await asyncio.gather(*ends) == [StopReason.LENGTH] * 2
 
     for rollout in rollouts:

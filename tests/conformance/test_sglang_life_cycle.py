@@ -137,7 +137,7 @@ async def test_a_resume_at_every_position_of_a_short_sequence_agrees(replica: Sg
     for length in range(1, 12):
         so_far = np.array(tokens[:length], np.int32)
         for held in {0, length // 2, length - 1}:
-            ask = request(f"at-{length}-{held}", so_far, max_new_tokens=3, rows_held=held)
+            ask = request(f"at-{length}-{held}", so_far, max_new_tokens=3, existing_rows=held)
             assert_agrees(models.models[0], so_far, await generate(replica, ask))
 
 
@@ -268,7 +268,7 @@ async def test_a_request_that_cannot_be_served_is_refused_before_it_is_sent(repl
         r"max_new_tokens is 0": request("none", prompt(4), max_new_tokens=0),
         r"token_ids is empty": request("empty", prompt(0)),
         r"token_ids spans .*; the vocabulary has 117": request("vocabulary", prompt(4) + 200),
-        r"rows_held is 4 for 4 tokens": request("rows", prompt(4), rows_held=4),
+        r"existing_rows is 4 for 4 tokens": request("rows", prompt(4), existing_rows=4),
         r"together more than engine.max_model_len=512": request("long", prompt(500), max_new_tokens=13),
     }
     for message, ask in bad.items():

@@ -163,7 +163,7 @@ async def test_forced_experts_are_used_wherever_their_positions_are_forwarded(
     rows = np.random.default_rng(1).permuted(np.tile(np.arange(8, dtype=np.uint8), (200, 4, 1)), axis=-1)[..., :2]
     forced = RoutedExperts(first_position=0, experts=np.ascontiguousarray(rows))
     for name in ("cold", "hit"):
-        ask = request(name, tokens, forced_experts=forced, session="s", rows_held=100)
+        ask = request(name, tokens, forced_experts=forced, session="s", existing_rows=100)
         segment = await generate(sglang_replica, ask)
         assert_agrees(sglang_models.models[0], tokens, segment, forced=rows)
     other = request("other", tokens, forced_experts=forced, session="t")

@@ -42,7 +42,7 @@ async def trajectory(replica: SglangReplica, number: int) -> list[Answer]:
     tokens, rows, left = prompt(15 + 9 * number, seed=number), 0, LENGTH
     answers: list[Answer] = []
     while left:
-        ask = request(f"t{number}#{len(answers)}", tokens, max_new_tokens=left, rows_held=rows)
+        ask = request(f"t{number}#{len(answers)}", tokens, max_new_tokens=left, existing_rows=rows)
         segments = await replica.generate(ask)
         sampled = [segment.token_ids for segment in segments]
         answers.append((tokens, rows, segments))

@@ -52,9 +52,9 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 
 def translate(
-    given: Any, *, routing: RoutingSpec | None = ROUTING, rows_held: int = 2, **fields: Any
+    given: Any, *, routing: RoutingSpec | None = ROUTING, existing_rows: int = 2, **fields: Any
 ) -> list[TokenOutput]:
-    fields = {"request_id": "a", "token_ids": TOKENS, "max_new_tokens": 9, "rows_held": rows_held, **fields}
+    fields = {"request_id": "a", "token_ids": TOKENS, "max_new_tokens": 9, "existing_rows": existing_rows, **fields}
     return to_segments(
         given,
         request=GenerateRequest(**fields),
@@ -213,7 +213,7 @@ def test_any_split_into_versions_gives_every_token_and_row_once(held: int, count
             routed_experts=encoded(all_layers(rows)),
             weight_versions=spans,
         ),
-        rows_held=held,
+        existing_rows=held,
     )
     assert np.concatenate([s.token_ids for s in segments]).tolist() == list(range(count))
     parts = [s.routed_experts for s in segments if s.routed_experts is not None]
@@ -226,7 +226,7 @@ def test_any_split_into_versions_gives_every_token_and_row_once(held: int, count
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    fields = {"request_id": "a#0.", "token_ids": TOKENS, "max_new_tokens": 9, "rows_held": 2, **fields}
+    fields = {"request_id": "a#0.", "token_ids": TOKENS, "max_new_tokens": 9, "existing_rows": 2, **fields}
     made = generate_body(GenerateRequest(**fields), info=INFO, routing=ROUTING)
     json.dumps(made)
     return made
@@ -277,7 +277,7 @@ ROWS = RoutedExperts(first_position=0, experts=np.ascontiguousarray(EXPERTS, np.
         ({"token_ids": TOKENS + 46}, r"token_ids spans 46..50; the vocabulary has 50"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": 60}, "5 tokens and max_new_tokens=60; together more than engine.max_model_len=64"),
-        ({"rows_held": 5}, "rows_held is 5 for 5 tokens"),
+        ({"existing_rows": 5}, "existing_rows is 5 for 5 tokens"),
         ({"forced_experts": ROWS}, r"forced_experts has rows 0..4 \(0 unavailable\) for 5 tokens"),
     ],
 )

@@ -36,9 +36,9 @@ def gap_of(model: Any, ask: GenerateRequest, segment: TokenOutput, *, forced: Ro
     expected = reference(model, tokens, forced=None if forced is None else forced.experts)
     rows = segment.routed_experts
     assert rows is not None
-    assert (rows.first_position, rows.end_position) == (ask.rows_held, len(tokens) - 1)
+    assert (rows.first_position, rows.end_position) == (ask.existing_rows, len(tokens) - 1)
     if forced is not None:
-        held = min(ask.rows_held, len(forced.experts))
+        held = min(ask.existing_rows, len(forced.experts))
         same = rows.experts[: len(forced.experts) - held] == forced.experts[held:]
         assert same.all(), "what is recorded is what was used, in its order"
     start, first_row = len(ask.token_ids), rows.first_position
@@ -59,7 +59,7 @@ async def test_a_prefix_under_the_experts_of_other_weights(replica: VllmReplica,
     tokens = np.concatenate([first.token_ids, before.token_ids])
     await publish(replica, models.update_second)
     for held in (0, 50, 99):
-        ask = request(f"forced-{held}", tokens, rows_held=held, forced_experts=before.routed_experts)
+        ask = request(f"forced-{held}", tokens, existing_rows=held, forced_experts=before.routed_experts)
         assert_forced(models.reference_second, ask, await generate(replica, ask))
 
 
@@ -140,7 +140,7 @@ async def test_a_frozen_request_goes_on_under_forced_and_recorded_experts(
     first, second = await running
     assert gap_of(models.reference_first, ask, first, forced=rows) <= 1
     so_far = np.concatenate([ask.token_ids, first.token_ids])
-    rest = request("rest", so_far, rows_held=len(so_far) - 1)
+    rest = request("rest", so_far, existing_rows=len(so_far) - 1)
     assert gap_of(models.reference_second, rest, second, forced=first.routed_experts) <= 1
 
 
@@ -184,7 +184,7 @@ async def test_only_rows_that_are_not_held_leave_the_engine_process(
             f"turn-{turn}-{interrupted}",
             tokens,
             max_new_tokens=budget,
-            rows_held=len(rows.experts),
+            existing_rows=len(rows.experts),
             forced_experts=forced,
             session="one",
         )
@@ -200,6 +200,6 @@ async def test_only_rows_that_are_not_held_leave_the_engine_process(
         if not interrupted:
             reply = rng.integers(3, 117, 5).astype(np.int32)  # its rows are of the forward that follows
             tokens = np.concatenate([tokens, reply])
-    last = await generate(replica, request("last", tokens, max_new_tokens=1, rows_held=len(rows.experts)))
+    last = await generate(replica, request("last", tokens, max_new_tokens=1, existing_rows=len(rows.experts)))
     assert sum(crossed) == len(tokens) + len(last) - 1
     assert max(crossed) < 60, "no prefill sends what is held"

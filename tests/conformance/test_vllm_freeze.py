@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.engine import EngineError
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.replica import KVPolicy
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import StopReason, WeightVersion
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), p
 @pytest.mark.parametrize("loads", [0, 1, 2])
 @pytest.mark.parametrize("kv", KINDS)
 async def test_an_abort_during_a_freeze_ends_everything_as_it_is(
-    replica: VllmReplica, models: Models, kv: KeptKV, loads: int
+    replica: VllmReplica, models: Models, kv: KVPolicy, loads: int
 ):
     asks = several(f"abort-{kv}-{loads}", 4, tokens=200)
     tasks = start(replica, asks)
@@ -45,7 +45,7 @@ async def test_an_abort_during_a_freeze_ends_everything_as_it_is(
 
 @pytest.mark.parametrize("kv", KINDS)
 async def test_a_second_load_during_one_freeze_is_the_one_that_samples(
-    replica: VllmReplica, models: Models, kv: KeptKV
+    replica: VllmReplica, models: Models, kv: KVPolicy
 ):
     asks = several(f"twice-{kv}", 3)
     tasks = start(replica, asks)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.replica import KVPolicy
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.model_info import read_model_info
 from message_queue.tokens import StopReason
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), p
 
 
 @pytest.mark.parametrize("kv", KINDS)
-async def test_tokens_and_rows_are_of_the_version_that_they_name(replica: VllmReplica, models: Models, kv: KeptKV):
+async def test_tokens_and_rows_are_of_the_version_that_they_name(replica: VllmReplica, models: Models, kv: KVPolicy):
     asks = several(f"run-{kv}", 6, tokens=120)
     tasks = start(replica, asks)
     await until_sampled(replica, 60, requests=6)
@@ -60,7 +60,7 @@ async def test_tokens_and_rows_are_of_the_version_that_they_name(replica: VllmRe
 
 
 @pytest.mark.parametrize("kvs", list(itertools.product(KINDS, repeat=3)), ids="-".join)
-async def test_three_updates_in_one_flight(replica: VllmReplica, models: Models, kvs: Sequence[KeptKV]):
+async def test_three_updates_in_one_flight(replica: VllmReplica, models: Models, kvs: Sequence[KVPolicy]):
     asks = several(f"three-{'-'.join(kvs)}", 3, tokens=150)
     tasks = start(replica, asks)
     for number, kv in enumerate(kvs):
@@ -76,7 +76,7 @@ async def test_three_updates_in_one_flight(replica: VllmReplica, models: Models,
 
 @pytest.mark.parametrize("edge", ["first", "last"])
 @pytest.mark.parametrize("kv", KINDS)
-async def test_a_boundary_at_the_first_or_the_last_token(replica: VllmReplica, models: Models, kv: KeptKV, edge: str):
+async def test_a_boundary_at_the_first_or_the_last_token(replica: VllmReplica, models: Models, kv: KVPolicy, edge: str):
     """Prefills one after another, or budgets that end one after another: one request is at the edge.
 
     When the update comes is up to the machine, so a round that happens to have none there is run again.
@@ -104,7 +104,7 @@ async def test_a_boundary_at_the_first_or_the_last_token(replica: VllmReplica, m
 
 
 @pytest.mark.parametrize("kv", KINDS)
-async def test_an_update_under_a_chunked_prefill(replica: VllmReplica, models: Models, kv: KeptKV):
+async def test_an_update_under_a_chunked_prefill(replica: VllmReplica, models: Models, kv: KVPolicy):
     """Weights 1 sample every token; with kept K/V the chunks before the update are of weights 0."""
     asks = several(f"chunk-{kv}", 8, length=400, step=3, tokens=60)
     tasks = start(replica, asks)
@@ -125,7 +125,7 @@ async def test_an_update_under_a_chunked_prefill(replica: VllmReplica, models: M
 
 @pytest.mark.parametrize("kv", KINDS)
 async def test_requests_that_wait_for_a_place_start_under_the_new_weights(
-    replica: VllmReplica, models: Models, kv: KeptKV
+    replica: VllmReplica, models: Models, kv: KVPolicy
 ):
     for budget in (30, 120, 400):  # all must be in flight at the update; a busy machine may look too late
         await update_frozen(replica, models.update_first, kv)
@@ -146,7 +146,7 @@ async def test_requests_that_wait_for_a_place_start_under_the_new_weights(
 
 
 @pytest.mark.parametrize("kv", KINDS)
-async def test_an_update_when_not_all_fit_in_memory(replica: VllmReplica, models: Models, kv: KeptKV):
+async def test_an_update_when_not_all_fit_in_memory(replica: VllmReplica, models: Models, kv: KVPolicy):
     """Far more K/V than there is room for: the engine preempts before and after the update."""
     asks = several(f"tight-{kv}", 40, step=7, tokens=80)
     tasks = start(replica, asks)

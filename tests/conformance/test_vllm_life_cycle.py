@@ -142,7 +142,7 @@ async def test_a_request_that_cannot_be_served_names_what_is_wrong(replica: Vllm
         r"max_new_tokens is 0": request("none", prompt(4), max_new_tokens=0),
         r"token_ids is empty": request("empty", prompt(0)),
         r"token_ids spans .*; the vocabulary has 117": request("vocabulary", prompt(4) + 200),
-        r"rows_held is 4 for 4 tokens": request("rows", prompt(4), rows_held=4),
+        r"existing_rows is 4 for 4 tokens": request("rows", prompt(4), existing_rows=4),
         r"failed: .*512": request("long", prompt(512)),
     }
     for message, ask in bad.items():

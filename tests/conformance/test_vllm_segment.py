@@ -47,7 +47,7 @@ def completion(**changes: Any) -> SimpleNamespace:
 
 def request_of(**fields: Any) -> GenerateRequest:
     return GenerateRequest(
-        **{"request_id": "a", "token_ids": TOKENS, "max_new_tokens": 9, "rows_held": 2, **fields},  # pyright: ignore[reportArgumentType]
+        **{"request_id": "a", "token_ids": TOKENS, "max_new_tokens": 9, "existing_rows": 2, **fields},  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -185,7 +185,7 @@ def test_forced_rows_that_come_back_otherwise_are_refused():
     [
         ({"token_ids": TOKENS[:0]}, ROUTING, "token_ids is empty"),
         ({"max_new_tokens": 0}, ROUTING, "max_new_tokens is 0"),
-        ({"rows_held": 5}, ROUTING, "rows_held is 5 for 5 tokens"),
+        ({"existing_rows": 5}, ROUTING, "existing_rows is 5 for 5 tokens"),
         ({"token_ids": TOKENS + 46}, ROUTING, r"token_ids spans 46\.\.50; the vocabulary has 50"),
         ({"forced_experts": forced(3)}, None, "forced_experts is set, but the replica captures no routing"),
         ({"forced_experts": forced(5)}, ROUTING, r"forced_experts has rows 0\.\.4 .* for 5 tokens"),

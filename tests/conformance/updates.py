@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.replica import KeptKV
+from async_rl.inference.replica import KVPolicy
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import RoutedExperts, TokenOutput
@@ -27,7 +27,7 @@ from tests.conformance.reference import (
     settled_rows,
 )
 
-KINDS: list[KeptKV] = ["keep", "recompute"]
+KINDS: list[KVPolicy] = ["keep", "recompute"]
 
 
 async def freeze(replica: VllmReplica) -> int:
@@ -35,7 +35,7 @@ async def freeze(replica: VllmReplica) -> int:
     return await replica.freeze()
 
 
-async def update_frozen(replica: VllmReplica, update: WeightUpdate, kv: KeptKV) -> int:
+async def update_frozen(replica: VllmReplica, update: WeightUpdate, kv: KVPolicy) -> int:
     """Pause, freeze, load, resume; returns how many requests were frozen."""
     frozen = await freeze(replica)
     await replica.load(update, kv=kv)
@@ -56,7 +56,7 @@ def gap_of(
     models: Models,
     ask: GenerateRequest,
     segments: list[TokenOutput],
-    kvs: Sequence[KeptKV],
+    kvs: Sequence[KVPolicy],
     *,
     old_prefill: int = 0,
     strict: bool = False,
@@ -78,7 +78,7 @@ def gaps_of_segment(
     models: Models,
     ask: GenerateRequest,
     segments: list[TokenOutput],
-    kvs: Sequence[KeptKV],
+    kvs: Sequence[KVPolicy],
     *,
     at: int,
     old_prefill: int = 0,

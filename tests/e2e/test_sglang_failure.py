@@ -143,7 +143,7 @@ async def scenario(checkpoint: Path, victim: str) -> None:
     await replica.pause()
     held = asyncio.create_task(outcome(replica.generate(request("held", 4))))
     await asyncio.sleep(0)
-    begun = time.monotonic()
+    started = time.monotonic()
     names = {process.name().rpartition("::")[2]: process for process in processes}
     os.kill(names["scheduler"].pid if victim == "scheduler" else replica._server.pid, signal.SIGKILL)
     told |= {"running": await running, "held": await held}
@@ -151,7 +151,7 @@ async def scenario(checkpoint: Path, victim: str) -> None:
     update = WeightUpdate(checkpoint / "model.safetensors", WeightVersion(1, ""))
     told |= {"pause": await outcome(replica.pause()), "load": await outcome(replica.load(update))}
     told |= {"freeze": await outcome(replica.freeze())}
-    told["seconds"] = time.monotonic() - begun
+    told["seconds"] = time.monotonic() - started
     await replica.close()
     await replica.close()
     told["left"] = [process.name() for process in psutil.wait_procs(processes, timeout=5)[1]]

@@ -81,7 +81,7 @@ async def test_a_family_agrees_fresh_forced_updated_and_resumed(tmp_path: Path, 
         so_far = np.concatenate([prompts[1], before.token_ids])
         assert_agrees(models.models[1], so_far, after, forced=before.routed_experts.experts)
         so_far = np.concatenate([so_far, after.token_ids])
-        rest = await generate(replica, request("rest", so_far, rows_held=len(so_far) - 1))
+        rest = await generate(replica, request("rest", so_far, existing_rows=len(so_far) - 1))
         assert_agrees(models.models[0], so_far, rest)
     finally:
         await replica.close()

@@ -121,11 +121,11 @@ def test_a_restart_continues_bit_for_bit(checkpoint, tmp_path):
     first.train(make_batch(seed=1))
     first.train_supervised(make_supervised_batch(seed=2))
     first.save(tmp_path / "state")
-    going_on = [first.train(make_batch(seed=s)) for s in (3, 4)]
+    resuming = [first.train(make_batch(seed=s)) for s in (3, 4)]
     second = start_trainer(checkpoint, optimizer=ADAM)
     second.restore(tmp_path / "state")
     continued = [second.train(make_batch(seed=s)) for s in (3, 4)]
-    assert continued == going_on
+    assert continued == resuming
     ours, theirs = weights(second, tmp_path), weights(first, tmp_path)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

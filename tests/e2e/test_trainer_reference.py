@@ -94,7 +94,7 @@ def test_score_is_by_the_weights_of_the_last_hold_and_changes_none(checkpoint):
     trainer, batch = start_trainer(checkpoint, optimizer=ADAM), make_batch(seed=1)
     assert torch.equal(trainer.score(batch), trainer.logprobs(batch)), "of the current weights before any hold"
     for seed in (2, 3):
-        trainer.hold()
+        trainer.snapshot_weights()
         held = trainer.logprobs(batch)
         trainer.train(make_batch(seed=seed))
         trained = trainer.logprobs(batch)

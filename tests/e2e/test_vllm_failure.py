@@ -94,7 +94,7 @@ async def scenario(checkpoint: Path, ending: str) -> None:
     await replica.pause()
     held = asyncio.create_task(outcome(replica.generate(request("held", 4))))
     await asyncio.sleep(0)
-    begun = time.monotonic()
+    started = time.monotonic()
     os.kill(engine.pid, signal.SIGKILL)
     told |= {"running": await running, "held": await held}
     told |= {"later": await outcome(replica.generate(request("later", 4))), "resume": await outcome(replica.resume())}
@@ -102,7 +102,7 @@ async def scenario(checkpoint: Path, ending: str) -> None:
     told |= {"pause": await outcome(replica.pause()), "load": await outcome(replica.load(update))}
     if ending == "close":
         await replica.close()
-    tell(json.dumps({**told, "seconds": time.monotonic() - begun}))
+    tell(json.dumps({**told, "seconds": time.monotonic() - started}))
 
 
 def request(request_id: str, tokens: int) -> GenerateRequest:

@@ -21,10 +21,10 @@ from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.config import CheckpointConfig, MismatchConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState
-from async_rl.controller.controller import Pipeline, PipelineConfig
+from async_rl.controller.controller import Controller, ControllerConfig
 from async_rl.controller.probe import Probe
 from async_rl.controller.resume import failed_prompts
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.supervisor import SupervisionConfig, Supervisor
@@ -35,7 +35,7 @@ from async_rl.rollout.group_contents import ContentPlace, GroupContents, read_co
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.rollouter import FailureConfig, Rollouter, session_name
 from async_rl.rollout.schedule import RunSchedule
-from async_rl.rollout.schedule_replay import Conductor, Free
+from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
 from async_rl.trainer.batch.advantage import AdvantageConfig
@@ -137,7 +137,7 @@ class FakeTrainer:
         self.exported.append(version)
         return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=fake_weights(version))
 
-    async def hold(self):
+    async def snapshot_weights(self):
         self.held = self.exported[-1] if self.exported else 0
 
     async def score(self, batch):
@@ -269,10 +269,10 @@ class Harness:
             for i, options in enumerate(each)
         ]
         self.spy = Spy()
-        self.fleet = ReplicaFleet(self.replicas, on_lost=self.spy.note)
-        self.conductor = Free() if schedule is None else Conductor(schedule, session=session_name)
+        self.pool = ReplicaPool(self.replicas, on_lost=self.spy.note)
+        self.schedule_replay = NoReplay() if schedule is None else ScheduleReplay(schedule, session=session_name)
         self.order = Prompts() if schedule is None else schedule.order(Prompts())
-        engine = self.conductor.engine(ReplicaRouter(self.fleet))
+        engine = self.schedule_replay.engine(ReplicaRouter(self.pool))
         self.trainer = trainer or FakeTrainer()
         options = {
             "batch_groups": batch_groups,
@@ -296,7 +296,7 @@ class Harness:
         def rollouter(log):
             """A rollouter of this run, whose `roll` tests may wrap."""
             self.rollouter = Rollouter(
-                loop=self.conductor.loop(loop),
+                loop=self.schedule_replay.loop(loop),
                 routing=SPEC,
                 trajectories_per_group=3,
                 resume_routing=resume_routing,
@@ -315,17 +315,17 @@ class Harness:
                 rollouter=rollouter,
                 validator=validator,
                 gate=PauseGate(),
-                fleet=self.fleet,
+                pool=self.pool,
                 replies_s=10,
             )
             for i in range(1)
         ]
-        self.rollouts = Dispatcher(self.workers, fleet=self.fleet, note=self.spy.note)
+        self.rollouts = Dispatcher(self.workers, pool=self.pool, note=self.spy.note)
         publisher = Publisher(
-            self.fleet, on_update=on_update, kv=kv, rollouts=self.rollouts, timeout_s=publish_timeout_s
+            self.pool, on_update=on_update, kv=kv, rollouts=self.rollouts, timeout_s=publish_timeout_s
         )
         self._pipeline_options = {
-            "config": PipelineConfig(
+            "config": ControllerConfig(
                 total_train_steps=steps,
                 publish_every=publish_every,
                 updates_per_batch=updates_per_batch,
@@ -338,17 +338,17 @@ class Harness:
             "rollouts": self.rollouts,
             "trainer": self.trainer,
             "publisher": publisher,
-            "replicas": self.fleet,
+            "replicas": self.pool,
             "held_out": [Prompts().train_prompt(i) for i in range(5)] if validate_every else [],
             "checkpoints": self.checkpoints,
             "recorder": self.recorder,
             "trace": Trace(None),
-            "conductor": self.conductor,
+            "schedule_replay": self.schedule_replay,
             "start": start,
             "probe": None
             if probe is None
             else Probe(
-                self.fleet,
+                self.pool,
                 config=probe,
                 max_k3=probe.bound(dtypes=("float32",), same_experts=True),
                 temperature=1.0,
@@ -366,13 +366,13 @@ class Harness:
                 return made
 
             self._pipeline_options["replicas"] = Supervisor(
-                self.fleet, publisher, start=start_replica, config=supervision, note=self.spy.note
+                self.pool, publisher, start=start_replica, config=supervision, note=self.spy.note
             )
         if journal is None:
             self.build(PromptSource(self.order, cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
 
     def build(self, prompts: PromptSource) -> None:
-        self.pipeline = Pipeline(
+        self.pipeline = Controller(
             prompts=prompts,
             queue=self.queue,
             contents=self.contents,
@@ -381,7 +381,7 @@ class Harness:
         )
 
     async def open(self) -> None:
-        """Open the journal and continue from it, as `Lives` does."""
+        """Open the journal and continue from it, as `RecoveryLoop` does."""
         place = ContentPlace(
             directory=self.journal.directory / "content",
             run=self.journal.run,
@@ -397,7 +397,7 @@ class Harness:
         self.contents = GroupContents.of_restart(restored, stored, forget=self.rollouts.forget)
         self.restored = restored
         live = restored.live | restored.given_up
-        self.recorder.go_on_after(self.start.train_step, next_group=restored.next_group, live=live)
+        self.recorder.resume_after(self.start.train_step, next_group=restored.next_group, live=live)
         self.build(
             PromptSource(
                 self.order,

@@ -41,7 +41,7 @@ async def test_a_reward_that_fails_is_asked_for_again_and_nothing_is_sampled_aga
     trained = {f"g{line['group']}-t1" for line in harness.lines("ledger.jsonl") if line["outcome"] == "trained"}
     asked = [number for session, number in rewards.asked.items() if session in trained]
     assert asked and set(asked) == {3}
-    sessions = Counter(request.session for request in harness.replicas[0].requests if not request.rows_held)
+    sessions = Counter(request.session for request in harness.replicas[0].requests if not request.existing_rows)
     assert set(sessions.values()) == {1}
     assert any("rollout g0-t1 failed, 2 of 3 times: RolloutError: no judge" in note for note in harness.spy.notes)
 

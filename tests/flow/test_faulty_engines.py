@@ -84,7 +84,7 @@ async def test_nonsense_is_asked_for_again_and_a_dead_replica_is_left_out(tmp_pa
     total = check_ledger(harness)
     assert total["trained"] == 10 * 4
     assert total["dropped"] == 0, [g for g in harness.lines("ledger.jsonl") if g.get("reason")]
-    assert list(harness.fleet.lost) == ["fake-0"]
+    assert list(harness.pool.lost) == ["fake-0"]
     assert any("fake-0 is lost, 1 left" in note and "killed in a load" in note for note in harness.spy.notes)
     trained = check_trained(harness, groups)
     assert sum(t.info["refused_answers"] for t in trained) > 5
@@ -148,21 +148,21 @@ async def test_a_replica_that_hangs_is_found_by_the_next_publish_and_its_rollout
     harness.replicas[0].hang()
     assert await run
     assert check_ledger(harness)["dropped"] == 0
-    assert "sync.timeout_s" in harness.fleet.lost["fake-0"]
+    assert "sync.timeout_s" in harness.pool.lost["fake-0"]
     check_trained(harness, groups)
 
 
 async def test_a_replica_that_hangs_while_the_trainer_waits_for_its_rollouts_is_found_by_the_watch(tmp_path):
     harness = Harness(tmp_path, token_s=0.001, steps=8, trainer=FakeTrainer(step_s=0.01), replica_options=[{}, {}])
     groups = record_groups(harness)
-    watch = asyncio.create_task(harness.fleet.watch(every_s=0.05, timeout_s=0.1))
+    watch = asyncio.create_task(harness.pool.watch(every_s=0.05, timeout_s=0.1))
     run = asyncio.create_task(harness.run())
     await asyncio.sleep(0.005)
     harness.replicas[0].hang()
     assert await run
     watch.cancel()
     assert check_ledger(harness)["dropped"] == 0
-    assert harness.fleet.lost == {"fake-0": "fake-0 did not answer within 0.1 s"}
+    assert harness.pool.lost == {"fake-0": "fake-0 did not answer within 0.1 s"}
     check_trained(harness, groups)
 
 

@@ -12,7 +12,7 @@ from agent_loop.engine import AnswerError
 from async_rl.config import FLOAT32_MAX_K3, HALF_MAX_K3, MismatchConfig
 from async_rl.controller.interfaces import StageError
 from async_rl.controller.probe import MismatchError, Probe, k3_of_replicas
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.schedule import read_schedule
 from async_rl.trainer.batch.training_batch import supervised_batch
 from message_queue.training_sequence import content_of
@@ -98,7 +98,7 @@ async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
 
 
 def probe_of(*replicas, config=PROBE, max_k3=1e-4):
-    return Probe(ReplicaFleet(replicas), config=config, max_k3=max_k3, temperature=1.0, max_tokens=64, routing=SPEC)
+    return Probe(ReplicaPool(replicas), config=config, max_k3=max_k3, temperature=1.0, max_tokens=64, routing=SPEC)
 
 
 def groups(count):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig, Supervisor
 from async_rl.run import causes
 from tests.flow.harness import FakeReplica, FakeTrainer, Harness
@@ -35,7 +35,7 @@ async def test_a_lost_replica_is_replaced_by_one_that_serves_the_newest_weights(
     trained = await finished(harness)
     new = harness.replicas[-1]
     assert new.name == f"fake-{others + 1}"
-    assert [member.name for member in harness.fleet.live] == [r.name for r in harness.replicas[1:]]
+    assert [member.name for member in harness.pool.live] == [r.name for r in harness.replicas[1:]]
     assert new.loads[0][0] >= 3, "it joined with older weights"
     assert new.name in {s.replica for t in trained for s in t.segments}
     assert any(f"{new.name} serves in place of fake-0" in note for note in harness.spy.notes)
@@ -50,7 +50,7 @@ async def test_one_that_does_not_start_or_dies_again_is_tried_again_up_to_the_li
         **SUPERVISED,
     )
     await finished(harness)
-    assert [member.name for member in harness.fleet.live] == ["fake-1"]
+    assert [member.name for member in harness.pool.live] == ["fake-1"]
     notes = "\n".join(harness.spy.notes)
     assert "replica fake-2 did not start in place of fake-0" in notes and "it did not start" in notes
     assert "replica fake-3 serves in place of fake-0" in notes
@@ -66,7 +66,7 @@ async def test_the_limit_is_of_a_time(tmp_path):
         **SUPERVISED | {"supervision": SupervisionConfig(max_restarts=1, window_s=0.03)},
     )
     await finished(harness)
-    assert [member.name for member in harness.fleet.live] == ["fake-2"]
+    assert [member.name for member in harness.pool.live] == ["fake-2"]
 
 
 async def test_restarts_of_one_replica_use_up_none_of_another(tmp_path):
@@ -77,7 +77,7 @@ async def test_restarts_of_one_replica_use_up_none_of_another(tmp_path):
         **SUPERVISED | {"supervision": SupervisionConfig(max_restarts=1)},
     )
     await finished(harness)
-    assert sorted(member.name for member in harness.fleet.live) == ["fake-3", "fake-4", "fake-5"]
+    assert sorted(member.name for member in harness.pool.live) == ["fake-3", "fake-4", "fake-5"]
 
 
 async def test_when_none_can_be_started_any_more_the_run_ends_and_names_them_all(tmp_path):
@@ -103,7 +103,7 @@ def test_config_names_what_is_wrong(field, value):
 
 async def test_a_restart_of_a_replica_that_is_cut_off_is_counted_once():
     lost, other = (FakeReplica([[1]], name=f"fake-{i}") for i in range(2))
-    fleet, notes, tries = ReplicaFleet([lost, other]), [], []
+    pool, notes, tries = ReplicaPool([lost, other]), [], []
 
     async def start(_lost, /, *, slot, name):
         tries.append((slot, name))
@@ -113,11 +113,11 @@ async def test_a_restart_of_a_replica_that_is_cut_off_is_counted_once():
 
     class Nowhere:
         async def bring_up(self, replica, *, slot):
-            fleet.join(replica, slot=slot)
+            pool.join(replica, slot=slot)
 
     config = SupervisionConfig(max_restarts=1)
-    supervisor = Supervisor(fleet, Nowhere(), start=start, config=config, note=notes.append)
-    fleet.lose(fleet.live[0], reason="it died")
+    supervisor = Supervisor(pool, Nowhere(), start=start, config=config, note=notes.append)
+    pool.lose(pool.live[0], reason="it died")
     for count in (1, 2):
         watch = asyncio.create_task(supervisor.watch(every_s=60, timeout_s=60))
         async with asyncio.timeout(5):

@@ -29,7 +29,7 @@ from message_queue.disk_errors import (
     JournalRunError,
     JournalUnwritable,
 )
-from message_queue.progress import CallBegun, RolloutRecord, Sampled
+from message_queue.progress import CallStarted, RolloutRecord, Sampled
 from message_queue.tokens import ContractError, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
@@ -130,7 +130,7 @@ def rebuilt(records):
 
 
 def call(at, text="deploy"):
-    return RolloutRecord(group=0, trajectory=0, handout=0, at=at, what=CallBegun(text))
+    return RolloutRecord(group=0, trajectory=0, handout=0, at=at, what=CallStarted(text))
 
 
 def files(directory):

@@ -269,7 +269,7 @@ class Life:
     async def cancel(self):
         for group in self.queue._expired_open():
             _, versions = self.rolling.pop(group)
-            await self.queue.drop(group, reason="expired: hopeless", tokens=len(versions), expired=True)
+            await self.queue.drop(group, reason="expired: expired", tokens=len(versions), expired=True)
 
     async def train(self):
         if not self.queue._batch_ready():

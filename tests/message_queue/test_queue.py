@@ -233,12 +233,12 @@ async def test_policy_drop_gives_up_what_is_too_old_wherever_it_is():
     await queue.take()
     assert queue._expired_open() == []
     await publish_next(queue, 1)
-    hopeless = await waits(queue.wait_expired())
+    expired = await waits(queue.wait_expired())
     for admission in await admit_many(queue, 2):
         await queue.put(head_for(admission))
     held_up = await waits(queue.put(head_for(admissions[2])))  # full, and a batch can be taken
     await queue.take()
-    assert await hopeless == [2, 3]
+    assert await expired == [2, 3]
     assert "expired: staleness 2 exceeds 1" in str(await held_up)
     assert await queue.wait_expired() == [3]
     await waits(queue.wait_expired(known={3}))

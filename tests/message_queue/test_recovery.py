@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
 from message_queue.disk_errors import JournalSettingsError, JournalStepError
-from message_queue.recovery import HOPELESS
+from message_queue.recovery import EXPIRED
 from message_queue.state import QueueState
 from tests.helpers.groups import head_for
 from tests.helpers.queue_runs import CALLS, Drive, copied, opened, run
@@ -168,7 +168,7 @@ async def test_groups_that_fit_no_batch_within_the_bound_are_recycled(tmp_path):
     assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5))
     counts = (await queue.snapshot()).ledger
     assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {"recycled": 4})
-    assert {r["reason"] for r in await queue.records_after(0)} == {HOPELESS}
+    assert {r["reason"] for r in await queue.records_after(0)} == {EXPIRED}
     await journal.close()
     queue, journal, restored = await opened(tmp_path, s=0)
     assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5)), "until they are admitted"

@@ -103,7 +103,7 @@ def test_training_sequences_hold_the_rows_that_their_tokens_were_sampled_over(mo
 def test_what_an_update_between_two_requests_gives(mode, sequences):
     made, engine, _ = asyncio.run(rolled_out(mode, [Interruption(after=4, load=1)]))
     resumed = engine.requests[1]
-    assert resumed.rows_held == (6 if mode in ("append", "force") else 0)
+    assert resumed.existing_rows == (6 if mode in ("append", "force") else 0)
     assert (resumed.forced_experts is not None) == (mode == "force")
     assert len(made.sequences()) == sequences
     rows = sum(len(segment.routed_experts.experts) for segment in made.segments)

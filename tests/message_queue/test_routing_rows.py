@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from message_queue.routing_rows import HeldRows, RowRun
+from message_queue.routing_rows import RowRun, TrajectoryRows
 from message_queue.tokens import RoutedExperts, RoutingSpec
 
 SPEC = RoutingSpec(layers=(0, 1), num_experts=8, top_k=2)
@@ -14,7 +14,7 @@ def rows_of(count, *, first=0, seed=0):
 
 
 def test_compact_rows_of_one_forward_pass_are_a_view():
-    held, given = HeldRows(SPEC), rows_of(5)
+    held, given = TrajectoryRows(SPEC), rows_of(5)
     held.add(given, version=3)
     for length in (5, 4):
         rows, runs = held.compact(length)
@@ -24,7 +24,7 @@ def test_compact_rows_of_one_forward_pass_are_a_view():
 
 
 def test_compact_rows_join_runs_of_a_version_and_end_at_the_length():
-    held = HeldRows(SPEC)
+    held = TrajectoryRows(SPEC)
     parts = [rows_of(2, first=0, seed=1), rows_of(3, first=2, seed=2), rows_of(4, first=7, seed=3)]
     for part, version in zip(parts, (3, 3, 4), strict=True):
         held.add(part, version=version)
@@ -37,5 +37,5 @@ def test_compact_rows_join_runs_of_a_version_and_end_at_the_length():
 
 
 def test_compact_rows_of_nothing_have_the_shape_of_a_row():
-    rows, runs = HeldRows(SPEC).compact(4)
+    rows, runs = TrajectoryRows(SPEC).compact(4)
     assert (rows.shape, rows.dtype, runs) == ((0, 2, 2), np.dtype(np.uint8), ())

@@ -106,8 +106,8 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
             move_routers(self.model.chunks)
             if cell.fault:
                 FAULTS[cell.fault](self.model, [mb.context.routing for mb in micro_batches])
-            found = self._passes.logprobs(micro_batches)
-            self.seen = self._passes.of_update(plan, micro_batches, found)
+            found = self._forward_backward.logprobs(micro_batches)
+            self.seen = self._forward_backward.of_update(plan, micro_batches, found)
             return super()._update(plan, micro_batches, objective, aux_loss_coefficient)
 
     with fused_layers() if cell.layers == "fused" else contextlib.nullcontext():

@@ -112,7 +112,7 @@ def training_batch_of(padded):
         informative=columns.get("informative", torch.ones(count, dtype=torch.bool)).numpy(),
         current_update=UPDATE,
         version_updates={version: version for version in range(UPDATE - 10, UPDATE + 10)},
-        kept_kv=impure,
+        retained_kv=impure,
         admitted_updates=[UPDATE - 1 if impure else UPDATE] * len(contents),
     )
 
@@ -221,7 +221,7 @@ def padded_rank():
         def train(self, batch):
             if not isinstance(batch, TensorDict):
                 return super().train(batch)
-            with given_reference(self._passes, batch):
+            with given_reference(self._forward_backward, batch):
                 return super().train(training_batch_of(batch))
 
         def logprobs(self, batch):

@@ -6,7 +6,7 @@ from agent_loop.decoder import SegmentDecoder
 from agent_loop.tools import PauseGate, ToolRunner
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.controller.checkpoints import RunState
-from async_rl.controller.controller import Pipeline
+from async_rl.controller.controller import Controller
 from async_rl.inference.publisher import Publisher
 from async_rl.metrics.recorder import Recorder
 from async_rl.rollout.validator import Validator
@@ -14,7 +14,7 @@ from async_rl.simulator import engine
 from message_queue.events import Loaded
 from message_queue.policies import DropPolicy
 from message_queue.queue import TrajectoryQueue
-from message_queue.routing_rows import HeldRows
+from message_queue.routing_rows import TrajectoryRows
 from message_queue.sampling_support import SamplingSupport
 from message_queue.state import QueueState
 from message_queue.trajectory import Trajectory
@@ -46,13 +46,13 @@ def a_bound_that_is_one_too_large(patch):
 
 
 def a_lag_that_is_told_too_small(patch):
-    whole = Pipeline._train_on
+    whole = Controller._train_on
 
     async def train_on(self, batch):
         newest = max(self._version_updates[version] for group in batch.groups for version in group.tokens_per_version())
         return await whole(self, replace(batch, update=max(newest, batch.update - 1)))
 
-    patch.setattr(Pipeline, "_train_on", train_on)
+    patch.setattr(Controller, "_train_on", train_on)
 
 
 def rows_that_a_resumed_request_brings_again_are_appended(patch):
@@ -60,7 +60,7 @@ def rows_that_a_resumed_request_brings_again_are_appended(patch):
 
     def request(self, trajectory, left):
         asked = whole(self, trajectory, left)
-        return replace(asked, rows_held=max(0, asked.rows_held - 1))
+        return replace(asked, existing_rows=max(0, asked.existing_rows - 1))
 
     def add(self, rows, *, version):
         count = len(rows.experts) - max(0, self._count - rows.first_position)
@@ -70,7 +70,7 @@ def rows_that_a_resumed_request_brings_again_are_appended(patch):
             self._append(block)
 
     patch.setattr(SegmentDecoder, "_request", request)
-    patch.setattr(HeldRows, "add", add)
+    patch.setattr(TrajectoryRows, "add", add)
 
 
 def _blocks_of(experts, version):
@@ -224,7 +224,7 @@ def a_checkpoint_that_repeats_the_prompt_being_admitted(patch):
         snapshot = await self._queue.snapshot()
         await _save(self, _state(self, snapshot, self._prompts.cursor))
 
-    patch.setattr(Pipeline, "_save", save)
+    patch.setattr(Controller, "_save", save)
 
 
 def a_checkpoint_that_skips_the_prompt_being_admitted(patch):
@@ -233,7 +233,7 @@ def a_checkpoint_that_skips_the_prompt_being_admitted(patch):
         unfinished = [p for p in snapshot.prompts if p < self._prompts.cursor]
         await _save(self, replace(_state(self, snapshot, self._prompts.cursor), unfinished_prompts=unfinished))
 
-    patch.setattr(Pipeline, "_save", save)
+    patch.setattr(Controller, "_save", save)
 
 
 async def _save(pipeline, state):

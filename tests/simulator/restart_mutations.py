@@ -144,10 +144,10 @@ def a_tool_that_runs_before_that_is_written_down(patch):
 
 
 def replicas_that_are_left_on_hold(patch):
-    async def go_on(self):
+    async def resume(self):
         return
 
-    patch.setattr(Publisher, "go_on", go_on)
+    patch.setattr(Publisher, "resume", resume)
 
 
 def a_journal_that_fails_and_costs_a_group(patch):
@@ -162,13 +162,13 @@ def a_journal_that_fails_and_costs_a_group(patch):
 
 
 def a_queue_that_is_lost_at_the_end_and_nobody_notices(patch):
-    whole = controller_recovery.Lives._close
+    whole = controller_recovery.RecoveryLoop._close
 
     async def close(self, queue):
         with contextlib.suppress(Exception):
             await whole(self, queue)
 
-    patch.setattr(controller_recovery.Lives, "_close", close)
+    patch.setattr(controller_recovery.RecoveryLoop, "_close", close)
 
 
 def a_lost_trainer_that_ends_the_run(patch):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import count
 
 from async_rl.controller import prepare
-from async_rl.controller.controller import Pipeline
+from async_rl.controller.controller import Controller
 from async_rl.rollout import worker
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import QueueSnapshot
@@ -58,12 +58,12 @@ def a_restart_that_forgets_rollouts_that_make_up_for_others(patch):
 
 
 def old_tokens_that_take_gradient(patch):
-    whole = Pipeline._train_on
+    whole = Controller._train_on
 
     async def train_on(self, batch):
         return await whole(self, replace(batch, min_update=0))
 
-    patch.setattr(Pipeline, "_train_on", train_on)
+    patch.setattr(Controller, "_train_on", train_on)
 
 
 def masked_tokens_that_nobody_counts(patch):

@@ -7,7 +7,7 @@ import pytest
 
 from agent_loop.engine import ReplicaLostError
 from agent_loop.loop import Message, Prompt, RolloutError
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.validator import ValidationRound, Validator
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.tokens import StopReason
@@ -20,13 +20,13 @@ def test_a_replica_that_is_lost_while_a_call_on_it_times_out_is_lost_once():
 
     async def lose():
         lost = []
-        fleet = ReplicaFleet([Hung()], on_lost=lost.append)
-        (member,) = fleet.live
+        pool = ReplicaPool([Hung()], on_lost=lost.append)
+        (member,) = pool.live
         loop = asyncio.get_running_loop()
-        loop.call_later(5, lambda: loop.call_soon(lambda: fleet.lose(member, reason="for another reason")))
+        loop.call_later(5, lambda: loop.call_soon(lambda: pool.lose(member, reason="for another reason")))
 
         async def call():
-            async with fleet.calling(member, timeout_s=5):
+            async with pool.calling(member, timeout_s=5):
                 await asyncio.Event().wait()
 
         with pytest.raises(ReplicaLostError, match="for another reason"):

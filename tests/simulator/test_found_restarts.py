@@ -10,7 +10,7 @@ import pytest
 from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.controller.recovery import _lost_part
-from async_rl.metrics.truncation import rewind
+from async_rl.metrics.truncation import truncate_records
 from async_rl.rollout.recorded import RolloutLogError, StoredRolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import Admission, QueueSnapshot
@@ -97,5 +97,5 @@ def test_a_ready_group_too_old_at_a_restart_is_given_up(policy):
 def test_a_group_that_goes_on_or_was_never_there_has_not_ended(tmp_path):
     lines = [{"group": group, "outcome": "dropped", "train_step": None} for group in range(5)]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rewind(tmp_path, train_step=0, next_group=3, live={1})
+    truncate_records(tmp_path, train_step=0, next_group=3, live={1})
     assert [json.loads(line)["group"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()] == [0, 2]

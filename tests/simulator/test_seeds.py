@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 1000
 HASHES = "from async_rl.simulator.outcome import run_seed; print([run_seed(seed).trace_hash for seed in range({})])"
 A_SET_OF_NAMES = """
-from async_rl.inference.pool import ReplicaFleet
-whole = ReplicaFleet.__init__
-ReplicaFleet.__init__ = lambda self, replicas, **of: whole(
+from async_rl.inference.pool import ReplicaPool
+whole = ReplicaPool.__init__
+ReplicaPool.__init__ = lambda self, replicas, **of: whole(
     self, [next(r for r in replicas if r.name == name) for name in {r.name for r in replicas}], **of)
 """
 

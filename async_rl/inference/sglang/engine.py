@@ -24,7 +24,7 @@ import aiohttp
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
 from async_rl.inference.checkpoint_weights import hash_checkpoint, weight_files
 from async_rl.inference.checks import weight_label
-from async_rl.inference.replica import Flight, KeptKV, ReplicaStats, RequestGate, not_loaded
+from async_rl.inference.replica import Flight, KVPolicy, ReplicaStats, RequestGate, not_loaded
 from async_rl.inference.sglang.config import (
     FORCED_FAMILIES,
     ServedModel,
@@ -275,7 +275,7 @@ class SglangReplica:
             await self._bounded("freeze", self._pause_engine("in_place"))
         return count
 
-    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         """Load a published version, and check its digest and the model's parameters."""
         what = f"version {update.weights.version}"
         self._gate.require_quiet(f"load of {what}")
@@ -305,7 +305,7 @@ class SglangReplica:
         """Checksum of the model's parameters, taken at the last load."""
         return self._live.checksum
 
-    async def _load(self, update: WeightUpdate, kv: KeptKV) -> Load:
+    async def _load(self, update: WeightUpdate, kv: KVPolicy) -> Load:
         if self._frozen and kv == "recompute":
             await self._pause_engine("retract")
         if kv == "recompute":  # before the load: a failed flush must leave the weights

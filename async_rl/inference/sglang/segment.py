@@ -85,7 +85,7 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
     if sampling.is_cut:  # otherwise logprobs are over the whole distribution
         body["return_sampling_mask"] = True
     if routing is not None:
-        body |= {"return_routed_experts": True, "routed_experts_start_len": request.rows_held}
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.existing_rows}
     return body
 
 
@@ -197,7 +197,7 @@ def _support(meta: dict[str, Any], token_ids: Int32Array) -> SamplingSupport:
 def _rows(
     meta: dict[str, Any], request: GenerateRequest, info: ModelInfo, routing: RoutingSpec, token_ids: Int32Array
 ) -> RoutedExperts:
-    """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also returns dense layers, as zeros."""
+    """Rows existing_rows .. tokens + n - 2 of the MoE layers; the engine also returns dense layers, as zeros."""
     encoded = _field(meta, "routed_experts", str)
     expected = rows_shape(request, len(token_ids), info=info, routing=routing)
     try:
@@ -207,7 +207,7 @@ def _rows(
     if flat.size != np.prod(expected):
         raise ContractError(
             f"the engine's routed_experts has {flat.size} ids; need {int(np.prod(expected))} for {list(expected)} "
-            f"(rows from position {request.rows_held}, layers, top_k)"
+            f"(rows from position {request.existing_rows}, layers, top_k)"
         )
     layers = flat.reshape(expected)
     dense = sorted(set(range(info.num_layers)) - set(routing.layers))

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_names, weight_files
 from async_rl.inference.checks import weight_label
-from async_rl.inference.replica import KeptKV, ReplicaStats, RequestGate, not_loaded
+from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, not_loaded
 from async_rl.inference.vllm.config import (
     ServedModel,
     VllmConfig,
@@ -183,7 +183,7 @@ class VllmReplica:
             await self._bounded("freeze", self._engine.pause_generation(mode="keep", clear_cache=False))
         return self._gate.freeze()
 
-    async def load(self, update: WeightUpdate, *, kv: KeptKV = "recompute") -> WeightVersion:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         """Load a published version, and check its digest and the model's parameters.
 
         With kv="recompute", frozen requests leave the engine. After `resume` they are sent again with all tokens so

@@ -62,7 +62,7 @@ def sampling_params(
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        routed_experts_prompt_start=request.rows_held if capture_routing else 0,
+        routed_experts_prompt_start=request.existing_rows if capture_routing else 0,
         extra_args=forced_args(forced, info.routing),
         skip_clone=True,
     )
@@ -170,13 +170,13 @@ def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Arr
 def _rows(
     completion: CompletionOutput, request: GenerateRequest, info: ModelInfo, routing: RoutingSpec
 ) -> RoutedExperts:
-    """Rows rows_held .. tokens + n - 2 of the MoE layers; the engine also returns dense layers, as zeros."""
+    """Rows existing_rows .. tokens + n - 2 of the MoE layers; the engine also returns dense layers, as zeros."""
     experts: Any = completion.routed_experts
     expected = rows_shape(request, len(completion.token_ids), info=info, routing=routing)
     if experts is None or experts.shape != expected:
         raise ContractError(
             f"the engine's routed_experts has shape {None if experts is None else list(experts.shape)}; "
-            f"need {list(expected)} (rows from position {request.rows_held}, layers, top_k)"
+            f"need {list(expected)} (rows from position {request.existing_rows}, layers, top_k)"
         )
     return moe_rows(experts, request=request, routing=routing, in_order=True)
 

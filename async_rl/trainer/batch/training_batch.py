@@ -91,7 +91,7 @@ class TrainingBatch:
     """`param_version` -> optimizer updates of the weights."""
     min_update: int = 0
     """Tokens sampled by weights with fewer optimizer updates are not in the loss."""
-    kept_kv: bool = False
+    retained_kv: bool = False
     """Whether the engines keep K/V across weight updates (rollout.on_update=keep with rollout.kv=keep)."""
     admitted_updates: Sequence[int] = ()
     """[G], optimizer updates of the weights when each group was admitted."""
@@ -135,7 +135,7 @@ class TrainingBatch:
         first = tokens.cumsum() - tokens
         positions = np.arange(tokens.sum()) + np.repeat(starts - first, tokens)
         lag, kept = np.repeat(now - updates, tokens), np.repeat(updates >= self.min_update, tokens)
-        old_kv = self.kept_kv and self.admitted_updates[self.index[number, 0]] != now
+        old_kv = self.retained_kv and self.admitted_updates[self.index[number, 0]] != now
         pure = (lag == 0) & (not old_kv) & (positions <= self._num_fresh(sequence, now))
         return LossTokens(positions[kept], sequence.logprobs[kept], lag[kept], pure[kept])
 
@@ -145,7 +145,7 @@ class TrainingBatch:
             return next((run.start for run in sequence.runs if self._updates(run.version) < now), len(sequence))
         fresh = 0
         for rows, version in sequence.row_runs:
-            if version < 0 or (self._updates(version) != now and not (sequence.recomputed and not self.kept_kv)):
+            if version < 0 or (self._updates(version) != now and not (sequence.recomputed and not self.retained_kv)):
                 break
             fresh += rows
         return fresh
@@ -166,7 +166,7 @@ def training_batch(
     current_update: int,
     version_updates: Mapping[int, int],
     min_update: int = 0,
-    kept_kv: bool = False,
+    retained_kv: bool = False,
     mini_batches: Mapping[int, int] | None = None,
 ) -> TrainingBatch:
     """Build the input of a train step from heads. Failed rollouts are left out; `TrainingBatch` has an example.
@@ -175,7 +175,7 @@ def training_batch(
         heads: [G].
         contents: [G], GroupContent of each group or a reference to it.
         advantages: of the trajectories that did not fail, in order.
-        current_update, version_updates, min_update, kept_kv: see TrainingBatch.
+        current_update, version_updates, min_update, retained_kv: see TrainingBatch.
         mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
 
     Raises:
@@ -213,7 +213,7 @@ def training_batch(
         current_update=current_update,
         version_updates=version_updates,
         min_update=min_update,
-        kept_kv=kept_kv,
+        retained_kv=retained_kv,
         admitted_updates=[head.admitted_update for head in heads],
     )
 

@@ -7,7 +7,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from async_rl.cluster import rollout_workers
 from async_rl.cluster.rollout_workers import WorkerHandle
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from tests.helpers.fakes import FakeEngine, SeededScript
 
@@ -66,7 +66,7 @@ def workers(monkeypatch):
 
 async def test_a_blocked_worker_holds_up_a_stop_for_the_time_limit_of_a_stop(workers):
     (blocked, handle), (free, other) = workers.values()
-    dispatcher = Dispatcher([handle, other], fleet=ReplicaFleet([FakeEngine(SCRIPT)]))
+    dispatcher = Dispatcher([handle, other], pool=ReplicaPool([FakeEngine(SCRIPT)]))
     async with asyncio.timeout(30):
         await dispatcher.flush()
         await dispatcher.end()
@@ -80,7 +80,7 @@ async def test_a_blocked_worker_holds_up_a_stop_for_the_time_limit_of_a_stop(wor
 @pytest.mark.parametrize("first", ["call", "end_soon"])
 async def test_a_blocked_worker_holds_up_a_publish_no_longer_than_a_stop(first, call, workers):
     (blocked, handle), (free, other) = workers.values()
-    dispatcher = Dispatcher([handle, other], fleet=ReplicaFleet([FakeEngine(SCRIPT)]))
+    dispatcher = Dispatcher([handle, other], pool=ReplicaPool([FakeEngine(SCRIPT)]))
     if first == "end_soon":
         dispatcher.end_soon()
     publish = asyncio.create_task(call(dispatcher))

@@ -11,7 +11,7 @@ from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_stat
 from async_rl.controller.resume import Resume
 from async_rl.files.atomic_dir import partial_folder, publish_folder
 from async_rl.metrics.recorder import Recorder, StepRecord
-from async_rl.metrics.truncation import ENDED_UNSEEN, RECORD_LOST, missing_records
+from async_rl.metrics.truncation import ENDED_UNRECORDED, RECORD_LOST, missing_records
 from async_rl.rollout.group_contents import StoredContent
 from message_queue.contract import QueueSnapshot
 from message_queue.ledger import LedgerCounts
@@ -150,7 +150,7 @@ def gone_on(directory, **of):
     """What a person is told, and the ledger, of a run that goes on after the last step."""
     console = Lines()
     recorder = Recorder(directory, console=console, scalars=Null())
-    recorder.go_on_after(STEPS, **{"next_group": STEPS, "live": (), "trained": STEPS} | of)
+    recorder.resume_after(STEPS, **{"next_group": STEPS, "live": (), "trained": STEPS} | of)
     recorder.close()
     return console.notes, [json.loads(line) for line in (directory / "ledger.jsonl").read_text().splitlines()]
 
@@ -193,7 +193,7 @@ def test_records_of_another_run_are_not_missed(tmp_path):
 def test_a_group_that_ended_after_the_checkpoint_is_no_lost_record(tmp_path):
     recorded(tmp_path)
     notes, ledger = gone_on(tmp_path, next_group=STEPS + 1)
-    assert ["ledger.jsonl" in note for note in notes] == [True] and ledger[-1]["reason"] == ENDED_UNSEEN
+    assert ["ledger.jsonl" in note for note in notes] == [True] and ledger[-1]["reason"] == ENDED_UNRECORDED
 
 
 async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tmp_path):
@@ -211,7 +211,7 @@ async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tm
         config = load_config([f"output_dir={output_dir}", f"resume={resume}", "trainer.router_replay=R3"])
         console = Lines()
         recorder = Recorder(output_dir, console=console, scalars=Null())
-        Resume(config).rewind(restored, StoredContent(), recorder)
+        Resume(config).truncate_records(restored, StoredContent(), recorder)
         recorder.close()
         return [note for note in console.notes if "lacks" in note]
 

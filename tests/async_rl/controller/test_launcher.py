@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.config import load_config
 from async_rl.controller import launcher
-from async_rl.controller.launcher import Program
+from async_rl.controller.launcher import Launcher
 from async_rl.run import causes
 
 
@@ -41,7 +41,7 @@ def program_of(tmp_path, monkeypatch, *, placement, run):
     monkeypatch.setattr(launcher, "read_run", lambda directory: SimpleNamespace())
     monkeypatch.setattr(launcher, "write_report", lambda runs, path: None)
     config = load_config([f"output_dir={tmp_path}", f"warm_start.cache={tmp_path}"])
-    made = Program(config, resume_command="again")
+    made = Launcher(config, resume_command="again")
     monkeypatch.setattr(made, "_run_with", run)
     return made
 

@@ -16,9 +16,9 @@ from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import ClusterConfig, load_config
 from async_rl.controller import processes
-from async_rl.controller.processes import Workers
-from async_rl.controller.recovery import Lives
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.controller.processes import Processes
+from async_rl.controller.recovery import RecoveryLoop
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import WorkerLostError
 
@@ -74,8 +74,8 @@ class FakePlacement:
 
 
 def workers_of(tmp_path, stack, *, placement):
-    """Workers of the default run."""
-    return Workers(
+    """Processes of the default run."""
+    return Processes(
         load_config([f"output_dir={tmp_path}"]),
         task=None,
         placement=placement,
@@ -145,10 +145,10 @@ async def test_a_replica_that_cannot_forget_a_dead_worker_is_lost_and_killed(tmp
     other = FakeClosed("replica-1")
     async with contextlib.AsyncExitStack() as stack:
         running = workers_of(tmp_path, stack, placement=FakePlacement())
-        fleet = running._fleet = ReplicaFleet([lost, other])
+        pool = running._pool = ReplicaPool([lost, other])
         await running.remove_worker(FakeClosed("worker-0"))
     assert (lost.killed, other.killed) == (True, False), "it may come back with the requests of the worker"
-    assert list(fleet.lost) == ["replica-0"] and other.forgot == ["worker-0"]
+    assert list(pool.lost) == ["replica-0"] and other.forgot == ["worker-0"]
 
 
 async def test_a_queue_that_dies_at_its_start_is_reported_in_one_line():
@@ -169,22 +169,22 @@ async def test_a_worker_whose_answer_was_on_a_dead_node_is_lost(died):
         await WorkerHandle(SimpleNamespace(flush=method), name="worker-0", timeout_s=5, stop_timeout_s=5).flush()
 
 
-def lives_of(tmp_path, monkeypatch, *, run_once, replace_trainer):
-    """Lives of the default run with these two calls, and what they note."""
+def recovery_of(tmp_path, monkeypatch, *, run_once, replace_trainer):
+    """RecoveryLoop of the default run with these two calls, and what they note."""
     notes = []
 
     async def nothing():
         pass
 
-    lasting = SimpleNamespace(
+    run_parts = SimpleNamespace(
         recorder=SimpleNamespace(warn=notes.append),
-        publisher=SimpleNamespace(go_on=nothing),
-        workers=SimpleNamespace(replace_trainer=replace_trainer),
+        publisher=SimpleNamespace(resume=nothing),
+        processes=SimpleNamespace(replace_trainer=replace_trainer),
     )
     config = load_config([f"output_dir={tmp_path}"])
-    lives = Lives(config, lasting, order=None, held_out=(), resume=None)
-    monkeypatch.setattr(lives, "_run_once", run_once)
-    return lives, notes
+    recovery = RecoveryLoop(config, run_parts, order=None, held_out=(), resume=None)
+    monkeypatch.setattr(recovery, "_run_once", run_once)
+    return recovery, notes
 
 
 async def test_finished_groups_on_a_dead_node_are_read_again_with_a_new_trainer(monkeypatch, tmp_path):
@@ -201,8 +201,8 @@ async def test_finished_groups_on_a_dead_node_are_read_again_with_a_new_trainer(
     async def replace_trainer(lost):
         return f"after {lost}"
 
-    lives, notes = lives_of(tmp_path, monkeypatch, run_once=run_once, replace_trainer=replace_trainer)
-    assert await lives.run("first")
+    recovery, notes = recovery_of(tmp_path, monkeypatch, run_once=run_once, replace_trainer=replace_trainer)
+    assert await recovery.run("first")
     assert trained_by == ["first", "after first"]
     (note,) = notes
     assert note.startswith("a finished group was on a node that died; trainer and queue start anew")
@@ -225,13 +225,13 @@ async def test_a_restart_of_the_trainer_that_fails_counts_as_one(error, failures
             raise error
         return "second"
 
-    lives, notes = lives_of(tmp_path, monkeypatch, run_once=run_once, replace_trainer=replace_trainer)
+    recovery, notes = recovery_of(tmp_path, monkeypatch, run_once=run_once, replace_trainer=replace_trainer)
     if failures < SupervisionConfig().max_restarts:
-        assert await lives.run("first")
+        assert await recovery.run("first")
         assert trained_by == ["first", "second"]
     else:
         with pytest.raises(type(error), match="no room"):
-            await lives.run("first")
+            await recovery.run("first")
         assert trained_by == ["first"]
     tries = min(failures + 1, SupervisionConfig().max_restarts)
     assert replaced == ["first"] * tries

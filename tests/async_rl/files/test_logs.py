@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from async_rl.config import load_config
-from async_rl.controller.processes import Workers
+from async_rl.controller.processes import Processes
 from async_rl.files.logs import TAIL_LINES, log_end, notes_of, with_notes
 
 SCRIPT = """
@@ -81,7 +81,7 @@ def test_workers_say_which_process_has_no_log(tmp_path):
     notes = []
     config, task, placement = load_config([]), None, None
     stack = contextlib.AsyncExitStack()
-    workers = Workers(
+    workers = Processes(
         config,
         task=task,
         placement=placement,

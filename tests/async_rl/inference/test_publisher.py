@@ -7,7 +7,7 @@ import pytest
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools import PauseGate
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
@@ -93,23 +93,23 @@ async def test_where_nothing_is_frozen_no_cache_outlives_its_weights(on_update):
 async def test_a_replica_that_is_lost_in_a_publish_leaves_and_the_others_load(on_update, at, how):
     good, bad = ScriptedReplica("good"), ScriptedReplica("bad", **{how: at})
     notes = []
-    fleet = ReplicaFleet([bad, good], on_lost=notes.append)
-    report = await make_publisher(fleet, on_update=on_update, timeout_s=0.05).publish(UPDATE)
+    pool = ReplicaPool([bad, good], on_lost=notes.append)
+    report = await make_publisher(pool, on_update=on_update, timeout_s=0.05).publish(UPDATE)
     assert good.calls[-2:] == ["load", "resume"]
-    assert [member.name for member in fleet.live] == ["good"]
+    assert [member.name for member in pool.live] == ["good"]
     assert report.pause_seconds < report.seconds
     (note,) = notes
     assert "bad" in note and ("died" in note if how == "dies_at" else "(sync.timeout_s) within 0.05 s" in note)
-    await make_publisher(fleet).publish(UPDATE)
+    await make_publisher(pool).publish(UPDATE)
     assert bad.calls.count("pause") == 1
 
 
 async def test_a_loss_that_the_router_sees_first_ends_the_publish_of_that_replica():
     good, bad = ScriptedReplica("good"), ScriptedReplica("bad", hangs_at="load")
-    fleet = ReplicaFleet([bad, good])
-    publish = asyncio.create_task(make_publisher(fleet, timeout_s=60).publish(UPDATE))
+    pool = ReplicaPool([bad, good])
+    publish = asyncio.create_task(make_publisher(pool, timeout_s=60).publish(UPDATE))
     await asyncio.sleep(0.01)
-    fleet.lose(fleet.live[0], reason="died in a decode")
+    pool.lose(pool.live[0], reason="died in a decode")
     await asyncio.wait_for(publish, 1)
     assert good.calls[-1] == "resume"
 
@@ -168,13 +168,13 @@ async def test_a_publish_whose_caller_is_cancelled_ends_first_so_that_no_replica
     publish = asyncio.create_task(publisher.publish(UPDATE))
     await reached.wait()
     publish.cancel()
-    going_on = asyncio.create_task(publisher.go_on())
+    resuming = asyncio.create_task(publisher.resume())
     await asyncio.sleep(0.01)
-    assert not publish.done() and not going_on.done()
+    assert not publish.done() and not resuming.done()
     may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await publish
-    await going_on
+    await resuming
     assert replica.calls[-3:] == ["load", "resume", "resume"]
     await asyncio.wait_for(tools.passed(), 1)
 
@@ -196,12 +196,12 @@ async def test_replicas_that_hold_different_parameters_stop_the_publish():
 
 async def test_a_new_replica_that_holds_other_parameters_is_not_brought_up():
     good, bad = ScriptedReplica("good", holds="c1"), ScriptedReplica("bad", holds="c2")
-    fleet = ReplicaFleet([good])
-    publisher = make_publisher(fleet)
+    pool = ReplicaPool([good])
+    publisher = make_publisher(pool)
     await publisher.publish(UPDATE)
     with pytest.raises(EngineError):
         await publisher.bring_up(bad, slot=0)
-    assert [member.name for member in fleet.live] == ["good"]
+    assert [member.name for member in pool.live] == ["good"]
 
 
 async def test_replicas_are_compared_within_one_version_only():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.loop import TurnLimits
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
 from message_queue.tokens import StopReason
@@ -84,12 +84,12 @@ async def test_a_failed_request_does_not_count_as_load():
         async def generate(self, request):
             raise RuntimeError
 
-    fleet = ReplicaFleet([Failing("bad"), Recording()])
-    router = ReplicaRouter(fleet)
+    pool = ReplicaPool([Failing("bad"), Recording()])
+    router = ReplicaRouter(pool)
     for session in ("a", "b", "c"):
         with pytest.raises(RuntimeError):
             await router.generate(request(session))
-    assert [member.in_flight for member in fleet.live] == [0, 0]
+    assert [member.in_flight for member in pool.live] == [0, 0]
 
 
 def test_no_replica_is_refused():
@@ -99,7 +99,7 @@ def test_no_replica_is_refused():
 
 def test_two_replicas_of_one_name_are_refused():
     with pytest.raises(ValueError, match="give each a name of its own"):
-        ReplicaFleet(fakes(1) + fakes(1))
+        ReplicaPool(fakes(1) + fakes(1))
 
 
 # ---- lost replicas
@@ -108,7 +108,7 @@ def test_two_replicas_of_one_name_are_refused():
 async def test_a_request_whose_replica_dies_goes_to_another_one_as_it_was_asked():
     first, second = fakes(2, token_s=0.001)
     notes = []
-    router = ReplicaRouter(ReplicaFleet([first, second], on_lost=notes.append))
+    router = ReplicaRouter(ReplicaPool([first, second], on_lost=notes.append))
     rollout = asyncio.create_task(decode(router))
     await asyncio.sleep(0.01)
     assert first.in_flight == 1
@@ -123,15 +123,15 @@ async def test_a_request_whose_replica_dies_goes_to_another_one_as_it_was_asked(
 
 async def test_a_lost_replica_is_reported_with_the_end_of_its_log():
     (replica,), notes = fakes(1), []
-    fleet = ReplicaFleet([replica], on_lost=notes.append)
+    pool = ReplicaPool([replica], on_lost=notes.append)
     with pytest.raises(ReplicaLostError):
-        async with fleet.calling(fleet.live[0]):
+        async with pool.calling(pool.live[0]):
             error = ReplicaLostError("fake-0 died")
             error.add_note("the end of fake-0.log:")
             raise error
     assert notes == ["replica fake-0 is lost, 0 left: fake-0 died\nthe end of fake-0.log:"]
     with pytest.raises(ReplicaLostError, match="all 1 replicas are lost") as raised:
-        fleet.require_any()
+        pool.require_any()
     assert raised.value.__notes__ == ["the end of fake-0.log:"]
 
 
@@ -161,10 +161,10 @@ async def test_a_session_stays_where_it_went_when_its_replica_was_lost():
     first, second, third = recordings(3)
     for replica in (first, second, third):
         replica.release.set()
-    fleet = ReplicaFleet([first, second, third])
-    router = ReplicaRouter(fleet)
+    pool = ReplicaPool([first, second, third])
+    router = ReplicaRouter(pool)
     await router.generate(request("a"))
-    fleet.lose(fleet.live[0], reason="gone")
+    pool.lose(pool.live[0], reason="gone")
     for _ in range(3):
         await router.generate(request("a"))
     assert (first.served, second.served, third.served) == (["a"], ["a"] * 3, [])
@@ -172,13 +172,13 @@ async def test_a_session_stays_where_it_went_when_its_replica_was_lost():
 
 async def test_a_replica_that_hangs_frees_its_requests_as_soon_as_anybody_notices():
     first, second = fakes(2, token_s=0.001)
-    fleet = ReplicaFleet([first, second])
-    rollout = asyncio.create_task(decode(ReplicaRouter(fleet)))
+    pool = ReplicaPool([first, second])
+    rollout = asyncio.create_task(decode(ReplicaRouter(pool)))
     await asyncio.sleep(0.01)
     first.hang()
     await asyncio.sleep(0.05)
     assert not rollout.done()
-    fleet.lose(fleet.live[0], reason="no answer in 5 s")
+    pool.lose(pool.live[0], reason="no answer in 5 s")
     trajectory, _ = await rollout
     assert {s.replica for s in trajectory.segments} == {"fake-1"}
     assert first.in_flight == 0  # its caller was cancelled
@@ -200,18 +200,18 @@ async def test_when_no_replica_is_left_the_error_names_each_with_its_reason():
 
 async def test_other_errors_of_an_engine_do_not_take_it_out():
     replica = FakeEngine(SCRIPT, fail=lambda r: EngineError("prompt too long"))
-    fleet = ReplicaFleet([replica, FakeEngine(SCRIPT, name="fake-1")])
+    pool = ReplicaPool([replica, FakeEngine(SCRIPT, name="fake-1")])
     with pytest.raises(EngineError, match="too long"):
-        await decode(ReplicaRouter(fleet))
-    assert len(fleet.live) == 2
+        await decode(ReplicaRouter(pool))
+    assert len(pool.live) == 2
 
 
 async def test_a_time_out_of_the_caller_is_not_taken_for_a_loss():
-    fleet = ReplicaFleet(fakes(2, token_s=0.01))
+    pool = ReplicaPool(fakes(2, token_s=0.01))
     with pytest.raises(EngineError, match="got no answer"):
-        await decode(ReplicaRouter(fleet), timeout_s=0.03)
-    assert len(fleet.live) == 2
-    assert [m.in_flight for m in fleet.live] == [0, 0]
+        await decode(ReplicaRouter(pool), timeout_s=0.03)
+    assert len(pool.live) == 2
+    assert [m.in_flight for m in pool.live] == [0, 0]
 
 
 async def test_many_requests_on_a_lost_replica_all_move():
@@ -243,13 +243,13 @@ async def test_a_rollout_that_moves_to_older_weights_keeps_each_token_with_its_v
 
 async def test_the_watch_takes_out_what_does_not_answer_and_leaves_what_does():
     first, second = fakes(2, token_s=0.001)
-    fleet = ReplicaFleet([first, second])
-    watch = asyncio.create_task(fleet.watch(every_s=0.01, timeout_s=0.02))
+    pool = ReplicaPool([first, second])
+    watch = asyncio.create_task(pool.watch(every_s=0.01, timeout_s=0.02))
     await asyncio.sleep(0.05)
-    assert fleet.lost == {}
+    assert pool.lost == {}
     first.hang()
     await asyncio.sleep(0.1)
-    assert fleet.lost == {"fake-0": "fake-0 did not answer within 0.02 s"}
+    assert pool.lost == {"fake-0": "fake-0 did not answer within 0.02 s"}
     watch.cancel()
 
 
@@ -258,19 +258,19 @@ async def test_the_watch_takes_out_what_does_not_answer_and_leaves_what_does():
 
 async def test_busy_seconds_are_the_mean_over_all_replicas_and_never_go_back():
     replicas = fakes(2)
-    fleet = ReplicaFleet(replicas)
+    pool = ReplicaPool(replicas)
 
     async def busy(seconds):
         return type("Stats", (), {"busy_seconds": seconds})()
 
     replicas[0].stats = lambda: busy(4.0)
     replicas[1].stats = lambda: busy(2.0)
-    assert await fleet.busy_seconds() == 3.0
+    assert await pool.busy_seconds() == 3.0
     replicas[0].die()
     del replicas[0].stats
     replicas[1].stats = lambda: busy(6.0)
-    assert await fleet.busy_seconds() == 5.0
-    assert list(fleet.lost) == ["fake-0"]
+    assert await pool.busy_seconds() == 5.0
+    assert list(pool.lost) == ["fake-0"]
 
 
 async def test_an_interrupt_does_not_wait_for_an_answer_that_came_and_was_refused():
@@ -280,12 +280,12 @@ async def test_an_interrupt_does_not_wait_for_an_answer_that_came_and_was_refuse
             raise AnswerError(f"{self.name}: an expert twice")
 
     bad = Bad(SCRIPT, name="fake-0", token_s=0.01)
-    fleet = ReplicaFleet([bad])
-    router = ReplicaRouter(fleet)
+    pool = ReplicaPool([bad])
+    router = ReplicaRouter(pool)
     rollout = asyncio.create_task(router.generate(replace(request("s"), max_new_tokens=1000)))
     while not bad.in_flight:  # noqa: ASYNC110 - a fake has no event for it
         await asyncio.sleep(0)
-    await Publisher(fleet, on_update="resume", rollouts=RolloutsHere(), timeout_s=0.3).interrupt()
-    assert [member.name for member in fleet.live] == ["fake-0"]
+    await Publisher(pool, on_update="resume", rollouts=RolloutsHere(), timeout_s=0.3).abort_all()
+    assert [member.name for member in pool.live] == ["fake-0"]
     with pytest.raises(AnswerError):
         await rollout

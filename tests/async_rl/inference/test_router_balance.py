@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.simulator.virtual_time import run_in_virtual_time
 
@@ -107,7 +107,7 @@ async def roll(router, index, *, seed, sticky):
 def simulate(*, max_excess=RULE, sticky=True, slower=(1, 1, 1, 1), rollouts=1024, pause_s=0.0, seed=0):
     async def run():
         replicas = [SharedReplica(f"replica-{i}", slower=slow) for i, slow in enumerate(slower)]
-        router = ReplicaRouter(ReplicaFleet(replicas), max_excess=max_excess)
+        router = ReplicaRouter(ReplicaPool(replicas), max_excess=max_excess)
         async with asyncio.TaskGroup() as running:
             for index in range(rollouts):
                 running.create_task(roll(router, index, seed=seed, sticky=sticky))

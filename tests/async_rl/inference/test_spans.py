@@ -39,7 +39,7 @@ def cut(
     sampled = sum(counts)
     ids = np.arange(prompt, prompt + sampled, dtype=np.int32)
     request = GenerateRequest(
-        request_id="a", token_ids=np.arange(prompt, dtype=np.int32), max_new_tokens=100, rows_held=held
+        request_id="a", token_ids=np.arange(prompt, dtype=np.int32), max_new_tokens=100, existing_rows=held
     )
     return request, cut_into_segments(
         request,
@@ -134,8 +134,8 @@ def test_a_request_that_goes_on_asks_for_the_rest_alone(
     rest = continued(request, segments)
     assert rest.token_ids.tolist() == list(range(prompt + sum(first)))
     assert rest.max_new_tokens == 100 - sum(first)
-    assert rest.rows_held == (prompt + sum(first) - 1 if captured else 0)
-    _, more = cut(len(rest.token_ids), rest.rows_held, second, captured=captured)
+    assert rest.existing_rows == (prompt + sum(first) - 1 if captured else 0)
+    _, more = cut(len(rest.token_ids), rest.existing_rows, second, captured=captured)
     both = joined([*segments, *more])
     assert [len(s) for s in both] == [*first, *second]
     if captured:

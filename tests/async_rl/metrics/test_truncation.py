@@ -2,7 +2,7 @@
 
 import json
 
-from async_rl.metrics.truncation import ENDED_UNSEEN, rewind, unseen_groups
+from async_rl.metrics.truncation import ENDED_UNRECORDED, truncate_records, unrecorded_groups
 
 
 def write(path, *lines, tail=""):
@@ -22,15 +22,15 @@ def test_what_was_recorded_after_the_checkpoint_is_taken_back(tmp_path):
     write(tmp_path / "validation.jsonl", {"train_step": 0}, {"train_step": 4})
     ended = [group(0, "trained", 3), group(1, "dropped")]
     write(tmp_path / "ledger.jsonl", *ended, group(2, "trained", 4), group(3, "open"), {"outcome": "total"})
-    rewind(tmp_path, train_step=3)
+    truncate_records(tmp_path, train_step=3)
     assert [line["train_step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert [line["train_step"] for line in read(tmp_path / "validation.jsonl")] == [0]
     assert read(tmp_path / "ledger.jsonl") == ended
     assert not list(tmp_path.glob("*.partial"))
-    rewind(tmp_path / "nothing there", train_step=3)
+    truncate_records(tmp_path / "nothing there", train_step=3)
 
 
 def test_a_group_whose_end_was_not_recorded_is_named(tmp_path):
     write(tmp_path / "ledger.jsonl", group(0, "trained", 3), group(2, "dropped"))
-    (unseen,) = unseen_groups(tmp_path, next_group=5, live={3, 4})
-    assert (unseen["group"], unseen["outcome"], unseen["reason"]) == (1, "dropped", ENDED_UNSEEN)
+    (unrecorded,) = unrecorded_groups(tmp_path, next_group=5, live={3, 4})
+    assert (unrecorded["group"], unrecorded["outcome"], unrecorded["reason"]) == (1, "dropped", ENDED_UNRECORDED)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.group_contents import ContentPlace, read_stored
@@ -126,13 +126,13 @@ class Started:
 
     def __init__(self, *names, max_restarts=3):
         self.workers = {name: FakeWorker(name) for name in names}
-        self.fleet = ReplicaFleet([FakeEngine(SCRIPT, name=f"replica-{i}") for i in range(2)])
+        self.pool = ReplicaPool([FakeEngine(SCRIPT, name=f"replica-{i}") for i in range(2)])
         self.notes, self.removed, self.started = [], [], []
         self.may_remove = asyncio.Event()
         self.may_remove.set()
         config = SupervisionConfig(max_restarts=max_restarts)
         self.dispatcher = Dispatcher(
-            list(self.workers.values()), fleet=self.fleet, processes=self, config=config, note=self.notes.append
+            list(self.workers.values()), pool=self.pool, processes=self, config=config, note=self.notes.append
         )
 
     async def remove_worker(self, lost):
@@ -301,7 +301,7 @@ async def test_workers_hear_of_the_replicas_and_report_lost_ones():
         assert run.workers["worker-1"].calls == [("follow", ["replica-0", "replica-1"])]
         run.workers["worker-0"].reports.put_nowait(LostReplica(name="replica-0", reason="it died", notes=()))
         await turns()
-        assert run.fleet.lost == {"replica-0": "it died"}
+        assert run.pool.lost == {"replica-0": "it died"}
         assert run.workers["worker-1"].calls[-1] == ("follow", ["replica-1"])
         run.workers["worker-1"].reports.put_nowait("a rollout failed")
         await turns()

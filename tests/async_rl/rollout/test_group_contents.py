@@ -10,9 +10,9 @@ from agent_loop.tools import PauseGate
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.config import load_config
-from async_rl.controller.recovery import Lives
+from async_rl.controller.recovery import RecoveryLoop
 from async_rl.controller.resume import Resume
-from async_rl.inference.pool import ReplicaFleet
+from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, fetched, read_content
 from async_rl.rollout.rollouter import Rollouter
@@ -117,9 +117,9 @@ async def test_contents_of_a_restart_get_a_new_writer_and_lose_settled_files(tmp
     await write(tmp_path, 1)
     await write(tmp_path, 2, name="rollout-0007")
     found = restored(ready=[2])
-    fleet = ReplicaFleet([FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))])
-    worker = worker_of(fleet)
-    rollouts = Dispatcher([worker], fleet=fleet)
+    pool = ReplicaPool([FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))])
+    worker = worker_of(pool)
+    rollouts = Dispatcher([worker], pool=pool)
     await rollouts.open(place, live=found.live)
     await rollouts.end()
     assert {path.stem for path in tmp_path.glob("*.sqlite")} == {"rollout-0007", "rollout-0008"}
@@ -127,7 +127,7 @@ async def test_contents_of_a_restart_get_a_new_writer_and_lose_settled_files(tmp
 
 async def test_a_flush_does_not_wait_for_a_replica_that_is_silent():
     replica = FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8))
-    fleet = ReplicaFleet([replica])
+    pool = ReplicaPool([replica])
     asked = []
 
     async def stats():
@@ -136,14 +136,14 @@ async def test_a_flush_does_not_wait_for_a_replica_that_is_silent():
 
     replica.stats = stats
     async with asyncio.timeout(30):
-        await worker_of(fleet, replies_s=0.01).flush()
-    assert asked and fleet.live, "the silence of one read is no loss"
+        await worker_of(pool, replies_s=0.01).flush()
+    assert asked and pool.live, "the silence of one read is no loss"
 
 
-def worker_of(fleet, *, replies_s=10.0):
+def worker_of(pool, *, replies_s=10.0):
     gate = PauseGate()
     return RolloutWorker(
-        "worker-0", rollouter=idle_rollouter, validator=None, gate=gate, fleet=fleet, replies_s=replies_s
+        "worker-0", rollouter=idle_rollouter, validator=None, gate=gate, pool=pool, replies_s=replies_s
     )
 
 
@@ -152,7 +152,7 @@ def idle_rollouter(log):
 
 
 class DirectQueue(QueueClient):
-    """A queue of this process, as `Workers` starts one."""
+    """A queue of this process, as `Processes` starts one."""
 
     def __init__(self, config):
         host = QueueHost(batch_groups=config.rollout.groups_per_batch, staleness=config.staleness)
@@ -171,18 +171,18 @@ async def test_lives_open_a_ready_group_again_that_misses_its_content(tmp_path):
         started.append(DirectQueue(config))
         return started[-1]
 
-    lasting = SimpleNamespace(workers=SimpleNamespace(start_queue=start_queue))
+    run_parts = SimpleNamespace(processes=SimpleNamespace(start_queue=start_queue))
     resume = Resume(config)
     first = await start_queue()
     await first.open(resume.journal(), timeout_s=5.0)
     for prompt in range(2):
         await first.put(head_of(group_for(await first.admit(prompt))))
     await first.close_journal()
-    lives = Lives(config, lasting, order=None, held_out=(), resume=resume)
+    recovery = RecoveryLoop(config, run_parts, order=None, held_out=(), resume=resume)
     place = replace(resume.content(None), trajectories=1)
     await write(place.directory, 0, run=place.run)
 
-    queue, found, stored = await lives._open_queue(place)
+    queue, found, stored = await recovery._open_queue(place)
     assert [a.group for a in found.ready] == [0] and [a.group for a in found.open] == [1]
     assert stored.groups[0].closed and any("group 1 is open again" in note for note in found.notes)
     assert [one.killed for one in started] == [False, True, False]

@@ -20,7 +20,7 @@ from async_rl.rollout.schedule import (
     scheduled_groups,
     spans_of,
 )
-from async_rl.rollout.schedule_replay import Conductor
+from async_rl.rollout.schedule_replay import ScheduleReplay
 from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
@@ -154,9 +154,9 @@ def name(group, number):
     return f"g{group}-t{number}"
 
 
-async def conduct(schedule, engine, conductor, *, updates, chance):
+async def conduct(schedule, engine, schedule_replay, *, updates, chance):
     """What a pipeline does, with a trainer that is always ready: (batches of positions, order of loads)."""
-    loop = conductor.loop(Loop(conductor.engine(engine)))
+    loop = schedule_replay.loop(Loop(schedule_replay.engine(engine)))
     ready, batches = asyncio.Queue(), []
 
     async def roll(position):
@@ -166,14 +166,14 @@ async def conduct(schedule, engine, conductor, *, updates, chance):
                 for number in range(schedule.trajectories_per_group)
             )
         )
-        await conductor.may_put(position)
+        await schedule_replay.may_put(position)
         await ready.put(position)
 
     async def feed(rolls):
         for position in range(len(schedule.groups)):
             await a_while(chance)
-            await conductor.may_admit(position)
-            conductor.admitted(
+            await schedule_replay.may_admit(position)
+            schedule_replay.admitted(
                 Admission(
                     group=position, prompt=position, admitted_version=engine.version, admitted_update=engine.version
                 )
@@ -183,14 +183,14 @@ async def conduct(schedule, engine, conductor, *, updates, chance):
     async def train():
         for step in range(1, schedule.train_steps + 1):
             batches.append([await ready.get() for _ in range(schedule.batch_groups)])
-            conductor.taken()
+            schedule_replay.taken()
             if step <= updates:
                 asyncio.get_running_loop().create_task(load(step))
 
     async def load(update):
-        await conductor.may_load(update)
+        await schedule_replay.may_load(update)
         engine.version = update
-        conductor.loaded(update)
+        schedule_replay.loaded(update)
 
     async with asyncio.timeout(2), asyncio.TaskGroup() as tasks:
         tasks.create_task(feed(tasks))
@@ -225,8 +225,8 @@ def test_a_run_that_keeps_to_a_schedule_samples_and_trains_as_it_says(schedule, 
     }
     lengths = {session: max(1, sum(n for _, n in spans) + chance.randint(-6, 6)) for session, spans in planned.items()}
     engine = Engine(lengths, chance)
-    conductor = Conductor(schedule, session=name)
-    batches = asyncio.run(conduct(schedule, engine, conductor, updates=schedule.train_steps, chance=chance))
+    schedule_replay = ScheduleReplay(schedule, session=name)
+    batches = asyncio.run(conduct(schedule, engine, schedule_replay, updates=schedule.train_steps, chance=chance))
     steps = {group.group: group.train_step for group in schedule.groups}
     assert [[steps[g] for g in batch] for batch in batches] == [
         [step] * schedule.batch_groups for step in range(1, schedule.train_steps + 1)
@@ -241,28 +241,30 @@ def test_a_run_that_keeps_to_a_schedule_samples_and_trains_as_it_says(schedule, 
 
 
 async def test_a_group_that_is_dropped_ends_the_run():
-    conductor = Conductor(RunSchedule([scheduled(0, ((0, 1),))]), session=name)
+    schedule_replay = ScheduleReplay(RunSchedule([scheduled(0, ((0, 1),))]), session=name)
     with pytest.raises(ScheduleError, match="group 0 was dropped in a run that keeps to a schedule: too bad"):
-        conductor.dropped(0, reason="too bad")
+        schedule_replay.dropped(0, reason="too bad")
 
 
 async def test_a_restart_goes_on_within_the_spans():
     schedule = RunSchedule([scheduled(0, ((0, 4), (1, 5), (2, 3)), ((0, 4),), admitted=0)])
-    conductor = Conductor(schedule, session=name)
+    schedule_replay = ScheduleReplay(schedule, session=name)
     open_one, closed = Trajectory(routing=None), trajectory([(0, 4)])
     open_one.observe(np.array([1], np.int32))
     for version, tokens in ((0, 4), (1, 2)):
         open_one.extend(segment(version, tokens))
     held = PromptGroup(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=[open_one, closed])
-    conductor.begin([held], train_step=0, cursor=1, updates={0: 0, 1: 1})
+    schedule_replay.begin([held], train_step=0, cursor=1, updates={0: 0, 1: 1})
     engine = Engine({name(0, 0): 50})
     engine.version = 1
-    conductor.loaded(1)
+    schedule_replay.loaded(1)
     going = asyncio.create_task(
-        conductor.loop(Loop(conductor.engine(engine))).run(None, trajectory=None, session=name(0, 0), cache_salt="")
+        schedule_replay.loop(Loop(schedule_replay.engine(engine))).run(
+            None, trajectory=None, session=name(0, 0), cache_salt=""
+        )
     )
-    await conductor.may_load(2)
+    await schedule_replay.may_load(2)
     engine.version = 2
-    conductor.loaded(2)
+    schedule_replay.loaded(2)
     await going
     assert engine.by_version[name(0, 0)] == {1: 3, 2: 47}

@@ -49,7 +49,7 @@ def prepared(*, min_update=0):
         [content_of(group) for group in groups],
         advantage=AdvantageConfig(name="reinforce_plus_plus"),
         version_updates={2: 4, 3: 6},
-        kept_kv=False,
+        retained_kv=False,
         updates_per_batch=2,
         seed=1,
     )

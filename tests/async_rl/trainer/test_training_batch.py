@@ -277,14 +277,16 @@ def test_where_kv_outlives_updates_only_groups_admitted_at_lag_zero_have_pure_to
     groups = as_groups(updated_trajectory(mode, versions=(4, 4)))
     for admitted_update, expected in ((3, False), (4, True)):
         groups[0].admitted_update = admitted_update
-        batch = batch_of(groups, advantages=advantages(1.0), current_update=4, version_updates={4: 4}, kept_kv=True)
+        batch = batch_of(groups, advantages=advantages(1.0), current_update=4, version_updates={4: 4}, retained_kv=True)
         assert set(is_pure(batch)) == {expected}
 
 
 def test_over_kept_kv_a_forced_token_is_pure_only_over_rows_of_lag_zero():
     groups = as_groups(updated_trajectory("force"))
     groups[0].admitted_update = 4
-    batch = batch_of(groups, advantages=advantages(1.0), current_update=4, version_updates={3: 2, 4: 4}, kept_kv=True)
+    batch = batch_of(
+        groups, advantages=advantages(1.0), current_update=4, version_updates={3: 2, 4: 4}, retained_kv=True
+    )
     assert not any(is_pure(batch))
 
 

@@ -239,11 +239,11 @@ class FakeEngine:
     ) -> list[TokenOutput]:
         rows = None
         if self._routing is not None and sampled:
-            held = range(request.rows_held, len(prompt) + len(sampled) - 1)
+            held = range(request.existing_rows, len(prompt) + len(sampled) - 1)
             stacked = np.zeros((len(held), *self._routing.row_shape), np.uint8)
             for at, position in enumerate(held):
                 stacked[at] = self._forward(request, [*prompt, *sampled], position, samplers)
-            rows = RoutedExperts(first_position=request.rows_held, experts=stacked)
+            rows = RoutedExperts(first_position=request.existing_rows, experts=stacked)
         logprobs = [
             fake_logprob(token, len(prompt) + i, weights.version)
             for i, (token, weights) in enumerate(zip(sampled, samplers, strict=True))
@@ -319,7 +319,7 @@ def check_at_edge(
     Raises:
         ContractError: the first thing that is wrong.
     """
-    row, end = request.rows_held, len(request.token_ids)
+    row, end = request.existing_rows, len(request.token_ids)
     for segment in answer:
         segment.check(vocab_size=vocab_size, routing=routing, cut=request.sampling.is_cut)
         end += len(segment)
