@@ -380,7 +380,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     try:
         return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(e) for e in error.errors())) from error
+        raise ConfigError("\n".join(explain(e, values=values) for e in error.errors())) from error
 
 
 def _without_empty_schedules(values: Mapping[str, Any]) -> dict[str, Any]:

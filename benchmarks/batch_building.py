@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from async_rl.controller.prepare import prepare
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.batch.micro_batch import Coordinates
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.planning import BatchPlan, Planner
 from async_rl.trainer.step import MicroBatch, MicroBatchBuilder
@@ -108,7 +108,7 @@ def plan_of(heads: Sequence[GroupHead], contents: Sequence[Any], *, ranks: int) 
         version_updates=UPDATES,
         retained_kv=False,
     )
-    return Planner(config=TrainerConfig(ranks=ranks, micro_batch_tokens=16_384), loss=LossConfig()).policy(
+    return Planner(config=TrainerConfig(ranks=ranks, micro_batch_tokens=16_384), loss=DecoupledPPO()).policy(
         prepared.batch
     )
 

@@ -33,7 +33,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.rank import TrainerRank
@@ -122,7 +122,7 @@ def bare(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig, *, r
 
 def building_seconds(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig) -> float:
     """Of the micro-batches of a step."""
-    plan = Planner(config=config, loss=LossConfig()).policy(batch)
+    plan = Planner(config=config, loss=DecoupledPPO()).policy(batch)
     taken: list[float] = []
     for _ in range(3):
         start = time.perf_counter()

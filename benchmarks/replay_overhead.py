@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import M2PO, DecoupledPPO, LossConfig
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.rank import TrainerRank
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -36,7 +36,7 @@ from benchmarks.train_steps import as_rollouts, paired_ratio, random_batch, time
 
 ADAM = OptimizerConfig(lr=1e-9)  # the live router goes on choosing the rows
 GOAL = 0.02
-ONE_PASS, TWO_PASSES = LossConfig(), LossConfig(name="m2po")
+ONE_PASS, TWO_PASSES = DecoupledPPO(), M2PO()
 STEPS: dict[str, tuple[RouterReplayMode, LossConfig]] = {
     "none": ("none", ONE_PASS),
     "R3": ("R3", ONE_PASS),

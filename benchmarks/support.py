@@ -20,7 +20,7 @@ from async_rl.controller.warm_start import run_warm_start
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.task import Task
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO, LossConfig
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import read_model_info
@@ -127,7 +127,7 @@ class Variant:
     """One of the ways to train that are compared."""
 
     config: TrainerConfig
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossConfig = field(default_factory=DecoupledPPO)
 
 
 @contextmanager

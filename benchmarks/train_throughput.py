@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.trainer.batch.micro_batch import Coordinates
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.rank import TrainerRank
@@ -48,7 +48,7 @@ def demonstrations(task: CalculatorTask, routing: RoutingSpec, *, sequences: int
 
 def build_micro_batches(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig) -> list[MicroBatch]:
     """The micro-batches TrainerRank would cut, without routing."""
-    plan = Planner(config=config, loss=LossConfig()).whole(batch)
+    plan = Planner(config=config, loss=DecoupledPPO()).whole(batch)
     (update,) = plan.updates
     assert update is not None
     builder = MicroBatchBuilder(

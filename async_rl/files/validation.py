@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 MAX_INPUT_CHARS = 200
 
 
-def explain(error: Any, *, prefix: str = "") -> str:
-    """One entry of `ValidationError.errors()` as `field is value: reason`. prefix: written before the field's path."""
-    where = prefix + ".".join(str(part) for part in error["loc"]) or "the value"
+def explain(error: Any, *, prefix: str = "", values: Mapping[str, Any] | None = None) -> str:
+    """One entry of `ValidationError.errors()` as `field is value: reason`.
+
+    Args:
+        error: the entry.
+        prefix: written before the field's path.
+        values: the validated values, if they contain unions with the discriminator `name`: pydantic's path of a field
+            then also has the name, as in `engine.vllm.block_size`, which is left out.
+    """
+    where = prefix + ".".join(_path(error["loc"], values or {})) or "the value"
     reason = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         return reason
@@ -17,6 +25,20 @@ def explain(error: Any, *, prefix: str = "") -> str:
         return f"{where} is missing"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where} is an unknown key"
+    if error["type"] == "union_tag_invalid":
+        return f"{where}.name is {error['ctx']['tag']!r}; use {error['ctx']['expected_tags']}"
     value = repr(error["input"])
     shown = value if len(value) <= MAX_INPUT_CHARS else value[:MAX_INPUT_CHARS] + "..."
     return f"{where} is {shown}: {reason}"
+
+
+def _path(loc: tuple[int | str, ...], values: Any) -> list[str]:
+    """Keys of a field in `values`: ("engine", "vllm", "block_size") becomes engine, block_size."""
+    path = list[str]()
+    for part in loc:
+        within = cast(Mapping[Any, Any], values) if isinstance(values, Mapping) else {}
+        if part not in within and within.get("name") == part:
+            continue
+        path.append(str(part))
+        values = within.get(part)
+    return path

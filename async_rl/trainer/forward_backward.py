@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,8 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from async_rl.trainer.distributed import ProcessGroups, context_group, tensor_group
-from async_rl.trainer.loss.losses import LossConfig
-from async_rl.trainer.loss.ratios import second_moment_bound
+from async_rl.trainer.loss.losses import LossConfig, Surrogate
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.model import TrainerConfig
@@ -100,7 +98,7 @@ class ForwardBackward:
                 out[micro_batch.numbers] = column.to("cpu", torch.float64)
         return self._groups.sum_over_ranks(out)
 
-    def objective(self, kind: ObjectiveKind, *, log_ratio_bound: float = math.inf) -> Objective:
+    def objective(self, kind: ObjectiveKind, *, surrogate: Surrogate | None = None) -> Objective:
         """The objective `kind` with this rank's groups and vocabulary."""
         return Objective(
             kind=kind,
@@ -108,19 +106,18 @@ class ForwardBackward:
             tensor_group=tensor_group(),
             vocab_columns=self._vocab_columns(),
             context_group=context_group(),
-            log_ratio_bound=log_ratio_bound,
+            surrogate=surrogate,
         )
 
     def policy_objective(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> Objective:
-        """The policy objective of an update. For m2po the bound of the ratio depends on its tokens on all ranks."""
-        if self._loss.name != "m2po":
+        """The policy objective of an update, whose equation may depend on its tokens on all ranks."""
+        if not self._loss.needs_proximal_pass:
             return self.objective("policy")
         columns = [mb.columns for mb in micro_batches] if self.counts_tokens else []
         log_ratios = self.of_update(
             update, micro_batches, [c["proximal_logprobs"] - c["behaviour_logprobs"] for c in columns]
         )
-        bound = second_moment_bound(log_ratios, limit=self._loss.max_second_moment)
-        return self.objective("policy", log_ratio_bound=bound)
+        return self.objective("policy", surrogate=self._loss.surrogate_of_update(log_ratios))
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, *, forward_only: bool

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from async_rl.trainer.batch.packing import Plan, plan_micro_batches
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
-from async_rl.trainer.loss.losses import LossConfig, token_weights
+from async_rl.trainer.loss.losses import LossConfig, PPOClip, token_weights
 from async_rl.trainer.model.model import TrainerConfig
 
 
@@ -98,7 +98,7 @@ class Planner:
     def supervised(self, batch: TrainingBatch) -> BatchPlan:
         """Plan one update on all sequences of a supervised batch, with equal weights of all tokens."""
         every = np.ones(len(batch), np.bool_)
-        mean_of_tokens = LossConfig()
+        mean_of_tokens = PPOClip(aggregation="token_mean")
         return BatchPlan(batch=batch, updates=[self._update(batch, every, counted=every, loss=mean_of_tokens)])
 
     def _update(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_row
 from async_rl.trainer.batch.routed_experts import replayed_rows
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
-from async_rl.trainer.loss.losses import LossConfig, TokenLogprobs, Trajectories, kl_term, policy_loss
+from async_rl.trainer.loss.losses import LossConfig, Surrogate, TokenLogprobs, Trajectories, kl_term, policy_loss
 from async_rl.trainer.loss.mismatch import lag_buckets, token_sums
 from async_rl.trainer.model.attention import Rotary, RowContext
 from async_rl.trainer.model.model import RouterReplayMode
@@ -260,8 +259,8 @@ class Objective:
     """Columns of this rank's logits without vocabulary padding."""
     context_group: Any = None
     """Ranks with other tokens of the same trajectories; None for a single rank."""
-    log_ratio_bound: float = math.inf
-    """Bound of the update for m2po; see `losses.surrogate`."""
+    surrogate: Surrogate | None = None
+    """The equation of `loss` in this update; None for `loss.surrogate()`."""
 
     def token_logprobs(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprob of each token in the loss and entropy of its distribution, float32 [n] each.
@@ -323,13 +322,13 @@ class Objective:
             entropy=entropy,
             config=self.loss,
             trajectories=Trajectories(index=index, count=count, group=self.context_group),
-            log_ratio_bound=self.log_ratio_bound,
+            surrogate=self.surrogate,
         )
         loss = (columns["token_weights"] * token_loss).sum()
         with torch.no_grad():
             extra: dict[str, Tensor] = {name: touched[name] for name in self.loss.filters}
             if self.loss.kl_coefficient > 0 and reference is not None:
-                extra["kl"] = kl_term(logprobs, "k3", cap=self.loss.behaviour_weight_cap)
+                extra["kl"] = kl_term(logprobs, "k3", cap=self.loss.kl_weight_cap)
             sums = token_sums(
                 current=current,
                 behaviour=behaviour,

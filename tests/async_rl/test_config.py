@@ -1,6 +1,7 @@
 """Bad input is refused before any process starts, with the field, the value and the way out."""
 
 import json
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from async_rl.config import CONFIGS, RECIPES, ConfigError, load_config, recipe_overrides
 from tests.helpers import tiny_models
+from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS
 
 TOP_LEVEL = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
 GROUPS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
@@ -131,8 +133,9 @@ def test_a_parallel_layout_can_be_asked_for():
         (["staleness=drop", "staleness.max_recycles=2"], ["staleness.max_recycles is 2"]),
         (["rollout.failure.max_fills=2"], ["rollout.failure.max_fills is 2", "rollout.failure.on_failed=fill"]),
         (["journal.fsync=always"], ["journal.fsync", "always"]),
-        (["loss=ppo_clip", "loss.behaviour_weight_cap=99"], ["loss.behaviour_weight_cap is 99", "loss.name=ppo_clip"]),
-        (["loss=gspo", "loss.name=tis"], ["loss.clip_low", "loss.name=tis"]),
+        (["loss=tis", "loss.mask_low=0.5"], ["loss.mask_low"]),
+        (["loss=tis", "+loss.mask_low=0.5"], ["loss.mask_low"]),
+        (["loss=gspo", "loss.name=tis"], ["loss.clip_low"]),
         (["loss.kl_estimator=k2"], ["loss.kl_estimator is k2", "loss.kl_coefficient"]),
         (["trainer.router_replay=R4"], ["router_replay", "R4"]),
         (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),
@@ -154,7 +157,9 @@ def test_a_parallel_layout_can_be_asked_for():
         (["+cluster.rank_env.NCCL_DEBUG=[1]"], ["cluster.rank_env.NCCL_DEBUG"]),
         (["engine.block_size=33"], ["block_size", "33"]),
         (["optimizer.decay=wavy"], ["decay", "wavy"]),
-        (["loss.name=wish"], ["loss", "wish"]),
+        (["loss.name=wish"], ["loss.name", "wish", "decoupled_ppo"]),
+        (["loss.clip_low=wish"], ["loss.clip_low", "wish"]),
+        (["engine.block_size=wish"], ["engine.block_size", "wish"]),
         (["loss.temperature=0.5"], ["loss.temperature", "0.5", "rollout.sampling.temperature"]),
         (["trainer.updates_per_batch=2", "staleness.max_staleness=0"], ["max_staleness is 0", "per_batch=2", "to 3"]),
         (["trainer.updates_per_batch=2", "sync.every=3"], ["sync.every is 3", "trainer.updates_per_batch=2"]),
@@ -182,6 +187,19 @@ def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
     for part in parts:
         assert part in str(caught.value), str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2, "one clear error, not a page"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_preset_of_a_loss_is_its_class_with_its_defaults(name):
+    assert load_config([f"loss={name}", "rollout.sampling.temperature=0.5"]).loss == LOSSES[name](temperature=0.5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_of_another_loss_is_refused_by_name(name):
+    foreign = {field for own in OWN_FIELDS.values() for field in own if field not in OWN_FIELDS[name]}
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"loss={name}", *(f"+loss.{field}=1" for field in sorted(foreign))])
+    assert set(re.findall(r"loss\.(\w+)", str(caught.value))) == foreign
 
 
 @pytest.mark.parametrize(
@@ -269,7 +287,7 @@ def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
         ["rollout.failure.max_retries=0"],
         ["journal.fsync=true"],
         ["loss.kl_estimator=k2", "loss.kl_coefficient=0.1"],
-        ["loss=gspo", "loss.name=ppo_clip"],
+        ["loss=gspo", "loss.name=decoupled_ppo"],
         ["validation.prompts=0"],
     ],
     ids="+".join,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.parallel.support import (
     assert_equal_steps,
     gradients,
@@ -33,10 +33,10 @@ def in_two(batch):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_a_split_trajectory_gives_the_loss_and_gradient_of_the_whole(tmp_path, aggregation):
     checkpoint = save_tiny_moe(tmp_path / "model")
-    whole, split = (start_trainer(checkpoint, loss=LossConfig(aggregation=aggregation)) for _ in range(2))
+    whole, split = (start_trainer(checkpoint, loss=DecoupledPPO(aggregation=aggregation)) for _ in range(2))
     batch = make_batch()
     expected, found = whole.train(batch), split.train(in_two(batch))
-    reference = reference_step(load_reference(checkpoint), batch, policy_terms(LossConfig(aggregation=aggregation)))
+    reference = reference_step(load_reference(checkpoint), batch, policy_terms(DecoupledPPO(aggregation=aggregation)))
     assert_equal_steps(expected["loss"], gradients(whole), reference)
     assert_equal_steps(found["loss"], gradients(split), reference)
     assert found["tokens"] == expected["tokens"]

@@ -7,7 +7,7 @@ import torch
 
 from async_rl.metrics.registry import LAGS
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO, PPOClip
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -163,7 +163,7 @@ def test_groups_without_spread_are_left_out_of_the_forward_pass_and_count(checkp
     batch = make_batch()
     kept = torch.tensor([0, 1, 4, 5])
     batch["informative"] = torch.isin(torch.arange(6), kept)
-    trainer, smaller = start_trainer(checkpoint, loss=LossConfig(count="informative")), start_trainer(checkpoint)
+    trainer, smaller = start_trainer(checkpoint, loss=DecoupledPPO(count="informative")), start_trainer(checkpoint)
     alone = smaller.train(batch[kept])
     assert trainer.train(batch) == alone
     assert largest_difference(gradients(trainer), gradients(smaller)) == 0
@@ -206,7 +206,7 @@ def test_several_updates_per_batch_keep_the_proximal_policy_of_its_start(checkpo
 
 
 def test_updates_of_a_batch_are_those_of_its_groups_in_turn(checkpoint, tmp_path):
-    loss = LossConfig(name="ppo_clip")
+    loss = PPOClip()
     adam = OptimizerConfig(lr=1e-3, eps=1e-3)
     together = start_trainer(checkpoint, optimizer=adam, loss=loss, updates_per_batch=3)
     apart = start_trainer(checkpoint, optimizer=adam, loss=loss)
@@ -220,20 +220,20 @@ def test_updates_of_a_batch_are_those_of_its_groups_in_turn(checkpoint, tmp_path
 
 
 def test_kl_uses_the_reference_logprobs_of_the_batch(checkpoint):
-    trainer = start_trainer(checkpoint, loss=LossConfig(kl_coefficient=0.1))
+    trainer = start_trainer(checkpoint, loss=DecoupledPPO(kl_coefficient=0.1))
     batch = make_batch()
     batch["reference_logprobs"] = batch["behaviour_logprobs"] = trainer.logprobs(batch)
     same = trainer.train(batch)["loss"]
     batch["reference_logprobs"] = batch["reference_logprobs"] - 0.5
     other = trainer.train(batch)["loss"]
-    expected = reference_step(load_reference(checkpoint), batch, policy_terms(LossConfig()))
+    expected = reference_step(load_reference(checkpoint), batch, policy_terms(DecoupledPPO()))
     # k3 of the reference is at most as steep as 1 in a logprob.
     bound = 2 * expected.loss_bound + 0.1 * 2 * expected.logprob_bound
     numerics.assert_within(abs(other - same - 0.1 * (math.exp(-0.5) - 0.5)), bound)
 
 
 def test_the_reference_of_kl_stays_at_the_start_until_the_optimizer_is_reset(checkpoint, tmp_path):
-    loss = LossConfig(kl_coefficient=10.0)
+    loss = DecoupledPPO(kl_coefficient=10.0)
     adam = OptimizerConfig(lr=1e-2)
     trainer = start_trainer(checkpoint, loss=loss, optimizer=adam, router_replay="none")
     batch = make_batch()
@@ -279,7 +279,7 @@ def test_a_trainer_of_another_size_is_refused(checkpoint, changes, message):
         TrainerRank(
             config=replace(TRAINER, **changes),
             optimizer=NO_UPDATE,
-            loss=LossConfig(),
+            loss=DecoupledPPO(),
             checkpoint=checkpoint,
             rank=0,
             world_size=1,

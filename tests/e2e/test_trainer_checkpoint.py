@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 from tests.parallel.ranks import ADAM
@@ -167,7 +167,7 @@ def test_a_killed_save_leaves_the_old_state_or_the_new_one(checkpoint, saved, tm
     [
         {},
         {"distributed_optimizer": True},
-        {"dtype": "bfloat16", "loss": LossConfig(kl_coefficient=0.1)},
+        {"dtype": "bfloat16", "loss": DecoupledPPO(kl_coefficient=0.1)},
         {"dtype": "bfloat16", "distributed_optimizer": True},
     ],
     ids=["float32", "float32 split", "bfloat16", "bfloat16 split"],

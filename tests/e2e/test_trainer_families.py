@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
@@ -33,7 +33,7 @@ from tests.parallel.support import (
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
-LOSS = LossConfig(entropy_coefficient=0.01)
+LOSS = DecoupledPPO(entropy_coefficient=0.01)
 SMALL_LATENT = {
     "q_lora_rank": 48,
     "kv_lora_rank": 40,

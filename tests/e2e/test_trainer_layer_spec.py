@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.e2e.test_trainer_families import exported, saved
 from tests.helpers import numerics, tiny_models
@@ -46,7 +46,7 @@ def pair(request, tmp_path_factory):
     checkpoint = tiny_models.save_checkpoint(config, tmp_path_factory.mktemp("specs"), seed=1, vectors=True)
     layers = 0 if request.param == "qwen3" else config.num_hidden_layers - 1
     batch = make_batch((23, 9, 31, 14), routed=layers > 0, layers=layers)
-    loss = LossConfig(entropy_coefficient=0.01)
+    loss = DecoupledPPO(entropy_coefficient=0.01)
     batch["token_ids"].clamp_(min=1)  # transformers takes no gradient for the padding token, 0
     expected = reference_step(load_reference(checkpoint), batch, policy_terms(loss), routed=layers > 0)
     settings = {"optimizer": ADAM, "loss": loss}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from async_rl.config import load_config
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import GSPO, DecoupledPPO, IcePop
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.helpers import numerics
 from tests.parallel.support import (
@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::Deprecat
 LENGTHS = (23, 9, 31, 14, 9, 17, 20, 12)
 COMMON = {"clip_low": 0.02, "clip_high": 0.03, "aggregation": "sequence_mean"}
 LOSSES = {
-    "decoupled_ppo": LossConfig(name="decoupled_ppo", behaviour_weight_cap=1.1, **COMMON),
-    "icepop": LossConfig(name="icepop", mask_low=0.8, mask_high=1.25, **COMMON),
-    "gspo": LossConfig(name="gspo", behaviour_weight_cap=1.02, **(COMMON | {"clip_low": 2e-3, "clip_high": 3e-3})),
+    "decoupled_ppo": DecoupledPPO(behaviour_weight_cap=1.1, **COMMON),
+    "icepop": IcePop(mask_low=0.8, mask_high=1.25, **COMMON),
+    "gspo": GSPO(behaviour_weight_cap=1.02, **(COMMON | {"clip_low": 2e-3, "clip_high": 3e-3})),
 }
 ADAM = OptimizerConfig(lr=3e-4, eps=1e-3, clip_grad=0.0)
 

@@ -6,10 +6,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from async_rl.trainer.batch.routed_experts import RoutingError
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import read_update
 from tests.helpers import numerics
+from tests.helpers.losses import LOSSES
 from tests.parallel.support import (
     LAYERS,
     assert_equal_steps,
@@ -28,7 +29,7 @@ from tests.parallel.support import (
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
-LOSS = LossConfig(entropy_coefficient=0.01)
+LOSS = DecoupledPPO(entropy_coefficient=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def test_layout_of_the_work_changes_nothing(trainer, checkpoint, expected, chang
 @pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_every_loss_equals_its_reference(trainer, checkpoint, reference, name, aggregation):
-    loss = LossConfig(name=name, aggregation=aggregation)
+    loss = LOSSES[name](aggregation=aggregation)
     other = start_trainer(checkpoint, loss=loss)
     expected = reference_step(reference, make_batch(), policy_terms(loss))
     metrics = other.train(make_batch())

@@ -8,13 +8,10 @@ import torch
 from tensordict import TensorDict
 
 from async_rl.metrics.registry import LAGS, metric_of
-from async_rl.trainer.loss.losses import (
-    OBJECTIVE_FIELDS,
-    LossConfig,
-    LossName,
-)
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.helpers import numerics
+from tests.helpers.losses import LOSSES, NAMES, make_loss
 from tests.parallel.support import (
     assert_equal_gradients,
     assert_equal_metrics,
@@ -31,8 +28,7 @@ from tests.parallel.support import (
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
-NAMES = LossName.__args__
-TRAJECTORY = tuple(name for name in NAMES if LossConfig(name=name).needs_whole_trajectories)
+TRAJECTORY = tuple(name for name, kind in LOSSES.items() if kind().needs_whole_trajectories)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +58,11 @@ def batch(owner):
 
 def loss_config(name, **changes):
     """With bounds that the batch reaches."""
-    narrow = {"max_sequence_drift": 0.02, "mask_low": 0.7, "mask_high": 1.4, "behaviour_weight_cap": 1.2}
-    gspo = {"clip_low": 0.02, "clip_high": 0.03, "behaviour_weight_cap": 1.02} if name == "gspo" else {}
-    used = {field: value for field, value in narrow.items() if field in OBJECTIVE_FIELDS[name]}
-    return LossConfig(name=name, **(used | gspo | changes))
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "behaviour_weight_cap": 1.2}
+    bounds |= {"max_sequence_drift": 0.02, "mask_low": 0.7, "mask_high": 1.4}
+    if name == "gspo":
+        bounds |= {"clip_low": 0.02, "clip_high": 0.03, "behaviour_weight_cap": 1.02}
+    return make_loss(name, bounds=bounds, **({"aggregation": "token_mean"} | changes))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +122,7 @@ def test_mismatch_is_that_of_the_tokens_of_each_lag(checkpoint, batch, owner):
     d = (owner.logprobs(batch) - batch["behaviour_logprobs"])[mask].double().numpy()
     lag = batch["lag"][mask].numpy()
     metrics = start_trainer(checkpoint).train(batch)
-    drift = 2 * reference_of(checkpoint, batch, LossConfig()).logprob_bound
+    drift = 2 * reference_of(checkpoint, batch, DecoupledPPO()).logprob_bound
     for suffix, kept in (("", lag >= 0), ("_lag0", lag == 0), ("_lag1", lag == 1), ("_lag3", lag >= 3)):
         steepness = abs(np.exp(d) - 1)[kept].max()
         k3 = (np.exp(d) - 1 - d)[kept].mean()
@@ -146,20 +143,20 @@ def test_several_updates_of_a_batch_take_the_objective_of_each(checkpoint, batch
 
 def test_a_fixed_length_loss_is_a_multiple_of_the_token_mean(checkpoint, batch):
     mean, fixed = (
-        start_trainer(checkpoint, loss=LossConfig(**changes)).train(batch)["loss"]
+        start_trainer(checkpoint, loss=DecoupledPPO(**changes)).train(batch)["loss"]
         for changes in ({}, {"aggregation": "fixed_length", "fixed_length": 10})
     )
     factor = int(batch["loss_mask"].sum()) / (10 * len(batch))
-    expected = reference_of(checkpoint, batch, LossConfig())
+    expected = reference_of(checkpoint, batch, DecoupledPPO())
     numerics.assert_within(abs(fixed - mean * factor), 2 * factor * expected.loss_bound)
 
 
 def test_the_distance_to_the_reference_is_reported_with_a_kl_term(checkpoint, batch, owner):
     current = owner.logprobs(batch)
     given = batch.clone().set("reference_logprobs", current - 0.5).set("behaviour_logprobs", current)
-    drift = 2 * reference_of(checkpoint, batch, LossConfig()).logprob_bound
+    drift = 2 * reference_of(checkpoint, batch, DecoupledPPO()).logprob_bound
     for estimator in ("k1", "k2", "k3"):
-        loss = LossConfig(kl_coefficient=0.1, kl_estimator=estimator)
+        loss = DecoupledPPO(kl_coefficient=0.1, kl_estimator=estimator)
         metrics = start_trainer(checkpoint, loss=loss).train(given.clone())
         # k3 of 0.5 is exp(-0.5) - 1 + 0.5, less steep than 1.
         numerics.assert_within(abs(metrics["kl/reference"] - (math.exp(-0.5) - 0.5)), drift)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.helpers import numerics
 from tests.parallel.support import (
@@ -21,7 +21,7 @@ from tests.parallel.support import (
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
-KL = LossConfig(kl_coefficient=0.5)
+KL = DecoupledPPO(kl_coefficient=0.5)
 ADAM = OptimizerConfig(lr=3e-3)
 
 
@@ -47,13 +47,13 @@ def test_the_reference_is_the_frozen_weights_whatever_is_trained_since(checkpoin
         frozen_metrics = frozen.train(batch.clone())
         given_metrics = given.train(batch.clone().set("reference_logprobs", reference))
         numerics.assert_within(abs(frozen_metrics["loss"] - given_metrics["loss"]), loss_bound(checkpoint, batch))
-    expected = reference_step(load_reference(checkpoint), batches[-1], policy_terms(LossConfig()))
+    expected = reference_step(load_reference(checkpoint), batches[-1], policy_terms(DecoupledPPO()))
     assert_equal_gradients(gradients(frozen), expected, gradients(given))
 
 
 def loss_bound(checkpoint, batch, *, routed=True):
     """Of the loss of KL by two float32 trainers: k3 of the reference is at most as steep as exp(0.5) in a logprob."""
-    expected = reference_step(load_reference(checkpoint), batch, policy_terms(LossConfig()), routed=routed)
+    expected = reference_step(load_reference(checkpoint), batch, policy_terms(DecoupledPPO()), routed=routed)
     return 2 * (expected.loss_bound + KL.kl_coefficient * math.exp(0.5) * expected.logprob_bound)
 
 

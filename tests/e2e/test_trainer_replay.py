@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics
 from tests.parallel.support import (
     EXPERTS,
@@ -46,7 +46,7 @@ def routers(trainer):
 
 def reference_of(checkpoint, *, routed=True):
     """The update of the default batch by transformers."""
-    return reference_step(load_reference(checkpoint), make_batch(), policy_terms(LossConfig()), routed=routed)
+    return reference_step(load_reference(checkpoint), make_batch(), policy_terms(DecoupledPPO()), routed=routed)
 
 
 def router_inputs(trainer, batch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import M2PO, DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ContractError
@@ -108,7 +108,7 @@ def test_support_makes_trainer_and_sampler_agree_at_equal_weights(dense, sampler
     batch = sampled(dense, sampler, temperature=0.8)
     counts = torch.cat([torch.from_numpy(support.unpack()[0]) for support in batch["support"]])
     assert 1 < counts[counts > 0].double().mean() < VOCAB / 2
-    trainer = start_trainer(dense, loss=LossConfig(temperature=0.8), router_replay="none")
+    trainer = start_trainer(dense, loss=DecoupledPPO(temperature=0.8), router_replay="none")
     bound = numerics.FACTOR**2 * float32_k3(dense, batch, temperature=0.8)  # quadratic in the difference
     assert bound < 1e-9
     numerics.assert_within(trainer.train(batch)["mismatch/k3_lag0"], bound)
@@ -116,7 +116,7 @@ def test_support_makes_trainer_and_sampler_agree_at_equal_weights(dense, sampler
 
 
 def test_support_gives_the_logprobs_loss_and_gradient_of_transformers(checkpoint):
-    config = LossConfig(entropy_coefficient=0.01)
+    config = DecoupledPPO(entropy_coefficient=0.01)
     batch = make_batch(support=True)
     expected = reference_step(load_reference(checkpoint), batch, policy_terms(config))
     trainer = start_trainer(checkpoint, loss=config, micro_batch_tokens=40)
@@ -137,7 +137,7 @@ def test_support_of_the_whole_vocabulary_changes_nothing(checkpoint):
 
 
 def test_support_is_that_of_the_reference_of_kl_too(checkpoint):
-    loss, adam = LossConfig(kl_coefficient=1.0), OptimizerConfig(lr=1e-2)
+    loss, adam = DecoupledPPO(kl_coefficient=1.0), OptimizerConfig(lr=1e-2)
     batch = make_batch(support=True)
     start = start_trainer(checkpoint, loss=loss, router_replay="none")
     given = batch.copy().set("reference_logprobs", start.logprobs(batch))
@@ -151,7 +151,7 @@ def test_support_is_that_of_the_reference_of_kl_too(checkpoint):
 
 
 def test_support_is_that_of_the_proximal_policy_too(checkpoint):
-    trainer = start_trainer(checkpoint, loss=LossConfig(name="m2po", max_second_moment=1e-9))
+    trainer = start_trainer(checkpoint, loss=M2PO(max_second_moment=1e-9))
     batch = make_batch(support=True)
     batch["behaviour_logprobs"] = trainer.logprobs(batch)
     assert trainer.train(batch)["mask/fraction"] == 0

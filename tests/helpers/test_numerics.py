@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.conformance.reference import gap_with_rows, logprob_gap, reference
 from tests.conformance.sglang_support import glm4_moe, mixtral
 from tests.helpers import numerics, tiny_models
@@ -95,7 +95,7 @@ def trained(tmp_path_factory):
     """A model, and its update of the default batch."""
     checkpoint = save_tiny_moe(tmp_path_factory.mktemp("numerics") / "model")
     return load_reference(checkpoint), reference_step(
-        load_reference(checkpoint), make_batch(), policy_terms(LossConfig())
+        load_reference(checkpoint), make_batch(), policy_terms(DecoupledPPO())
     )
 
 
@@ -103,7 +103,7 @@ def test_one_wrong_row_of_routing_is_ten_gradient_bounds_off(trained):
     model, expected = trained
     batch = make_batch()
     batch["routed_experts"][2, 20, 1] = (batch["routed_experts"][2, 20, 1] + 1) % 8
-    wrong = reference_step(model, batch, policy_terms(LossConfig()))
+    wrong = reference_step(model, batch, policy_terms(DecoupledPPO()))
     assert largest_difference(wrong.gradients, expected.gradients) > 10 * expected.gradient_bound
     assert abs(wrong.loss - expected.loss) > 10 * expected.loss_bound
     with pytest.raises(AssertionError, match="distance"):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_rl.trainer.distributed import open_store
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics, tiny_models
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
@@ -28,7 +28,7 @@ from tests.parallel.support import NO_UPDATE, gradients, make_batch, padded_rank
 # A broken replay moves gradients by 2e-2 or more.
 TOLERANCE = numerics.rounding(2 * 4 * 12)
 LIMIT_S = 180.0  # of one cell; the first waits for the processes to start
-LOSS = LossConfig(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
+LOSS = DecoupledPPO(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
 MOVED_BY = 0.04  # standard deviation of what is added to router weights, which have 0.1
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.

@@ -14,8 +14,14 @@ import transformers
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.trainer.loss.losses import LossConfig, TokenLogprobs, Trajectories, policy_loss, token_weights
-from async_rl.trainer.loss.ratios import second_moment_bound
+from async_rl.trainer.loss.losses import (
+    DecoupledPPO,
+    LossConfig,
+    TokenLogprobs,
+    Trajectories,
+    policy_loss,
+    token_weights,
+)
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.routing_rows import RowRun
@@ -187,7 +193,7 @@ def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezv
         return padded_rank()(
             config=config,
             optimizer=optimizer,
-            loss=loss or LossConfig(),
+            loss=loss or DecoupledPPO(),
             checkpoint=checkpoint,
             rank=rank,
             world_size=config.ranks,
@@ -351,7 +357,7 @@ def policy_terms(config: LossConfig):
             entropy=entropy[mask],
             config=config,
             trajectories=Trajectories(index=of, count=len(batch)),
-            log_ratio_bound=second_moment_bound(current.detach() - behaviour, limit=config.max_second_moment),
+            surrogate=config.surrogate_of_update(current.detach() - behaviour),
         )
         weights = token_weights(
             mask.sum(1), aggregation=config.aggregation, group=batch["group"], fixed_length=config.fixed_length

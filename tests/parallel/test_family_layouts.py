@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers import tiny_models
 from tests.parallel.ranks import ADAM, assert_equal_cases, run_case, run_on_ranks
@@ -83,7 +83,7 @@ def references(checkpoints):
         family: reference_step(
             load_reference(checkpoint),
             make_batch(**batch_of(family)),
-            policy_terms(LossConfig()),
+            policy_terms(DecoupledPPO()),
             routed=ROUTED[family] > 0,
         )
         for family, checkpoint in checkpoints.items()

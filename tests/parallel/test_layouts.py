@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers import numerics
 from tests.parallel.ranks import ADAM, BALANCE, assert_equal_cases, run_balance_case, run_case, run_on_ranks
@@ -60,7 +60,7 @@ def expected(checkpoint):
 
 @pytest.fixture(scope="module")
 def reference(checkpoint):
-    return reference_step(load_reference(checkpoint), make_batch(), policy_terms(LossConfig()))
+    return reference_step(load_reference(checkpoint), make_batch(), policy_terms(DecoupledPPO()))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import GSPO, M2PO, SequenceMask, SequenceTIS
 from async_rl.trainer.model.model import ParallelConfig
 from tests.parallel.ranks import ADAM, assert_equal_cases, run_case, run_on_ranks
 from tests.parallel.support import (
@@ -17,22 +17,22 @@ from tests.parallel.support import (
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 # The geometric means of the ratios of these trajectories are from 0.006 to 0.07.
-GSPO = LossConfig(name="gspo", aggregation="sequence_mean", behaviour_weight_cap=0.02)
+MEANS = GSPO(clip_low=0.2, clip_high=0.28, behaviour_weight_cap=0.02)
 # The products of the ratios of these trajectories are from 1e-41 to 1e-6.
-SEQUENCE_TIS = LossConfig(name="sequence_tis", aggregation="group_mean", behaviour_weight_cap=1e-7)
-SEQUENCE_MASK = LossConfig(name="sequence_mask", max_sequence_drift=0.1)
-M2PO = LossConfig(name="m2po", max_second_moment=1.0)
+PRODUCTS = SequenceTIS(aggregation="group_mean", behaviour_weight_cap=1e-7)
+MASK = SequenceMask(aggregation="token_mean", max_sequence_drift=0.1)
+MOMENT = M2PO(max_second_moment=1.0)
 CASES = {
-    "context-gspo": {"parallel": ParallelConfig(context=2), "loss": GSPO},
-    "context-sequence-tis": {"parallel": ParallelConfig(context=2), "loss": SEQUENCE_TIS},
-    "context-sequence-mask": {"parallel": ParallelConfig(context=2), "loss": SEQUENCE_MASK, "packing": False},
-    "context-m2po": {"parallel": ParallelConfig(context=2), "loss": M2PO},
-    "tensor-gspo": {"parallel": ParallelConfig(tensor=2), "loss": GSPO},
-    "tensor-fp32-head": {"parallel": ParallelConfig(tensor=2), "loss": GSPO, "fp32_lm_head": True},
-    "data-sequence-mask": {"loss": SEQUENCE_MASK},
-    "data-m2po": {"loss": M2PO},
-    "pipeline-m2po": {"parallel": ParallelConfig(pipeline=2), "loss": M2PO},
-    "virtual-pipeline-gspo": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2), "loss": GSPO},
+    "context-gspo": {"parallel": ParallelConfig(context=2), "loss": MEANS},
+    "context-sequence-tis": {"parallel": ParallelConfig(context=2), "loss": PRODUCTS},
+    "context-sequence-mask": {"parallel": ParallelConfig(context=2), "loss": MASK, "packing": False},
+    "context-m2po": {"parallel": ParallelConfig(context=2), "loss": MOMENT},
+    "tensor-gspo": {"parallel": ParallelConfig(tensor=2), "loss": MEANS},
+    "tensor-fp32-head": {"parallel": ParallelConfig(tensor=2), "loss": MEANS, "fp32_lm_head": True},
+    "data-sequence-mask": {"loss": MASK},
+    "data-m2po": {"loss": MOMENT},
+    "pipeline-m2po": {"parallel": ParallelConfig(pipeline=2), "loss": MOMENT},
+    "virtual-pipeline-gspo": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2), "loss": MEANS},
 }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from async_rl.export import main
 from async_rl.inference.checkpoint_weights import digest_checkpoint
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.weights.pretrained import keep_model_files
 from tests.helpers.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
@@ -50,7 +50,7 @@ QWEN_LINKS = {
     "expert-tensor": {"parallel": ParallelConfig(expert_tensor=2)},
 }
 # bfloat16 weights with float32 ones beside them, frozen weights of a KL term; DeepSeek-V3 has the rest of it.
-BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": LossConfig(kl_coefficient=0.1)}
+BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": DecoupledPPO(kl_coefficient=0.1)}
 DEEPSEEK_LINKS = {
     "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},
     "expert-fused": {"parallel": ParallelConfig(expert=2), "fused": True},
@@ -142,7 +142,7 @@ def test_the_next_steps_are_those_of_the_layout_before(outcomes, family, name):
     got, expected = outcomes[family].results[name], outcomes[family].expected
     # An update of this kind, not the same: the reference is of the weights at the start.
     model, batch = load_reference(outcomes[family].chain.checkpoint), make_batch(seed=NEXT_SEEDS[0])
-    reference = reference_step(model, batch, policy_terms(LossConfig()))
+    reference = reference_step(model, batch, policy_terms(DecoupledPPO()))
     for ours, theirs in zip(got["metrics"], expected["metrics"], strict=True):
         assert theirs["grad_norm"] > ADAM.clip_grad  # so that clipping is seen, too
         assert_equal_metrics(ours, theirs, reference)

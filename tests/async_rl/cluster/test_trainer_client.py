@@ -11,7 +11,7 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from async_rl.cluster import actors, clients
-from async_rl.trainer.loss.losses import LossConfig
+from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.state.checkpoint import FORMAT
 from tests.parallel.support import TRAINER, make_batch, make_supervised_batch, training_batch_of
@@ -60,7 +60,7 @@ def puts(monkeypatch):
 def handle_of(count, **changes):
     """A handle of fake ranks, and these."""
     ranks = [FakeRank(i) for i in range(count)]
-    planner = Planner(config=replace(TRAINER, ranks=count, **changes), loss=LossConfig())
+    planner = Planner(config=replace(TRAINER, ranks=count, **changes), loss=DecoupledPPO())
     return clients.TrainerHandle(ranks, planner=planner, timeout_s=5), ranks
 
 
@@ -99,7 +99,7 @@ async def test_trainer_handle_gives_all_ranks_the_plan_of_a_supervised_batch(put
 
 def test_a_trainer_rank_fetches_the_content_of_its_own_sequences_alone(monkeypatch):
     batch = training_batch_of(make_batch((40, 40, 3)).set("group", torch.arange(3)))
-    plan = Planner(config=replace(TRAINER, ranks=2), loss=LossConfig()).policy(replace(batch, contents=()))
+    plan = Planner(config=replace(TRAINER, ranks=2), loss=DecoupledPPO()).policy(replace(batch, contents=()))
     references = [Stored(content) for content in batch.contents]
     for data_rank in range(2):
         fetched = []
@@ -124,7 +124,7 @@ async def test_a_rank_that_raises_shows_the_end_of_its_log(puts, tmp_path):
             return raise_in_ray
 
     ranks = [FakeRank(0), FailingRank(1)]
-    planner = Planner(config=replace(TRAINER, ranks=2), loss=LossConfig())
+    planner = Planner(config=replace(TRAINER, ranks=2), loss=DecoupledPPO())
     handle = clients.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=tmp_path)
     with pytest.raises(clients.TrainerError, match="trainer rank 1: save failed: not finite") as raised:
         await handle.save(tmp_path)
@@ -148,7 +148,7 @@ async def test_an_object_on_a_dead_node_loses_the_trainer_without_the_text_of_ra
             answer.set_exception(lost)
             return answer
 
-    planner = Planner(config=replace(TRAINER, ranks=1), loss=LossConfig())
+    planner = Planner(config=replace(TRAINER, ranks=1), loss=DecoupledPPO())
     handle = clients.TrainerHandle([FarRank(0)], planner=planner, timeout_s=5, logs=tmp_path)
     with pytest.raises(clients.TrainerLostError, match=r"trainer rank 0.* on a node that died$") as raised:
         await handle.save(tmp_path)

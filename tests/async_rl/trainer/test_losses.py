@@ -1,7 +1,6 @@
 """The terms around the objective: KL, entropy, aggregation; and what a configuration refuses."""
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -9,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.trainer.loss.losses import (
-    OBJECTIVE_FIELDS,
-    LossConfig,
-    LossName,
+    DecoupledPPO,
     TokenLogprobs,
     kl_estimate,
     kl_term,
@@ -19,8 +16,11 @@ from async_rl.trainer.loss.losses import (
     token_weights,
 )
 from tests.helpers import numerics
+from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS
 
 pytestmark = pytest.mark.numerics
+
+POSITIVE = ("behaviour_weight_cap", "max_sequence_drift", "max_second_moment")
 
 
 def logprobs(current, behaviour, proximal=None, reference=None):
@@ -33,9 +33,9 @@ def logprobs(current, behaviour, proximal=None, reference=None):
     )
 
 
-def loss_of(given, advantages, **config):
+def loss_of(given, advantages, name="decoupled_ppo", **config):
     advantages = torch.tensor(advantages, dtype=torch.float64)
-    return policy_loss(given, advantages=advantages, entropy=torch.ones_like(advantages), config=LossConfig(**config))
+    return policy_loss(given, advantages=advantages, entropy=torch.ones_like(advantages), config=LOSSES[name](**config))
 
 
 def test_ppo_clip_is_the_smaller_of_free_and_clipped_ratio():
@@ -95,7 +95,7 @@ def test_kl_and_entropy_are_added_with_their_coefficients():
 def test_kl_of_stale_samples_is_weighted_with_current_over_behaviour():
     given = logprobs([-1.0, -1.0], [-1.5, -4.0], reference=[-2.0, -2.0])
     advantages = [0.0, 0.0]
-    loss, _ = loss_of(given, advantages, kl_coefficient=1.0, kl_estimator="k2", behaviour_weight_cap=3.0)
+    loss, _ = loss_of(given, advantages, kl_coefficient=1.0, kl_estimator="k2", kl_weight_cap=3.0)
     weights = torch.tensor([math.exp(0.5), 3.0], dtype=torch.float64)  # exp(3) is cut
     assert loss.tolist() == pytest.approx((weights * 0.5).tolist())
     loss.sum().backward()
@@ -122,12 +122,6 @@ def test_kl_is_finite_in_float32_however_far_the_reference(estimator, gap):
     )
     kl_term(given, estimator, cap=2.0).sum().backward()
     assert current.grad.isfinite().all()
-
-
-def test_the_cap_of_the_kl_weight_may_be_set_for_every_objective():
-    assert LossConfig(name="dis", kl_coefficient=0.1, behaviour_weight_cap=4.0).behaviour_weight_cap == 4.0
-    with pytest.raises(ValueError, match=r"loss\.behaviour_weight_cap is 4.0"):
-        LossConfig(name="dis", behaviour_weight_cap=4.0)
 
 
 def test_a_kl_term_without_reference_logprobs_is_refused():
@@ -179,69 +173,41 @@ def test_sequence_mean_weighs_short_and_long_sequences_the_same():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("name", "field", "value"),
     [
-        ("name", "reinforce"),
-        ("aggregation", "sum"),
-        ("kl_estimator", "k4"),
-        ("count", "some"),
-        ("clip_low", 0.0),
-        ("clip_high", -1.0),
-        ("behaviour_weight_cap", 0.0),
-        ("kl_coefficient", -0.1),
-        ("entropy_coefficient", -0.1),
-        ("temperature", 0.0),
-        ("dual_clip", 1.1),
-        ("mask_low", 1.0),
-        ("mask_high", 1.0),
-        ("max_sequence_drift", 0.0),
-        ("max_second_moment", 0.0),
-        ("fixed_length", 8),
+        *((name, "aggregation", "sum") for name in NAMES),
+        *((name, "clip_low", value) for name in ("ppo_clip", "dis", "cispo") for value in (0.0, 1.1)),
+        *((name, "clip_high", -1.0) for name in ("ppo_clip", "dis", "cispo")),
+        *((name, field, 0.0) for name, own in OWN_FIELDS.items() for field in own if field in POSITIVE),
+        ("decoupled_ppo", "kl_estimator", "k4"),
+        ("decoupled_ppo", "count", "some"),
+        ("decoupled_ppo", "kl_coefficient", -0.1),
+        ("decoupled_ppo", "kl_weight_cap", 0.0),
+        ("decoupled_ppo", "entropy_coefficient", -0.1),
+        ("decoupled_ppo", "temperature", 0.0),
+        ("decoupled_ppo", "dual_clip", 1.1),
+        ("decoupled_ppo", "fixed_length", 8),
+        ("gspo", "dual_clip", 1.0),
+        ("icepop", "clip_low", 0.0),
+        ("icepop", "mask_low", 1.0),
+        ("icepop", "mask_high", 1.0),
+        ("sequence_mask", "clip_low", 0.0),
     ],
 )
-def test_a_bad_value_is_refused_by_name(field, value):
+def test_a_bad_value_is_refused_by_name(name, field, value):
     with pytest.raises(ValueError, match=rf"loss\.{field}( is |={value})"):
-        LossConfig(**{field: value})
+        LOSSES[name](**{field: value})
 
 
 def test_fixed_length_needs_its_length():
     with pytest.raises(ValueError, match=r"loss\.aggregation is fixed_length with loss\.fixed_length=None"):
-        LossConfig(aggregation="fixed_length")
+        DecoupledPPO(aggregation="fixed_length")
     with pytest.raises(ValueError, match=r"loss\.fixed_length is 0"):
-        LossConfig(aggregation="fixed_length", fixed_length=0)
+        DecoupledPPO(aggregation="fixed_length", fixed_length=0)
 
 
-NARROW = {
-    "clip_low": 0.05,
-    "clip_high": 0.05,
-    "dual_clip": 1.5,
-    "behaviour_weight_cap": 1.1,
-    "mask_low": 0.9,
-    "mask_high": 1.1,
-    "max_sequence_drift": 0.1,
-    "max_second_moment": 0.4,
-}
-
-
-def test_every_objective_names_the_fields_that_it_uses():
-    assert set(OBJECTIVE_FIELDS) == set(get_args(LossName))
-    assert {field for used in OBJECTIVE_FIELDS.values() for field in used} == set(NARROW)
-
-
-@pytest.mark.parametrize("name", get_args(LossName))
-@pytest.mark.parametrize("field", NARROW)
-def test_a_field_that_the_objective_does_not_use_is_refused(name, field):
-    default = getattr(LossConfig(), field)
-    LossConfig(name=name, **{field: default})
-    if field in OBJECTIVE_FIELDS[name]:
-        assert getattr(LossConfig(name=name, **{field: NARROW[field]}), field) == NARROW[field]
-    else:
-        with pytest.raises(ValueError, match=rf"loss\.{field} is {NARROW[field]}") as caught:
-            LossConfig(name=name, **{field: NARROW[field]})
-        assert f"loss.name={name}" in str(caught.value) and f"leave it at {default}" in str(caught.value)
-
-
-def test_an_estimator_of_no_kl_term_is_refused():
-    assert LossConfig(kl_estimator="k1", kl_coefficient=0.1).kl_estimator == "k1"
-    with pytest.raises(ValueError, match=r"loss\.kl_estimator is k1"):
-        LossConfig(kl_estimator="k1")
+@pytest.mark.parametrize(("field", "value"), [("kl_estimator", "k1"), ("kl_weight_cap", 4.0)])
+def test_a_setting_of_the_kl_term_is_refused_without_one(field, value):
+    assert getattr(DecoupledPPO(kl_coefficient=0.1, **{field: value}), field) == value
+    with pytest.raises(ValueError, match=rf"loss\.{field} is {value}"):
+        DecoupledPPO(**{field: value})

@@ -8,20 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.trainer.loss.losses import (
-    OBJECTIVE_FIELDS,
-    LossConfig,
-    LossName,
-    TokenLogprobs,
-    Trajectories,
-    policy_loss,
-    surrogate,
-)
+from async_rl.trainer.loss.losses import DecoupledPPO, TokenLogprobs, Trajectories, policy_loss
 from async_rl.trainer.loss.ratios import second_moment_bound
+from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS, make_loss
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-NAMES = LossName.__args__
 SPREAD = {"gspo": 3.0}  # for means over trajectories to reach the bounds
 SCORE = ("tis", "dis", "cispo", "sequence_tis", "sequence_mis")
 LOW, HIGH, CAP, MASK_LOW, MASK_HIGH, DRIFT, MOMENT = 0.8, 1.28, 2.0, 0.5, 5.0, 0.5, 0.04
@@ -97,8 +89,7 @@ def example(seed, *, tokens=24, trajectories=4, spread=0.5):
 def ours(name, current, behaviour, proximal, advantages, trajectory, **config):
     """[n] loss and what each filter touched; `current` may be a tensor."""
     tensor = lambda x: x if isinstance(x, torch.Tensor) else torch.tensor(np.array(x), dtype=torch.float64)  # noqa: E731
-    config = LossConfig(name=name, **config)
-    bound = second_moment_bound(tensor(proximal) - tensor(behaviour), limit=config.max_second_moment)
+    config = make_loss(name, bounds={"clip_low": 0.2, "clip_high": 0.28}, **config)
     count = int(max(trajectory, default=-1)) + 1
     return policy_loss(
         TokenLogprobs(current=tensor(current), behaviour=tensor(behaviour), proximal=tensor(proximal)),
@@ -106,7 +97,7 @@ def ours(name, current, behaviour, proximal, advantages, trajectory, **config):
         entropy=torch.zeros(len(trajectory), dtype=torch.float64),
         config=config,
         trajectories=Trajectories(index=torch.tensor(np.array(trajectory, np.int64)), count=count),
-        log_ratio_bound=bound,
+        surrogate=config.surrogate_of_update(tensor(proximal) - tensor(behaviour)),
     )
 
 
@@ -184,7 +175,7 @@ def test_ratios_beyond_all_bounds_stay_finite(name):
     current = np.array([-1.0, -1.0, -200.0, -200.0])
     behaviour = np.array([-200.0, -200.0, -1.0, -1.0])
     x = torch.tensor(current, dtype=torch.float32, requires_grad=True)
-    config = {"dual_clip": 3.0} if "dual_clip" in OBJECTIVE_FIELDS[name] else {}
+    config = {"dual_clip": 3.0} if "dual_clip" in OWN_FIELDS[name] else {}
     parts = [torch.tensor(part, dtype=torch.float32) for part in (behaviour, behaviour, [1.0, -1.0, 1.0, -1.0])]
     loss, _ = ours(name, x, *parts, np.arange(4), **config)
     loss.sum().backward()
@@ -203,7 +194,7 @@ def test_the_default_loss_is_bit_for_bit_that_of_its_equation():
 
     def default(current):
         given = TokenLogprobs(current=current, behaviour=behaviour, proximal=proximal)
-        return policy_loss(given, advantages=advantages, entropy=torch.zeros(4000), config=LossConfig())[0]
+        return policy_loss(given, advantages=advantages, entropy=torch.zeros(4000), config=DecoupledPPO())[0]
 
     losses, gradients = [], []
     for of in (equation, default):
@@ -228,7 +219,7 @@ OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize(("name", "field"), [(n, field) for n, used in OBJECTIVE_FIELDS.items() for field in used])
+@pytest.mark.parametrize(("name", "field"), [(n, field) for n, own in OWN_FIELDS.items() for field in own])
 def test_a_field_that_an_objective_uses_changes_its_gradient(name, field):
     changed = []
     for seed in range(20):  # few tokens lie between the two values, so one batch may have none
@@ -250,6 +241,7 @@ def test_a_field_that_an_objective_uses_changes_its_gradient(name, field):
         ({}, {"kl_coefficient": 0.1}),
         ({"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "kl_estimator": "k1"}),
         ({"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "kl_estimator": "k2"}),
+        ({"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "kl_weight_cap": 0.5}),
     ],
     ids=lambda config: "-".join(map(str, config.values())) or "none",
 )
@@ -262,7 +254,7 @@ def test_kl_and_entropy_change_the_gradient_of_every_objective(name, before, aft
             TokenLogprobs(current=x, behaviour=behaviour, proximal=proximal, reference=behaviour - 0.3),
             advantages=advantages,
             entropy=-x.exp() * x,
-            config=LossConfig(name=name, **config),
+            config=LOSSES[name](**config),
             trajectories=Trajectories(index=trajectory, count=4),
         )
         loss.sum().backward()
@@ -281,10 +273,10 @@ def test_filters_report_the_tokens_they_changed_and_no_others():
     for name in NAMES:
         given = example(9, spread=SPREAD.get(name, 0.5))
         _, touched = ours(name, *given)
-        assert tuple(touched) == tuple(reversed(LossConfig(name=name).filters))
+        assert tuple(touched) == tuple(reversed(LOSSES[name]().filters))
         wide = {"clip_low": 1.0, "clip_high": 1e9, "behaviour_weight_cap": 1e9, "mask_low": 0.0, "mask_high": 1e9,
                 "max_sequence_drift": 1e3}  # fmt: skip
-        free = surrogate(LossConfig(name=name, **{f: v for f, v in wide.items() if f in OBJECTIVE_FIELDS[name]}))
+        free = make_loss(name, bounds=wide).surrogate()
         tensors = [torch.tensor(part) for part in given]
         without, _ = free(
             TokenLogprobs(current=tensors[0], behaviour=tensors[1], proximal=tensors[2]),
@@ -299,7 +291,7 @@ def test_filters_report_the_tokens_they_changed_and_no_others():
 def test_a_loss_over_trajectories_must_be_told_them():
     logprobs = TokenLogprobs(current=torch.zeros(2), behaviour=torch.zeros(2), proximal=torch.zeros(2))
     for name in NAMES:
-        config = LossConfig(name=name)
+        config = LOSSES[name]()
         arguments = {"advantages": torch.ones(2), "entropy": torch.zeros(2), "config": config}
         if config.needs_whole_trajectories:
             with pytest.raises(ValueError, match="`trajectories`"):

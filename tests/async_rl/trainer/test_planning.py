@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.trainer.batch.micro_batch import Coordinates
-from async_rl.trainer.loss.losses import LossConfig, token_weights
+from async_rl.trainer.loss.losses import GSPO, DecoupledPPO, token_weights
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.step import MicroBatchBuilder
@@ -29,7 +29,7 @@ def config_of(data, context, tensor, **changes):
 
 
 def planner_of(data, context, tensor, *, loss=None, **changes):
-    return Planner(config=config_of(data, context, tensor, **changes), loss=loss or LossConfig())
+    return Planner(config=config_of(data, context, tensor, **changes), loss=loss or DecoupledPPO())
 
 
 def numbered(lengths, updates=1, support=False):
@@ -156,7 +156,7 @@ def test_sequences_of_a_trajectory_stay_together_where_the_loss_weighs_it_whole(
     padded = make_batch((9, 9, 9, 9))
     padded["trajectory"] = torch.tensor([0, 1, 0, 1])
     batch = training_batch_of(padded)
-    (update,) = planner_of(2, 1, 1, loss=LossConfig(name="gspo")).policy(batch).updates
+    (update,) = planner_of(2, 1, 1, loss=GSPO()).policy(batch).updates
     for of_rank in update.micro_batches:
         assert len({int(batch.trajectory[n]) for numbers in of_rank for n in numbers}) == 1
 
@@ -192,7 +192,7 @@ def test_the_divisor_counts_groups_without_reward_spread_whatever_the_terms(aggr
     length = {"fixed_length": 10} if aggregation == "fixed_length" else {}
     weights = {}
     for count in ("all", "informative"):
-        loss = LossConfig(aggregation=aggregation, count=count, **length, **terms)
+        loss = DecoupledPPO(aggregation=aggregation, count=count, **length, **terms)
         plan = planner_of(1, 1, 1, loss=loss).policy(training_batch_of(batch))
         weights[count] = {n: plan.updates[0].token_weights[n] for n in made_of(plan)[0]}
     tokens = batch["loss_mask"].sum(1)
@@ -213,7 +213,7 @@ def test_tokens_that_are_too_old_are_in_no_divisor():
     batch = make_batch()
     batch["loss_mask"][0] = False
     batch["informative"][0] = False
-    plan = planner_of(1, 1, 1, loss=LossConfig(aggregation="sequence_mean")).policy(training_batch_of(batch))
+    plan = planner_of(1, 1, 1, loss=DecoupledPPO(aggregation="sequence_mean")).policy(training_batch_of(batch))
     tokens = batch["loss_mask"].sum(1)
     assert sorted(made_of(plan)[0]) == [1, 2, 3, 4, 5]
     assert plan.updates[0].token_weights[1:].tolist() == pytest.approx((1 / (5 * tokens[1:])).tolist())

@@ -1,0 +1,19 @@
+"""The policy losses by the name of their objective."""
+
+from dataclasses import fields
+from typing import get_args
+
+from async_rl.trainer.loss.losses import LossConfig, PolicyLoss
+
+_COMMON = {"name", *(field.name for field in fields(PolicyLoss))}
+LOSSES = {kind.__dataclass_fields__["name"].default: kind for kind in get_args(get_args(LossConfig)[0])}
+NAMES = tuple(LOSSES)
+OWN_FIELDS = {
+    name: tuple(field.name for field in fields(kind) if field.name not in _COMMON) for name, kind in LOSSES.items()
+}
+"""Fields of each objective that are not of all objectives."""
+
+
+def make_loss(name, *, bounds=None, **changes):
+    """The loss `name` with `changes`, and with those of `bounds` that it has a field for."""
+    return LOSSES[name](**({f: v for f, v in (bounds or {}).items() if f in OWN_FIELDS[name]} | changes))
