@@ -2,19 +2,20 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 VENV_SGLANG ?= .venv-sglang
+VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 TESTS ?= tests
-UNIT_TESTS := tests/architecture tests/message_queue tests/agent_loop tests/async_rl tests/recipes tests/benchmarks \
+UNIT_TESTS := tests/architecture tests/docs tests/message_queue tests/agent_loop tests/async_rl tests/recipes tests/benchmarks \
 	tests/helpers tests/flow
 FAST_TESTS := $(UNIT_TESTS) tests/simulator/test_found.py tests/conformance/test_vllm_parity.py tests/e2e/test_trainer.py
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: run seeds test test-fast test-numerics mutations parity simulate kills lint format types contracts setup setup-sglang staleness \
-	bench clean
+	bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -110,5 +111,14 @@ bench: setup
 	$(BIN)/python benchmarks/journal.py
 	$(BIN)/python benchmarks/batch_building.py
 
+# The pages of docs/ and the API, in build/docs. The tools have a virtualenv of their own; no code of the project is imported.
+docs: $(VENV_DOCS)/.ready
+	$(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
+
+$(VENV_DOCS)/.ready: requirements/docs.lock
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/pip install -q --no-deps -r requirements/docs.lock
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_DOCS) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,56 @@
+"""One prompt becomes one trajectory: engines, chat templates, tools and rewards, and the loops that combine them."""
+
+from agent_loop.chat import Chat, ChatTemplateError, Tokenizer
+from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
+from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
+from agent_loop.loop import AgentLoop, Message, Prompt, PromptError, RolloutError, TurnLimits
+from agent_loop.reward import Completion, Reward, RewardError
+from agent_loop.single_turn import SingleTurnLoop
+from agent_loop.tool_use import ToolUseLoop
+from agent_loop.tools import (
+    Gate,
+    MalformedCall,
+    Tool,
+    ToolCall,
+    ToolError,
+    ToolReply,
+    ToolRunner,
+    describe_tool,
+    parse_tool_calls,
+)
+
+__all__ = [
+    "AgentLoop",
+    "AnswerError",
+    "Chat",
+    "ChatTemplateError",
+    "Completion",
+    "Engine",
+    "EngineError",
+    "Gate",
+    "GenerateRequest",
+    "MalformedCall",
+    "Message",
+    "Prompt",
+    "PromptError",
+    "ReplicaLostError",
+    "Reward",
+    "RewardError",
+    "RolloutError",
+    "SamplingConfig",
+    "SegmentDecoder",
+    "SingleTurnLoop",
+    "Tokenizer",
+    "Tool",
+    "ToolCall",
+    "ToolError",
+    "ToolReply",
+    "ToolRunner",
+    "ToolUseLoop",
+    "TurnLimits",
+    "budget_left",
+    "describe_tool",
+    "observe_prompt",
+    "parse_tool_calls",
+    "sampled_tokens",
+]

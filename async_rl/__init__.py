@@ -1,0 +1,39 @@
+"""Fully asynchronous, off-policy reinforcement learning for language models.
+
+A name below is imported when it is first used: every process of a run imports this package, and few need torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_rl.config import ConfigError, RunConfig, load_config
+    from async_rl.inference.replica import Replica
+    from async_rl.rollout.task import Demonstration, Task, TaskConfig, build_task
+    from async_rl.weights.transport import WeightUpdate
+
+__all__ = [
+    "ConfigError",
+    "Demonstration",
+    "Replica",
+    "RunConfig",
+    "Task",
+    "TaskConfig",
+    "WeightUpdate",
+    "build_task",
+    "load_config",
+]
+
+_MODULES = {
+    "async_rl.config": ("ConfigError", "RunConfig", "load_config"),
+    "async_rl.inference.replica": ("Replica",),
+    "async_rl.rollout.task": ("Demonstration", "Task", "TaskConfig", "build_task"),
+    "async_rl.weights.transport": ("WeightUpdate",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

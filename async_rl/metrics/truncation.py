@@ -45,9 +45,9 @@ def missing_records(directory: Path, *, train_step: int, trained: int) -> list[s
     """Describe records that are missing although the checkpoint includes them, one sentence per file.
 
     Call this before `truncate_records`. Records are synced before the checkpoint is written: they are missing only if a
-    file was changed or the disk failed. A line of metrics.jsonl covers the `optimizer_steps` steps up to its `train_step`;
-    with the lines (train_step=2, optimizer_steps=2) and (6, 2) and a checkpoint of step 6 the steps 3 and 4 are
-    missing. Steps before the first line are not expected, because they may be in the directory of another run.
+    file was changed or the disk failed. A line of metrics.jsonl covers the `optimizer_steps` steps up to its
+    `train_step`; with the lines (train_step=2, optimizer_steps=2) and (6, 2) and a checkpoint of step 6 the steps 3 and
+    4 are missing. Steps before the first line are not expected, because they may be in the directory of another run.
 
     Args:
         directory: of the run.

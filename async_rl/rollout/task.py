@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,26 +22,23 @@ Demonstration = tuple[Int32Array, BoolArray]
 
 
 class Task(Protocol):
-    """A task. All results are deterministic functions of its seed, so that a run can be resumed."""
+    """A task. All results are deterministic functions of its seed, so that a run can be resumed.
 
+    A subclass has to define the first three methods. The others have defaults for a task that trains a given checkpoint
+    and can use every prompt.
+    """
+
+    @abstractmethod
     def train_prompt(self, index: int) -> Prompt:
         """Prompt `index` of an endless stream, from 0."""
         ...
 
+    @abstractmethod
     def validation_prompts(self, count: int) -> Sequence[Prompt]:
         """`count` held-out prompts, which are never training prompts."""
         ...
 
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Check that the agent loop and the reward can use a prompt of `task.prompt_file`.
-
-        Called for every prompt of the file before any process starts.
-
-        Raises:
-            ValueError: the prompt cannot be used. The text names the message or the key of `target`, and a fix.
-        """
-        ...
-
+    @abstractmethod
     def build_loop(
         self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: Gate
     ) -> AgentLoop:
@@ -55,13 +53,33 @@ class Task(Protocol):
         """
         ...
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Check that the agent loop and the reward can use a prompt of `task.prompt_file`.
+
+        Called for every prompt of the file before any process starts.
+
+        Raises:
+            ValueError: the prompt cannot be used. The text names the message or the key of `target`, and a fix.
+        """
+
     def save_initial_checkpoint(self, path: Path) -> None:
-        """Write a randomly initialised model and tokenizer. Only called if `model.checkpoint` is not set."""
-        ...
+        """Write a randomly initialised model and tokenizer. Only called if `model.checkpoint` is not set.
+
+        Raises:
+            ValueError: the task builds no model.
+        """
+        raise ValueError(
+            f"model.checkpoint is null, and {type(self).__name__} builds no model; set model=hugging_face "
+            "model.checkpoint=PATH"
+        )
 
     def demonstrations(self, start: int, count: int) -> Sequence[Demonstration]:
-        """Supervised examples `start` to `start + count - 1` for the warm start."""
-        ...
+        """Supervised examples `start` to `start + count - 1` for the warm start of a model that the task built.
+
+        Raises:
+            ValueError: the task has no demonstrations.
+        """
+        raise ValueError(f"{type(self).__name__} has no demonstrations for a warm start; set warm_start.steps=0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

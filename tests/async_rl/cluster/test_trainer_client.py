@@ -185,7 +185,7 @@ async def test_ranks_that_do_not_start_are_killed_and_others_may_start(call, err
         await clients.TrainerHandle.start(
             replace(TRAINER, ranks=2),
             optimizer=None,
-            loss=LossConfig(),
+            loss=DecoupledPPO(),
             checkpoint=tmp_path,
             placement=SimpleNamespace(rank=lambda _number: {}),
             timeout_s=5,

@@ -1,0 +1,112 @@
+"""Code of the guides in use: a task with a tool, copied from its page, and rolled out by a fake engine."""
+
+import importlib
+import sys
+
+import pytest
+
+from agent_loop import SamplingConfig, TurnLimits
+from agent_loop.tools import OpenGate
+from async_rl import TaskConfig, build_task
+from async_rl.rollout.rollouter import Rollouter
+from message_queue import Admission
+from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
+from tests.docs.pages import module_of
+from tests.helpers.fakes import SPEC, FakeEngine, TurnScript
+
+TOKENIZER = build_tokenizer()
+LIMITS = TurnLimits(max_turns=3, max_tokens=300)
+
+
+def ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+def guide(tmp_path, monkeypatch):
+    """Copies a block of a guide into a module that can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    copied = []
+
+    def copy(page, title):
+        (tmp_path / title).write_text(module_of(page, title))
+        importlib.invalidate_caches()
+        copied.append(title.removesuffix(".py"))
+
+    yield copy
+    for name in copied:
+        sys.modules.pop(name, None)
+
+
+def products(**options):
+    return build_task(TaskConfig(factory="products:products", options=options), seed=0)
+
+
+async def roll(task, *turns):
+    """A group of two trajectories of the first prompt, each of which has these turns."""
+    engine = FakeEngine(
+        TurnScript([ids(turn + END_OF_TURN) for turn in turns], opening=ids("<|im_start|>assistant\n")),
+    )
+    loop = task.build_loop(
+        engine=engine, tokenizer=TOKENIZER, sampling=SamplingConfig(), limits=LIMITS, gate=OpenGate()
+    )
+    rollouter = Rollouter(loop=loop, routing=SPEC, trajectories_per_group=2)
+    admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
+    return (await rollouter.roll(task.train_prompt(0), admission)).trajectories
+
+
+def call_for(prompt):
+    a, b = prompt.messages[0].content.split("*")
+    return f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+
+
+async def test_the_task_of_the_guide_calls_its_tool_and_rewards_the_product(guide):
+    guide("docs/guides/task.md", "products.py")
+    task = products()
+    prompt = task.train_prompt(0)
+    answer = prompt.target["answer"]
+    for said, reward in ((answer, 1.0), ("7", 0.0)):
+        for trajectory in await roll(task, call_for(prompt), said):
+            assert (trajectory.reward, trajectory.info["tool_calls"], trajectory.info["tool_errors"]) == (reward, 1, 0)
+            assert f"<tool_response>\n{answer}\n</tool_response>" in TOKENIZER.decode(trajectory.token_ids().tolist())
+
+
+def test_the_task_of_the_guide_repeats_its_prompts_and_holds_others_out(guide):
+    guide("docs/guides/task.md", "products.py")
+    train = [products(limit=30).train_prompt(index).messages for index in range(500)]
+    assert train == [products(limit=30).train_prompt(index).messages for index in range(500)]
+    assert not set(train) & {prompt.messages for prompt in products(limit=30).validation_prompts(500)}
+
+
+def test_the_task_of_the_guide_refuses_an_unknown_option(guide):
+    guide("docs/guides/task.md", "products.py")
+    with pytest.raises(ValueError, match=r"task\.options.*limits"):
+        products(limits=3)
+
+
+def test_a_task_without_a_model_or_demonstrations_says_what_to_set(guide, tmp_path):
+    guide("docs/guides/task.md", "products.py")
+    with pytest.raises(ValueError, match=r"model\.checkpoint"):
+        products().save_initial_checkpoint(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"warm_start\.steps"):
+        products().demonstrations(0, 1)
+
+
+async def test_the_tool_of_the_guide_works_in_the_task_of_the_guide(guide):
+    guide("docs/guides/task.md", "products.py")
+    guide("docs/guides/tool.md", "lookup.py")
+    import lookup
+    import products as module
+
+    module.Multiply = lambda: lookup.Lookup({"turn": "one model call"})
+    calls = "".join(
+        f'<tool_call>{{"name": "lookup", "arguments": {{"word": "{word}"}}}}</tool_call>' for word in ("turn", "chunk")
+    )
+    for trajectory in await roll(products(), calls, "7"):
+        assert (trajectory.info["tool_calls"], trajectory.info["tool_errors"]) == (2, 1)
+        text = TOKENIZER.decode(trajectory.token_ids().tolist())
+        assert "\none model call\n" in text and "\nerror: no entry for 'chunk'\n" in text
+
+
+def test_the_readme_shows_the_task_of_the_guide():
+    assert module_of("README.md", "products.py") == module_of("docs/guides/task.md", "products.py")
