@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.engine import GenerateRequest
 from async_rl.config import RunConfig, load_config
-from async_rl.inference.vllm.engine import VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import engine_environment, start_vllm
 from async_rl.rollout.task import build_task
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.weights.model_info import read_model_info
@@ -125,7 +125,7 @@ def save_random(name: str, folder: Path) -> Path:
 async def sample(config: RunConfig, *, checkpoint: Path, trajectories: int) -> list[PromptGroup]:
     """Groups of one trajectory, each of random prompt tokens and SAMPLED tokens of the engine."""
     routing = read_model_info(checkpoint).routing
-    replica = await VllmReplica.start(config.engine, name="replica-0", checkpoint=checkpoint)
+    replica = await start_vllm(config.engine, name="replica-0", checkpoint=checkpoint)
     rng = np.random.default_rng(0)
 
     async def one(place: int) -> PromptGroup:

@@ -94,7 +94,7 @@ async def start(config: RunConfig, *, checkpoint: Path, folder: Path) -> tuple[A
         started: Any = await start_replica(config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True)
 
     async def switch_vllm(on: bool) -> None:
-        await started._engine.collective_rpc("compute_checksums", args=(on,))
+        await started.backend.engine.collective_rpc("compute_checksums", args=(on,))
 
     return started, switch_vllm
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from agent_loop.decoder import SegmentDecoder, observe_prompt
 from agent_loop.engine import GenerateRequest, SamplingConfig
 from agent_loop.loop import TurnLimits
-from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment, start_vllm
 from async_rl.weights.model_info import ModelInfo, read_model_info
 from benchmarks.support import show
 from message_queue.trajectory import Trajectory
@@ -52,7 +52,7 @@ def ways(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine = replica._engine
+    engine = replica.backend.engine
 
     async def bare(name: str, prompt: Any) -> int:
         params = SamplingParams(
@@ -113,13 +113,13 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 async def compare(args: argparse.Namespace, config: VllmConfig, checkpoint: Path) -> dict[str, list[Speed]]:
     """Way -> speed of every round."""
     info = read_model_info(checkpoint)
-    replica = await VllmReplica.start(config, name="replica-0", checkpoint=checkpoint)
+    replica = await start_vllm(config, name="replica-0", checkpoint=checkpoint)
     try:
         candidates = ways(
             replica, info=info, tokens=args.tokens, max_model_len=config.max_model_len, strides=args.strides
         )
         random = np.random.default_rng(0)
-        processes = [psutil.Process(), *(psutil.Process(p.pid) for p in replica._processes)]
+        processes = [psutil.Process(), *(psutil.Process(p.pid) for p in replica.backend.processes)]
         rates: dict[str, list[Speed]] = {name: [] for name in candidates}
         for turn in range(-1, args.rounds):
             shift = turn % len(candidates)

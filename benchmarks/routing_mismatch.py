@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.tools import OpenGate
 from async_rl.config import RunConfig, load_config
-from async_rl.inference.vllm.engine import VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import engine_environment, start_vllm
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.task import Task, build_task
 from async_rl.trainer.batch.advantage import compute_advantages
@@ -215,7 +215,7 @@ async def roll_out(
 ) -> tuple[list[PromptGroup], list[list[PromptGroup]]]:
     """Groups of one trajectory of held-out prompts to evaluate on, and `batches` batches of groups to train on."""
     rollout, info = config.rollout, read_model_info(checkpoint)
-    replica = await VllmReplica.start(config.engine, name="replica-0", checkpoint=checkpoint)
+    replica = await start_vllm(config.engine, name="replica-0", checkpoint=checkpoint)
     try:
         loop = task.build_loop(
             engine=replica,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agent_loop.engine import GenerateRequest
 from async_rl.cluster.actors import ReplicaHost, RolloutHost
 from async_rl.cluster.clients import TrainerHandle
-from async_rl.inference.replica import Flight, KVPolicy, ReplicaStats, RequestGate
+from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.spans import cut_into_segments
 from async_rl.trainer.planning import BatchPlan
 from async_rl.weights.transport import WeightUpdate
@@ -117,6 +117,7 @@ class ScriptedReplica:
         first = rng.integers(routing.num_experts, size=(max_tokens, len(routing.layers), 1))
         self._rows = ((first + np.arange(routing.top_k)) % routing.num_experts).astype(routing.dtype)
         self._gate = RequestGate(name)
+        self._changed: dict[str, asyncio.Event] = {}  # set if something changed that ends the wait of a request
         self.begin(tokens=max_tokens - PROMPT_TOKENS)
 
     def begin(self, *, tokens: int) -> None:
@@ -128,24 +129,32 @@ class ScriptedReplica:
     def release(self, groups: int) -> None:
         """Let the requests of groups with smaller ids end."""
         self._released = groups
-        for flight in self._gate.in_flight():
-            flight.moved.set()
+        self._wake()
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         group = int(request.session.partition("-")[0].removeprefix("g"))
-        async with self._gate.admit(request.request_id) as flight:
-            while group >= self._released and not flight.abort_requested:
-                flight.moved.clear()
-                await flight.moved.wait()
-            self._gate.check_alive()
-            return self._gate.landed(flight, self._answer(request, flight))
+        async with self._gate.admit(request.request_id) as inflight:
+            changed = self._changed[request.request_id] = asyncio.Event()
+            try:
+                while group >= self._released and not inflight.abort_requested:
+                    changed.clear()
+                    await changed.wait()
+                    self._gate.check_alive()
+            finally:
+                del self._changed[request.request_id]
+            inflight.result = self._answer(request, inflight)
+            return inflight.result
 
-    def _answer(self, request: GenerateRequest, flight: Flight) -> list[TokenOutput]:
+    def _wake(self) -> None:
+        for changed in self._changed.values():
+            changed.set()
+
+    def _answer(self, request: GenerateRequest, inflight: InflightRequest) -> list[TokenOutput]:
         start = len(request.token_ids)
         left, part = self._length - start, self._length // PARTS
-        count = max(0, min(left - 1, part)) if flight.abort_requested else left
+        count = max(0, min(left - 1, part)) if inflight.abort_requested else left
         token_ids, end = self._token_ids[start : start + count].copy(), start + count - 1
-        if not flight.abort_requested:
+        if not inflight.abort_requested:
             token_ids[-1] = self._stop_token
         rows = RoutedExperts(first_position=request.existing_rows, experts=self._rows[request.existing_rows : end])
         return cut_into_segments(
@@ -154,7 +163,7 @@ class ScriptedReplica:
             logprobs=self._logprobs[start : start + count],
             routed_experts=rows if count else None,
             spans=[(self.weights, count)],
-            stop_reason=StopReason.ABORT if flight.abort_requested else StopReason.STOP,
+            stop_reason=StopReason.ABORT if inflight.abort_requested else StopReason.STOP,
             replica=self.name,
         )
 
@@ -162,12 +171,13 @@ class ScriptedReplica:
         self._gate.pause()
 
     async def abort(self) -> int:
-        flights = self._gate.request_abort()
-        await self._gate.wait_landed(flights)
-        return len(flights)
+        requests = self._gate.request_abort()
+        self._wake()
+        await until_finished(requests)
+        return len(requests)
 
     async def drain(self) -> None:
-        await self._gate.wait_landed(self._gate.in_flight())
+        await self._gate.drain()
 
     async def freeze(self) -> int:
         return self._gate.freeze()
@@ -188,6 +198,7 @@ class ScriptedReplica:
 
     async def close(self) -> None:
         self._gate.fail("closed")
+        self._wake()
 
 
 class ScriptedReplicaHost(ReplicaHost):

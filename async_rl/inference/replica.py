@@ -1,4 +1,4 @@
-"""The contract of an engine replica, and the request gate that all replicas use.
+"""An engine replica: its contract, its life cycle, and the calls that an engine implements for it.
 
     serving --pause--> paused --(abort | drain)--> quiet  --load--> quiet  --resume--> serving
                               --freeze-----------> frozen --load--> frozen --resume-->
@@ -7,23 +7,30 @@ While a replica is paused, new `generate` calls wait at a gate. Weights are load
 request has ended or is frozen inside the engine. A frozen request continues under the new weights in a new segment, so
 that no segment mixes two versions. A dead engine fails every call. After a failed load the gate stays closed until a
 load succeeds.
+
+`EngineReplica` has the life cycle, which is the same for all engines. An `EngineBackend` has the calls to one engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from async_rl.inference.checks import weight_label
+from async_rl.inference.serving import ServingConfig
+from async_rl.weights.live import LiveWeights
 from async_rl.weights.transport import WeightUpdate
-from message_queue.tokens import StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
 KVPolicy = Literal["keep", "recompute"]
+UNKNOWN_LABEL = "unknown"  # label of weights that are not verified; an answer with it is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,41 +125,42 @@ class Replica(Protocol):
         ...
 
 
-def not_loaded(unchanged: Sequence[str], *, replica: str, version: int) -> EngineError:
-    """The error for modules whose parameters a load did not change; see `LiveWeights.replace`.
-
-    Args:
-        unchanged: names of the modules.
-        replica: name of the replica.
-        version: `param_version` of the load.
-    """
-    return EngineError(
-        f"{replica}: version {version} was read with the published digest, but the model's parameters are still those "
-        f"of the previous load in {len(unchanged)} modules that were published with other values "
-        f"({', '.join(unchanged[:3])}, ...); the engine does not serve the published weights"
-    )
-
-
 @dataclass(slots=True, eq=False)
-class Flight:
+class InflightRequest:
     """A request that passed the gate and has no result yet."""
 
     request_id: str
     """Id of the request, unique while in flight."""
     abort_requested: bool = False
     """Whether the request must end with a partial segment."""
-    recalled: bool = False
-    """Whether the request must leave the engine and wait at the gate, to be sent to the engine again on `resume`."""
-    held: bool = False
-    """Whether the request waits at the gate after a recall."""
-    stop_reason: StopReason | None = None
-    """Stop reason of the last segment; None until the request has a result."""
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    evicted: bool = False
+    """Whether the request must leave the engine and park, to be sent to the engine again on `resume`."""
+    parked: bool = False
+    """Whether the request waits outside the engine after an eviction."""
+    result: list[TokenOutput] | None = None
+    """Segments of the request; None until it has a result."""
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request has ended, with a result or an error."""
     outside: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the request is not in the engine: held or landed."""
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the gate opened, an abort was requested or the engine failed; a held request then checks again."""
+    """Set while the request is not in the engine: parked or finished."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the gate is open, and when an abort is requested: a parked request then leaves."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the request ended with a partial segment."""
+        return bool(self.result) and self.result[-1].stop_reason is StopReason.ABORT
+
+    async def park(self) -> None:
+        """Wait outside the engine until the gate opens or an abort is requested."""
+        self.evicted, self.parked = False, True
+        self.outside.set()
+        try:
+            while not (self.released.is_set() or self.abort_requested):  # a pause may follow a resume at once
+                await self.released.wait()
+        finally:
+            self.parked = False
+            self.outside.clear()
 
 
 class RequestGate:
@@ -163,19 +171,25 @@ class RequestGate:
     """
 
     def __init__(self, name: str) -> None:
+        self.weights_unverified: str | None = None
+        """Reason why the content of the engine's weights is unknown; None if they are verified."""
         self._name = name
         self._open = asyncio.Event()
         self._open.set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._suspect: str | None = None
         self._frozen = False
-        self._flights: dict[str, Flight] = {}
+        self._requests: dict[str, InflightRequest] = {}
         self._tokens_sampled = 0
         self._busy_seconds = 0.0
         self._busy_since = 0.0
 
+    @property
+    def in_flight(self) -> list[InflightRequest]:
+        """All requests in flight."""
+        return list(self._requests.values())
+
     @asynccontextmanager
-    async def admit(self, request_id: str) -> AsyncGenerator[Flight, None]:
+    async def admit(self, request_id: str) -> AsyncGenerator[InflightRequest, None]:
         """Wait until the gate is open, then count the request as in flight until the block ends.
 
         Raises:
@@ -184,99 +198,71 @@ class RequestGate:
         while not self._open.is_set():  # a pause may follow a resume before this task runs again
             await self._open.wait()
         self.check_alive()
-        if request_id in self._flights:
+        if request_id in self._requests:
             raise EngineError(
                 f"{self._name}: request {request_id} is already in flight; ids are unique while in flight"
             )
-        if not self._flights:
+        if not self._requests:
             self._busy_since = time.monotonic()
-        flight = self._flights[request_id] = Flight(request_id)
+        request = self._requests[request_id] = InflightRequest(request_id)
+        request.released.set()
         try:
-            yield flight
+            yield request
         finally:
-            del self._flights[request_id]
-            flight.landed.set()
-            flight.outside.set()
-            if not self._flights:
+            del self._requests[request_id]
+            self._tokens_sampled += sum(map(len, request.result or ()))
+            request.finished.set()
+            request.outside.set()
+            if not self._requests:
                 self._busy_seconds += time.monotonic() - self._busy_since
-
-    def landed(self, flight: Flight, segments: list[TokenOutput]) -> list[TokenOutput]:
-        """Record the result of a request and return it."""
-        flight.stop_reason = segments[-1].stop_reason
-        self._tokens_sampled += sum(map(len, segments))
-        return segments
 
     def pause(self) -> None:
         """Close the gate."""
         self.check_alive()
         self._open.clear()
+        for request in self._requests.values():
+            request.released.clear()
 
     def require_resumable(self) -> None:
         """Raise EngineError if the engine is dead or the content of its weights is unknown."""
         self.check_alive()
-        if self._suspect is not None:
-            raise EngineError(f"{self._name}: cannot resume, {self._suspect}; load a good version first")
+        if self.weights_unverified is not None:
+            raise EngineError(f"{self._name}: cannot resume, {self.weights_unverified}; load a good version first")
 
     def resume(self) -> None:
-        """Open the gate and wake held requests."""
+        """Open the gate and release parked requests."""
         self.require_resumable()
         self._frozen = False
         self._open.set()
-        for flight in self._flights.values():
-            flight.moved.set()
+        for request in self._requests.values():
+            request.released.set()
 
-    def request_abort(self) -> list[Flight]:
+    def request_abort(self) -> list[InflightRequest]:
         """Mark all requests in flight for abort and return them."""
         self.check_alive()
-        for flight in self._flights.values():
-            flight.abort_requested = True
-            flight.moved.set()
-        return list(self._flights.values())
+        for request in self._requests.values():
+            request.abort_requested = True
+            request.released.set()
+        return self.in_flight
 
     def freeze(self) -> int:
         """Record that the engine is frozen until `resume`; return the number of requests in flight."""
         self.require_paused("freeze")
         self._frozen = True
-        return len(self._flights)
+        return len(self._requests)
 
-    def recall(self) -> list[Flight]:
-        """Mark all requests inside the engine as recalled and return them; held requests stay held."""
-        self.check_alive()
-        flights = [flight for flight in self._flights.values() if not flight.held]
-        for flight in flights:
-            flight.recalled = True
-        return flights
-
-    async def hold(self, flight: Flight) -> None:
-        """Hold a recalled request at the gate until `resume`, or until an abort is requested.
+    async def drain(self) -> None:
+        """Return when all requests that are in flight now have ended by themselves.
 
         Raises:
-            ReplicaLostError: the engine failed.
+            EngineError: requests in flight are frozen, or the engine is dead.
         """
-        flight.recalled, flight.held = False, True
-        flight.outside.set()
-        try:
-            while not self._open.is_set() and not flight.abort_requested:
-                flight.moved.clear()
-                await flight.moved.wait()
-        finally:
-            flight.held = False
-            flight.outside.clear()
         self.check_alive()
-
-    def in_flight(self) -> list[Flight]:
-        """All requests in flight."""
-        return list(self._flights.values())
-
-    async def wait_landed(self, flights: Iterable[Flight]) -> None:
-        """Return when each of `flights` has ended, with a result or an error."""
-        for flight in flights:
-            await flight.landed.wait()
-
-    async def wait_outside(self, flights: Iterable[Flight]) -> None:
-        """Return when each of `flights` is held at the gate or has ended."""
-        for flight in flights:
-            await flight.outside.wait()
+        if self._frozen and self._requests:
+            raise EngineError(
+                f"{self._name}: drain with {len(self._requests)} frozen requests; call resume or abort first"
+            )
+        await self.unless_failed(until_finished(self.in_flight))
 
     def require_paused(self, action: str) -> None:
         """Raise EngineError unless the gate is closed."""
@@ -287,23 +273,11 @@ class RequestGate:
     def require_quiet(self, action: str) -> None:
         """Raise EngineError unless the gate is closed and every request in flight is frozen."""
         self.require_paused(action)
-        if self._flights and not self._frozen:
+        if self._requests and not self._frozen:
             raise EngineError(
-                f"{self._name}: {action} with {len(self._flights)} requests in flight "
-                f"({', '.join(list(self._flights)[:3])}, ...); call abort, drain or freeze first"
+                f"{self._name}: {action} with {len(self._requests)} requests in flight "
+                f"({', '.join(list(self._requests)[:3])}, ...); call abort, drain or freeze first"
             )
-
-    def require_moving(self, action: str) -> None:
-        """Raise EngineError if frozen requests are in flight, because they cannot end by themselves."""
-        self.check_alive()
-        if self._frozen and self._flights:
-            raise EngineError(
-                f"{self._name}: {action} with {len(self._flights)} frozen requests; call resume or abort first"
-            )
-
-    def suspect(self, reason: str | None) -> None:
-        """Set the reason why the content of the engine's weights is unknown; None if they are good."""
-        self._suspect = reason
 
     def fail(self, reason: str) -> None:
         """Record that the engine failed: waiting and later calls raise ReplicaLostError with the first reason."""
@@ -311,8 +285,6 @@ class RequestGate:
             self._failed.set_exception(ReplicaLostError(f"{self._name}: {reason}"))
             self._failed.exception()  # retrieved here, or asyncio logs an unretrieved exception
         self._open.set()
-        for flight in self._flights.values():
-            flight.moved.set()
 
     def check_alive(self) -> None:
         """Raise ReplicaLostError if the engine failed."""
@@ -320,7 +292,10 @@ class RequestGate:
             raise ReplicaLostError(str(self._failed.exception()))
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; raises ReplicaLostError if the engine fails first."""
+        """The result of `work`; raises ReplicaLostError if the engine fails first.
+
+        If `work` is cancelled, its cleanup has ended when this returns.
+        """
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -328,13 +303,273 @@ class RequestGate:
                 self.check_alive()
             return await task
         finally:
-            task.cancel()
+            if task.cancel():
+                await asyncio.wait({task})
 
     def stats(self) -> ReplicaStats:
         """Counters since the start."""
-        running = time.monotonic() - self._busy_since if self._flights else 0.0
+        running = time.monotonic() - self._busy_since if self._requests else 0.0
         return ReplicaStats(
-            in_flight=len(self._flights),
+            in_flight=len(self._requests),
             tokens_sampled=self._tokens_sampled,
             busy_seconds=self._busy_seconds + running,
         )
+
+
+async def until_finished(requests: Iterable[InflightRequest]) -> None:
+    """Return when each of `requests` has ended, with a result or an error."""
+    for request in requests:
+        await request.finished.wait()
+
+
+@dataclass(slots=True, eq=False)
+class LoadedWeights:
+    """The weight versions that may have sampled tokens of the requests in flight."""
+
+    current: WeightVersion
+    """The loaded version."""
+    by_label: dict[str, WeightVersion] = field(init=False)
+    """`weight_label` -> version, of all versions that may have sampled a token of a request in flight."""
+
+    def __post_init__(self) -> None:
+        self.by_label = {weight_label(self.current): self.current}
+
+    def replace(self, weights: WeightVersion, *, in_flight: bool) -> None:
+        """Record a load; if no request is in flight, earlier versions are removed."""
+        if not in_flight:
+            self.by_label.clear()
+        self.by_label[weight_label(weights)] = self.current = weights
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's report of a load."""
+
+    digest: str
+    """Digest of the tensors that the engine read; if ranks differ, one that differs from the published digest."""
+    checksums: Sequence[Mapping[str, str]]
+    """One mapping per tensor-parallel rank: parameter name -> checksum after the load."""
+
+
+class EngineBackend(Protocol):
+    """The calls to one engine. `EngineReplica` orders them, bounds their time and checks their results.
+
+    A call may raise EngineError or any exception of the engine's client, which `engine_error` converts.
+    """
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death` with the reason if the engine's process ends before `close`."""
+        ...
+
+    def check_request(self, request: GenerateRequest) -> None:
+        """Raise ContractError if the engine cannot serve the request."""
+        ...
+
+    async def decode(
+        self, request: GenerateRequest, inflight: InflightRequest, *, loaded: LoadedWeights
+    ) -> list[TokenOutput]:
+        """Decode a checked request. If the call is cancelled, the engine aborts the request.
+
+        Raises:
+            ContractError: the engine's answer breaks the contract.
+            EngineError: the engine failed the request.
+        """
+        ...
+
+    async def abort(self, requests: Sequence[InflightRequest]) -> None:
+        """Make the engine end `requests`, which are all that are in flight, with partial segments, frozen ones too."""
+        ...
+
+    async def freeze(self) -> None:
+        """Stop all requests inside the engine until `resume`; do nothing if they are stopped."""
+        ...
+
+    def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
+        """Raise ContractError if the engine cannot load the update.
+
+        Args:
+            kv: see `Replica.load`.
+            in_flight: whether frozen requests are in flight.
+        """
+        ...
+
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> EngineLoad:
+        """Load a checked update while no request runs.
+
+        Args:
+            kv: see `Replica.load`.
+            requests: the frozen requests in flight.
+        """
+        ...
+
+    async def label(self, label: str) -> None:
+        """Set the label that the engine returns with each token that it samples from now on."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue frozen requests; do nothing if the engine is not frozen."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine and all its processes. Called once."""
+        ...
+
+    async def engine_error(self, error: Exception, what: str) -> EngineError:
+        """The error to raise instead of an exception of the engine's client.
+
+        Args:
+            what: start of the message: the replica and the call.
+        """
+        ...
+
+
+BackendT = TypeVar("BackendT", bound=EngineBackend)
+
+
+class EngineReplica(Generic[BackendT]):
+    """The life cycle of one engine; see `Replica` for the contract of each call.
+
+    Args:
+        backend: calls to a running engine, which labels its tokens with `weight_label(weights)`.
+        config: bounds on the time of calls.
+        name: name of the replica.
+        weights: version that the engine has loaded.
+        live: checksums of the parameters of its model.
+    """
+
+    def __init__(
+        self, backend: BackendT, *, config: ServingConfig, name: str, weights: WeightVersion, live: LiveWeights
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self._config = config
+        self._loaded = LoadedWeights(weights)
+        self._live = live
+        self._gate = RequestGate(name)
+        self._closed = False
+        backend.watch(self._gate.fail)
+
+    @property
+    def weights(self) -> WeightVersion:
+        """The loaded weight version."""
+        return self._loaded.current
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        """Decode; see `agent_loop.engine.Engine.generate`."""
+        what = f"{self.name}: request {request.request_id}"
+        async with self._gate.admit(request.request_id) as inflight:
+            try:
+                self.backend.check_request(request)
+            except ContractError as error:
+                raise EngineError(f"{what}: {error}") from error
+            work = self.backend.decode(request, inflight, loaded=self._loaded)
+            try:
+                async with asyncio.timeout(self._config.generate_timeout_s):
+                    inflight.result = await self._gate.unless_failed(work)
+            except TimeoutError as error:
+                raise EngineError(
+                    f"{what} took longer than engine.generate_timeout_s={self._config.generate_timeout_s}"
+                ) from error
+            except ContractError as error:
+                raise AnswerError(f"{what}: {error}") from error
+            except EngineError:
+                self._gate.check_alive()
+                raise
+            return inflight.result
+
+    async def pause(self) -> None:
+        """Hold new `generate` calls."""
+        self._gate.pause()
+
+    async def abort(self) -> int:
+        """End all requests in flight; return the number of partial segments."""
+        requests = self._gate.request_abort()
+        if requests:
+            await self._control("abort", self.backend.abort(requests))
+            await self._control("abort", until_finished(requests))
+        return sum(request.aborted for request in requests)
+
+    async def drain(self) -> None:
+        """Wait until all requests that are in flight now have ended."""
+        await self._gate.drain()
+
+    async def freeze(self) -> int:
+        """Freeze all requests in flight inside the engine; return their number."""
+        self._gate.require_paused("freeze")
+        if self._gate.in_flight:
+            await self._control("freeze", self.backend.freeze())
+        return self._gate.freeze()
+
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
+        """Load a published version, and check its digest and the model's parameters."""
+        what = f"version {update.weights.version}"
+        self._gate.require_quiet(f"load of {what}")
+        requests = self._gate.in_flight
+        try:
+            self.backend.check_update(update, kv=kv, in_flight=bool(requests))
+        except ContractError as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        self._gate.weights_unverified = f"{what} was not loaded whole"
+        try:
+            self._verify(update, await self._control("load", self.backend.load(update, kv=kv, requests=requests)))
+            await self._control("load", self.backend.label(weight_label(update.weights)))
+        except EngineError:
+            with contextlib.suppress(EngineError):
+                await self._control("load", self.backend.label(UNKNOWN_LABEL))
+            raise
+        self._gate.weights_unverified = None
+        self._loaded.replace(update.weights, in_flight=bool(self._gate.in_flight))
+        return update.weights
+
+    def _verify(self, update: WeightUpdate, loaded: EngineLoad) -> None:
+        """Raise EngineError unless the engine loaded the published tensors and its parameters changed with them."""
+        published = update.weights
+        if loaded.digest != published.digest:
+            self._gate.weights_unverified = f"its weights have digest {loaded.digest} instead of {published.digest}"
+            raise EngineError(
+                f"{self.name}: version {published.version} was published with digest {published.digest}, "
+                f"but the engine loaded {loaded.digest} from {update.path}"
+            )
+        if unchanged := self._live.replace(update.modules, loaded.checksums):
+            raise EngineError(
+                f"{self.name}: version {published.version} was read with the published digest, but the model's "
+                f"parameters are still those of the previous load in {len(unchanged)} modules that were published "
+                f"with other values ({', '.join(unchanged[:3])}, ...); the engine does not serve the published weights"
+            )
+
+    async def checksum(self) -> str:
+        """Checksum of the model's parameters, taken at the last load."""
+        return self._live.checksum
+
+    async def resume(self) -> None:
+        """Continue frozen requests and open the gate."""
+        self._gate.require_resumable()
+        await self._control("resume", self.backend.resume())
+        self._gate.resume()
+
+    async def stats(self) -> ReplicaStats:
+        """Counters since the start."""
+        return self._gate.stats()
+
+    async def close(self) -> None:
+        """Stop the engine; calls that wait or run end with ReplicaLostError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._gate.fail("the replica is closed")
+        await self.backend.close()
+
+    async def _control(self, action: str, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a control call, bounded by `engine.load_timeout_s` and by the engine's death."""
+        what = f"{self.name}: {action}"
+        try:
+            async with asyncio.timeout(self._config.load_timeout_s):
+                return await self._gate.unless_failed(work)
+        except TimeoutError as error:
+            raise EngineError(f"{what} took longer than engine.load_timeout_s={self._config.load_timeout_s}") from error
+        except EngineError:
+            raise
+        except Exception as error:
+            failure = await self.backend.engine_error(error, what)
+            self._gate.check_alive()
+            raise failure from error

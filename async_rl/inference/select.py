@@ -78,16 +78,15 @@ async def start_replica(
     check_engine(config, checkpoint=checkpoint, capture=capture_routing, force=force_routing)
     if isinstance(config, VllmConfig):
         os.environ.update(vllm_config.device_environment(config))
-    if isinstance(config, VllmConfig):
-        from async_rl.inference.vllm.engine import VllmReplica
+        from async_rl.inference.vllm.engine import start_vllm
 
-        return await VllmReplica.start(
+        return await start_vllm(
             config,
             name=name,
             checkpoint=checkpoint,
             capture_routing=capture_routing,
             capture_support=capture_support,
         )
-    from async_rl.inference.sglang.engine import SglangReplica
+    from async_rl.inference.sglang.engine import start_sglang
 
-    return await SglangReplica.start(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)
+    return await start_sglang(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)

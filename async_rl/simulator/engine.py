@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
 from async_rl.inference.checks import kept_tokens
-from async_rl.inference.replica import Flight, KVPolicy, ReplicaStats, RequestGate
+from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.spans import cut_into_segments
 from async_rl.simulator import model
 from async_rl.simulator.trainer import INITIAL
@@ -39,7 +39,7 @@ class _Decode:
 
     request: GenerateRequest
     """To be answered."""
-    flight: Flight
+    inflight: InflightRequest
     """The request at the gate."""
     context: list[int]
     """Of each token, sampled ones included; see `model.contexts`."""
@@ -47,6 +47,8 @@ class _Decode:
     """Tokens, and the weights that sampled them."""
     stuck: bool = False
     """Whether it never ends."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has to look at its request again."""
 
 
 class SimulatedReplica:
@@ -62,6 +64,7 @@ class SimulatedReplica:
         self._weights = WeightVersion(0, INITIAL)
         self._token_s = token_s
         self._gate = RequestGate(name)
+        self._decodes: dict[str, _Decode] = {}
 
     @property
     def weights(self) -> WeightVersion:
@@ -73,23 +76,24 @@ class SimulatedReplica:
         self._gate.pause()
 
     async def abort(self) -> int:
-        flights = self._gate.request_abort()
-        await self._gate.wait_landed(flights)
-        return len(flights)
+        requests = self._gate.request_abort()
+        self._wake()
+        await until_finished(requests)
+        return len(requests)
 
     async def drain(self) -> None:
-        self._gate.require_moving("drain")
-        await self._gate.wait_landed(self._gate.in_flight())
+        await self._gate.drain()
 
     async def freeze(self) -> int:
         frozen = self._gate.freeze()
-        for flight in self._gate.recall():
-            flight.moved.set()
+        for decode in self._decodes.values():
+            decode.inflight.evicted = not decode.inflight.parked
+        self._wake()
         return frozen
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
-        self._gate.suspect(f"version {update.weights.version} was not loaded whole")
+        self._gate.weights_unverified = f"version {update.weights.version} was not loaded whole"
         kind, late_s = self._world.fault(f"load/{self.name}")
         await asyncio.sleep(self._world.scenario.load_s + late_s)
         match kind:
@@ -102,14 +106,14 @@ class SimulatedReplica:
             case "weights of another version":
                 return WeightVersion(update.weights.version, "0bad")
             case "engine dies":
-                self._gate.fail("its engine died in a load")
+                self._fail("its engine died in a load")
             case "process dies":
                 self._world.kill(self.name)
             case _:
                 pass
         self._gate.require_quiet("load")
         self._weights = update.weights
-        self._gate.suspect(None)
+        self._gate.weights_unverified = None
         self._world.note(self.name, "loaded", update.weights.version)
         self._world.judge(self._world.oracle.loaded_by, self.name, update.weights)
         return self._weights
@@ -125,14 +129,29 @@ class SimulatedReplica:
         return self._gate.stats()
 
     async def close(self) -> None:
-        self._gate.fail("closed")
+        self._fail("closed")
+
+    def _fail(self, reason: str) -> None:
+        self._gate.fail(reason)
+        for decode in self._decodes.values():
+            decode.inflight.released.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        for decode in self._decodes.values():
+            decode.changed.set()
 
     # ---- decoding
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        async with self._gate.admit(request.request_id) as flight:
-            decode = _Decode(request, flight, model.contexts(request.token_ids.tolist()))
-            return self._gate.landed(flight, await self._decode(decode))
+        async with self._gate.admit(request.request_id) as inflight:
+            decode = _Decode(request, inflight, model.contexts(request.token_ids.tolist()))
+            self._decodes[request.request_id] = decode
+            try:
+                inflight.result = await self._decode(decode)
+                return inflight.result
+            finally:
+                del self._decodes[request.request_id]
 
     async def _decode(self, decode: _Decode) -> list[TokenOutput]:
         request = decode.request
@@ -140,7 +159,7 @@ class SimulatedReplica:
         kind, tokens = self._world.fault(f"generate/{self.name}")
         decode.stuck = kind == "no answer"
         if kind == "engine dies":
-            self._gate.fail("its engine died in a decode")
+            self._fail("its engine died in a decode")
         gives_up = kind in ("gives up", "aborts by itself")
         most = min(request.max_new_tokens, int(tokens)) if gives_up else request.max_new_tokens
         reason = await self._sample(decode, most)
@@ -153,17 +172,17 @@ class SimulatedReplica:
         loop, calls = asyncio.get_running_loop(), self._world.scenario.config.rollout.limits.max_turns > 1
         session, sampled = model.session_number(decode.request.session), decode.sampled
         while len(sampled) < most:
-            if decode.flight.recalled:
-                await self._gate.hold(decode.flight)
+            if decode.inflight.evicted:
+                await decode.inflight.park()
             self._gate.check_alive()
-            if decode.flight.abort_requested and not decode.stuck:
+            if decode.inflight.abort_requested and not decode.stuck:
                 return StopReason.ABORT
             started, by, planned = loop.time(), self._weights, list[int]()
             weights, ahead = model.weights(by.digest), decode.context[-1]
             while len(sampled) + len(planned) < most and (not planned or planned[-1] != model.END):
                 planned.append(weights.token(ahead, session, calls=calls))
                 ahead = model.after(ahead, planned[-1])
-            whole = await _whole_wait(decode.flight, None if decode.stuck else len(planned) * self._token_s)
+            whole = await _whole_wait(decode.changed, None if decode.stuck else len(planned) * self._token_s)
             self._gate.check_alive()
             count = len(planned) if whole else min(len(planned), int((loop.time() - started) / self._token_s))
             for token in planned[: 0 if decode.stuck else count]:
@@ -222,12 +241,12 @@ class SimulatedReplica:
         return sent
 
 
-async def _whole_wait(flight: Flight, seconds: float | None) -> bool:
+async def _whole_wait(changed: asyncio.Event, seconds: float | None) -> bool:
     """Wait, or less if something changes for the request; whether it was the whole time."""
-    flight.moved.clear()
+    changed.clear()
     try:
         async with asyncio.timeout(seconds):
-            await flight.moved.wait()
+            await changed.wait()
     except TimeoutError:
         return True
     return False

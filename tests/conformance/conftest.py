@@ -20,9 +20,9 @@ import pytest_asyncio
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.sglang import server as sglang_server_module
 from async_rl.inference.sglang.config import server_environment
-from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica, start_sglang
 from async_rl.inference.vllm import engine as vllm
-from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import VllmBackend, VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import TokenOutput, WeightVersion
@@ -123,9 +123,7 @@ async def sglang_server(sglang_models: sglang_support.Models, sglang_plugins: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_server_module, "server_environment", environment)
-        replica = await SglangReplica.start(
-            sglang_support.config(), name="replica-0", checkpoint=sglang_models.paths[0]
-        )
+        replica = await start_sglang(sglang_support.config(), name="replica-0", checkpoint=sglang_models.paths[0])
     yield replica
     await replica.close()
 
@@ -171,7 +169,7 @@ async def tested(
     """An engine that serves version 0 with an empty prefix cache."""
     if server is None:
         made = fake_under_test()
-    elif isinstance(server, VllmReplica):
+    elif isinstance(server.backend, VllmBackend):
         made = vllm_under_test(server, request.getfixturevalue("models"), patch=monkeypatch)
     else:
         made = sglang_under_test(server, request.getfixturevalue("sglang_models"), patch=monkeypatch)
@@ -244,7 +242,7 @@ async def start_vllm(config: VllmConfig, *, name: str = "replica-0", checkpoint:
     with pytest.MonkeyPatch.context() as patch:
         args = vllm.engine_args
         patch.setattr(vllm, "engine_args", lambda *a, **k: args(*a, **k) | {"worker_extension_cls": EXTENSION})
-        replica = await VllmReplica.start(config, name=name, checkpoint=checkpoint, **options)
+        replica = await vllm.start_vllm(config, name=name, checkpoint=checkpoint, **options)
     resume = replica.resume
 
     async def resume_at_full_speed() -> None:
@@ -298,7 +296,7 @@ async def until_sampled(replica: VllmReplica, tokens: int, *, requests: int = 0)
 
 async def samples(replica: VllmReplica, tokens: int, *, requests: int = 0) -> bool:
     """As `until_sampled`, but false if all requests ended before."""
-    states: Any = replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
+    states: Any = replica.backend.engine.output_processor.request_states
     started = False
     while True:
         counts = [state.detokenizer.num_output_tokens() for state in states.values()]

@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.sglang.engine import SglangReplica
-from async_rl.inference.vllm import decode as vllm_decode
+from async_rl.inference.vllm import engine as vllm_engine
 from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import Int32Array, RoutingSpec, TokenOutput
 from tests.conformance.reference import Reference, reference_of_parts
@@ -106,21 +106,21 @@ class VllmProbe:
         self.kv_tokens: int | None = kv_tokens
         self.cached_tokens: list[int] = []
         self._replica = replica
-        translate = vllm_decode.to_segments
+        translate = vllm_engine.to_segments
 
         def spy(output: Any, **context: Any) -> list[TokenOutput]:
             self.cached_tokens.append(output.num_cached_tokens)
             return translate(output, **context)
 
-        patch.setattr(vllm_decode, "to_segments", spy)
+        patch.setattr(vllm_engine, "to_segments", spy)
 
     async def sampled(self, running: Sequence[GenerateRequest]) -> int:
-        states: Any = self._replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
+        states: Any = self._replica.backend.engine.output_processor.request_states
         held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states.values())
         return held - sum(len(request.token_ids) for request in running)
 
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
-        states: Any = self._replica._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
+        states: Any = self._replica.backend.engine.output_processor.request_states
         return len(states) == len(running)
 
     async def slow_down(self, step_s: float | None) -> None:
@@ -129,7 +129,7 @@ class VllmProbe:
 
 async def slow_down(replica: VllmReplica, step_s: float | None) -> None:
     """Of an engine with the worker of `tests.conformance.planted_vllm`."""
-    engine: Any = replica._engine  # pyright: ignore[reportPrivateUsage]
+    engine: Any = replica.backend.engine
     await engine.collective_rpc("slow_down", args=(step_s,))
 
 
@@ -144,7 +144,7 @@ class SglangProbe:
         self.cached_tokens: list[int] = []
         self.retractions: list[int] = []
         self._replica = replica
-        post = replica._server.post  # pyright: ignore[reportPrivateUsage]
+        post = replica.backend.server.post
 
         async def spy(path: str, body: Any) -> Any:
             answer = await post(path, body)
@@ -153,7 +153,7 @@ class SglangProbe:
                 self.retractions.append(answer["meta_info"].get("num_retractions", 0))
             return answer
 
-        patch.setattr(replica._server, "post", spy)  # pyright: ignore[reportPrivateUsage]
+        patch.setattr(replica.backend.server, "post", spy)
 
     async def sampled(self, running: Sequence[GenerateRequest]) -> int:
         figures = await loads(self._replica)
@@ -166,4 +166,4 @@ class SglangProbe:
         return (await loads(self._replica))["num_running_reqs"] == len(running)
 
     async def slow_down(self, step_s: float | None) -> None:
-        await self._replica._server.post("/slow_down", {"forward_sleep_time": step_s})  # pyright: ignore[reportPrivateUsage]
+        await self._replica.backend.server.post("/slow_down", {"forward_sleep_time": step_s})

@@ -137,7 +137,7 @@ async def load_frozen(replica: SglangReplica, update: WeightUpdate, kv: Any) -> 
 
 async def loads(replica: SglangReplica) -> dict[str, Any]:
     """SGLang's own figures of what it serves; needs decode_log_interval=1 to be of now."""
-    return (await replica._server.get("/v1/loads?include=core"))["loads"][0]
+    return (await replica.backend.server.get("/v1/loads?include=core"))["loads"][0]
 
 
 async def until_used(replica: SglangReplica, tokens: int, tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -51,7 +51,7 @@ def target(request: pytest.FixtureRequest) -> Target:
         models: Models = request.getfixturevalue("models")
 
         async def plant_vllm(fault: str) -> None:
-            await engine._engine.collective_rpc("plant", args=(fault,))  # pyright: ignore[reportPrivateUsage]
+            await engine.backend.engine.collective_rpc("plant", args=(fault,))
 
         updates = (models.update_first, models.update_second)
         return Target(engine, updates, plant_vllm, models.reference_second, read_model_info(models.first).routing)

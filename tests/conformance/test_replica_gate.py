@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import EngineError, ReplicaLostError
-from async_rl.inference.replica import Flight, RequestGate
+from async_rl.inference.replica import InflightRequest, RequestGate, until_finished
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 
@@ -23,17 +23,17 @@ def segment(tokens: int, stop_reason: StopReason) -> TokenOutput:
     )
 
 
-async def fly(gate: RequestGate, name: str, until: asyncio.Event) -> Flight:
-    async with gate.admit(name) as flight:
+async def decode(gate: RequestGate, name: str, until: asyncio.Event) -> InflightRequest:
+    async with gate.admit(name) as request:
         await until.wait()
-        gate.landed(flight, [segment(3, StopReason.ABORT if flight.abort_requested else StopReason.LENGTH)])
-        return flight
+        request.result = [segment(3, StopReason.ABORT if request.abort_requested else StopReason.LENGTH)]
+        return request
 
 
 async def test_a_pause_right_after_a_resume_still_holds():
     gate, go = RequestGate("r"), asyncio.Event()
     gate.pause()
-    held = asyncio.create_task(fly(gate, "a", go))
+    held = asyncio.create_task(decode(gate, "a", go))
     await asyncio.sleep(0)
     gate.resume()
     gate.pause()  # before the held task runs again
@@ -46,35 +46,36 @@ async def test_a_pause_right_after_a_resume_still_holds():
     assert gate.stats().tokens_sampled == 3
 
 
-async def test_flights_are_marked_for_abort_and_waited_for():
+async def test_requests_are_marked_for_abort_and_waited_for():
     gate, go = RequestGate("r"), asyncio.Event()
-    tasks = [asyncio.create_task(fly(gate, str(i), go)) for i in range(3)]
+    tasks = [asyncio.create_task(decode(gate, str(i), go)) for i in range(3)]
     await asyncio.sleep(0)
-    flights = gate.request_abort()
-    waiter = asyncio.create_task(gate.wait_landed(flights))
+    requests = gate.request_abort()
+    waiter = asyncio.create_task(until_finished(requests))
     await asyncio.sleep(0)
     assert not waiter.done()
     go.set()
     await waiter
-    assert [flight.stop_reason for flight in flights] == [StopReason.ABORT] * 3
+    assert [request.aborted for request in requests] == [True] * 3
     await asyncio.gather(*tasks)
     gate.pause()
     gate.require_quiet("load")
 
 
-async def test_a_flight_that_fails_lands_too():
+async def test_a_request_that_fails_is_finished_too():
     gate = RequestGate("r")
     with pytest.raises(RuntimeError, match="engine"):
-        async with gate.admit("a") as flight:
+        async with gate.admit("a") as request:
             raise RuntimeError("engine")
-    assert flight.landed.is_set()
+    assert request.finished.is_set()
+    assert not request.aborted
     assert gate.stats().in_flight == 0
 
 
 async def test_a_failure_wakes_everyone_at_the_gate_and_is_what_later_calls_say():
     gate, go = RequestGate("r"), asyncio.Event()
     gate.pause()
-    held = [asyncio.create_task(fly(gate, str(i), go)) for i in range(2)]
+    held = [asyncio.create_task(decode(gate, str(i), go)) for i in range(2)]
     control = asyncio.create_task(gate.unless_failed(go.wait()))
     await asyncio.sleep(0)
     gate.fail("engine process 7 died")
@@ -87,13 +88,13 @@ async def test_a_failure_wakes_everyone_at_the_gate_and_is_what_later_calls_say(
             call()
 
 
-async def test_a_gate_with_suspect_weights_does_not_open():
+async def test_a_gate_with_unverified_weights_does_not_open():
     gate = RequestGate("r")
     gate.pause()
-    gate.suspect("version 3 was not loaded whole")
+    gate.weights_unverified = "version 3 was not loaded whole"
     with pytest.raises(EngineError, match="cannot resume, version 3 was not loaded whole; load a good version"):
         gate.resume()
-    gate.suspect(None)
+    gate.weights_unverified = None
     gate.resume()
 
 
@@ -101,7 +102,7 @@ async def test_a_load_needs_a_pause_and_nothing_in_flight():
     gate, go = RequestGate("r"), asyncio.Event()
     with pytest.raises(EngineError, match="load while serving"):
         gate.require_quiet("load")
-    task = asyncio.create_task(fly(gate, "a", go))
+    task = asyncio.create_task(decode(gate, "a", go))
     await asyncio.sleep(0)
     gate.pause()
     with pytest.raises(EngineError, match="load with 1 requests in flight"):
@@ -111,25 +112,31 @@ async def test_a_load_needs_a_pause_and_nothing_in_flight():
     gate.require_quiet("load")
 
 
-async def held_flight(gate: RequestGate, name: str) -> Flight:
-    """A flight that leaves the engine whenever it is recalled, until it is let through or aborted."""
-    async with gate.admit(name) as flight:
+async def parking(gate: RequestGate, name: str) -> InflightRequest:
+    """A request that leaves the engine whenever it is evicted, until it is released or aborted."""
+
+    async def work(request: InflightRequest) -> None:
         await asyncio.sleep(0)
-        while flight.recalled:
-            await gate.hold(flight)
-        gate.landed(flight, [segment(1, StopReason.ABORT if flight.abort_requested else StopReason.LENGTH)])
-        return flight
+        while request.evicted:
+            await request.park()
+
+    async with gate.admit(name) as request:
+        await gate.unless_failed(work(request))
+        request.result = [segment(1, StopReason.ABORT if request.abort_requested else StopReason.LENGTH)]
+        return request
 
 
-async def frozen_flights(gate: RequestGate, count: int) -> list[asyncio.Task[Flight]]:
-    """`count` flights that are recalled and held."""
-    tasks = [asyncio.create_task(held_flight(gate, str(i))) for i in range(count)]
+async def parked_requests(gate: RequestGate, count: int) -> list[asyncio.Task[InflightRequest]]:
+    """`count` requests that are evicted and parked."""
+    tasks = [asyncio.create_task(parking(gate, str(i))) for i in range(count)]
     await asyncio.sleep(0)  # each is past the gate, none has run on
     gate.pause()
     assert gate.freeze() == count
-    flights = gate.recall()
-    assert len(flights) == count
-    await gate.wait_outside(flights)
+    for request in gate.in_flight:
+        request.evicted = True
+    for request in gate.in_flight:
+        await request.outside.wait()
+        assert request.parked
     return tasks
 
 
@@ -137,16 +144,15 @@ async def test_a_freeze_needs_a_pause_and_allows_a_load():
     gate, go = RequestGate("r"), asyncio.Event()
     with pytest.raises(EngineError, match="r: freeze while serving; call pause"):
         gate.freeze()
-    task = asyncio.create_task(fly(gate, "a", go))
+    task = asyncio.create_task(decode(gate, "a", go))
     await asyncio.sleep(0)
     gate.pause()
     with pytest.raises(EngineError, match=r"load with 1 requests in flight \(a, ...\); call abort, drain or freeze"):
         gate.require_quiet("load")
-    gate.require_moving("drain")
     assert gate.freeze() == 1
     gate.require_quiet("load")
     with pytest.raises(EngineError, match="drain with 1 frozen requests; call resume or abort first"):
-        gate.require_moving("drain")
+        await gate.drain()
     gate.resume()
     with pytest.raises(EngineError, match="load while serving"):
         gate.require_quiet("load")
@@ -157,70 +163,86 @@ async def test_a_freeze_needs_a_pause_and_allows_a_load():
     await task
 
 
-async def test_recalled_flights_are_held_until_the_gate_opens_and_are_not_recalled_twice():
+async def test_parked_requests_wait_until_the_gate_opens():
     gate = RequestGate("r")
-    tasks = await frozen_flights(gate, 3)
-    assert gate.recall() == []
+    tasks = await parked_requests(gate, 3)
     assert gate.stats().in_flight == 3
     gate.resume()
-    gate.pause()  # before a held task runs again
+    gate.pause()  # before a parked task runs again
     for _ in range(5):
         await asyncio.sleep(0)
     assert not any(task.done() for task in tasks)
     gate.resume()
-    assert {(await task).stop_reason for task in tasks} == {StopReason.LENGTH}
+    assert not any([(await task).aborted for task in tasks])
 
 
-async def test_an_abort_lands_what_is_held():
+async def test_an_abort_finishes_parked_requests():
     gate = RequestGate("r")
-    tasks = await frozen_flights(gate, 2)
-    flights = gate.request_abort()
-    await gate.wait_landed(flights)
-    assert {(await task).stop_reason for task in tasks} == {StopReason.ABORT}
+    tasks = await parked_requests(gate, 2)
+    requests = gate.request_abort()
+    gate.pause()  # before a parked task runs again
+    await until_finished(requests)
+    assert all([(await task).aborted for task in tasks])
     gate.require_quiet("load")
 
 
-async def test_a_cancelled_flight_is_outside_too():
+async def test_a_cancelled_request_is_outside_too():
     gate = RequestGate("r")
-    first, second = await frozen_flights(gate, 2)
+    first, second = await parked_requests(gate, 2)
     first.cancel()
     await asyncio.wait([first])
     assert gate.stats().in_flight == 1
     gate.resume()
     await second
 
-    async def never_held() -> None:
+    async def never_parked() -> None:
         async with gate.admit("c"):
             await asyncio.Event().wait()
 
-    task = asyncio.create_task(never_held())
+    task = asyncio.create_task(never_parked())
     await asyncio.sleep(0)
-    gate.pause()
-    gate.freeze()
-    waiter = asyncio.create_task(gate.wait_outside(gate.recall()))
-    await asyncio.sleep(0)
-    assert not waiter.done()
+    (request,) = gate.in_flight
+    assert not request.outside.is_set()
     task.cancel()
-    await waiter
+    await request.outside.wait()
 
 
-async def test_a_failure_wakes_what_is_held():
+async def test_a_failure_wakes_parked_requests():
     gate = RequestGate("r")
-    tasks = await frozen_flights(gate, 2)
+    tasks = await parked_requests(gate, 2)
     gate.fail("engine process 7 died")
     for task in tasks:
         with pytest.raises(ReplicaLostError, match="r: engine process 7 died"):
             await task
 
 
-async def test_suspect_weights_keep_what_is_held():
+async def test_unverified_weights_keep_parked_requests():
     gate = RequestGate("r")
-    (task,) = await frozen_flights(gate, 1)
-    gate.suspect("version 3 was not loaded whole")
+    (task,) = await parked_requests(gate, 1)
+    gate.weights_unverified = "version 3 was not loaded whole"
     for call in (gate.require_resumable, gate.resume):
         with pytest.raises(EngineError, match="cannot resume, version 3 was not loaded whole"):
             call()
     assert not task.done()
-    gate.suspect(None)
+    gate.weights_unverified = None
     gate.resume()
     await task
+
+
+async def test_a_cancelled_call_has_cleaned_up_when_it_returns():
+    gate, cleaned = RequestGate("r"), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            cleaned.set()
+
+    call = asyncio.create_task(gate.unless_failed(work()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled() and cleaned.is_set()

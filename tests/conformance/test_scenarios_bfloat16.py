@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.sglang.engine import start_sglang
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_merged, rows_sent, versions_of, whole
 from tests.conformance.conftest import CONFIG, Report, sglang_under_test, start_vllm, vllm_under_test
@@ -51,9 +51,7 @@ async def half(given: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Async
         )
         replica, tested = vllm, vllm_under_test(vllm, models, patch=monkeypatch)
     else:
-        sglang = await SglangReplica.start(
-            sglang_support.config(dtype="bfloat16"), name="half-0", checkpoint=models.paths[0]
-        )
+        sglang = await start_sglang(sglang_support.config(dtype="bfloat16"), name="half-0", checkpoint=models.paths[0])
         models = dataclasses.replace(models, models=tuple(map(rounded, models.models)))
         replica, tested = sglang, sglang_under_test(sglang, models, patch=monkeypatch)
     await tested.publish(version=0)

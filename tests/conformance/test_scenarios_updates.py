@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.inference.sglang.engine import SglangReplica
 from message_queue.tokens import StopReason
 from tests.conformance.checks import (
     assert_merged,
@@ -21,6 +20,7 @@ from tests.conformance.checks import (
     with_boundary_moved,
 )
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
+from tests.conformance.probes import SglangProbe
 from tests.conformance.reference import routing_mismatches
 
 pytestmark = [
@@ -147,7 +147,7 @@ async def test_kv_of_a_resumed_request_that_is_computed_again(
     tested: EngineUnderTest, request: pytest.FixtureRequest, resume_routing: Any
 ):
     """Recorded are the rows that the request asked for and those that it brought; what it only holds routes freely."""
-    if isinstance(tested.replica, SglangReplica) and resume_routing == "append":
+    if isinstance(tested.probe, SglangProbe) and resume_routing == "append":
         reason = "SGLang also forces what it chose itself over rows that the request only holds"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     rollouts = [tested.rollout(f"again-{i}", resume_routing=resume_routing) for i in range(2)]

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.engine import EngineError
-from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica, start_sglang
 from async_rl.weights.transport import WeightUpdate, read_update, write_update
 from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.sglang_support import (
@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(models: Models) -> AsyncIterator[SglangReplica]:
-    replica = await SglangReplica.start(
+    replica = await start_sglang(
         config(kv_cache_tokens=4096, max_num_seqs=8), name="replica-0", checkpoint=models.paths[0]
     )
     yield replica
@@ -104,14 +104,14 @@ async def test_an_abort_before_the_server_knows_a_request_still_ends_it(
     replica: SglangReplica, monkeypatch: pytest.MonkeyPatch
 ):
     send = asyncio.Event()
-    post = replica._server.post
+    post = replica.backend.server.post
 
     async def post_late(path: str, body: Any) -> Any:
         if path == "/generate":
             await send.wait()
         return await post(path, body)
 
-    monkeypatch.setattr(replica._server, "post", post_late)
+    monkeypatch.setattr(replica.backend.server, "post", post_late)
     tasks = submit(replica, 4, name="early")
     await asyncio.sleep(0)
     aborted = asyncio.create_task(replica.abort())

@@ -11,6 +11,7 @@ import pytest
 from agent_loop.engine import AnswerError, SamplingConfig
 from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.sglang.server import CallError
+from async_rl.inference.sglang.update import first_load
 from message_queue.tokens import RoutedExperts, StopReason
 from tests.conformance.reference import reference, routing_mismatches
 from tests.conformance.sglang_support import (
@@ -35,7 +36,7 @@ pytestmark = [
 def answers(sglang_replica: SglangReplica, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What SGLang says beside its tokens, in order of completion."""
     found: list[dict[str, Any]] = []
-    post = sglang_replica._server.post
+    post = sglang_replica.backend.server.post
 
     async def spy(path: str, body: Any) -> Any:
         answer = await post(path, body)
@@ -43,7 +44,7 @@ def answers(sglang_replica: SglangReplica, monkeypatch: pytest.MonkeyPatch) -> l
             found.append(answer["meta_info"])
         return answer
 
-    monkeypatch.setattr(sglang_replica._server, "post", spy)
+    monkeypatch.setattr(sglang_replica.backend.server, "post", spy)
     return found
 
 
@@ -55,7 +56,7 @@ def cached(answers: list[dict[str, Any]]) -> list[int]:
 async def test_the_first_weights_have_the_digest_of_what_was_loaded(
     sglang_models: Models, sglang_server: SglangReplica
 ):
-    assert sglang_server._loaded["first"] == sglang_models.updates[0].weights
+    assert first_load(sglang_server.backend.server.report).digest == sglang_models.updates[0].weights.digest
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.7}, {"top_k": 5}])
@@ -120,7 +121,7 @@ async def test_an_abort_of_a_retracted_request_returns_its_tokens_with_their_row
     await until_used(sglang_replica, 60, [task])
     await sglang_replica.pause()
     await sglang_replica.freeze()
-    await sglang_replica._pause_engine("retract")
+    await sglang_replica.backend.pause_engine("retract")
     assert await sglang_replica.abort() == 1
     segment = await task
     assert segment.stop_reason is StopReason.ABORT
@@ -135,7 +136,7 @@ async def test_an_abort_of_a_retracted_request_returns_the_kept_tokens_too(sglan
     await until_used(sglang_replica, 60, [task])
     await sglang_replica.pause()
     await sglang_replica.freeze()
-    await sglang_replica._pause_engine("retract")
+    await sglang_replica.backend.pause_engine("retract")
     assert await sglang_replica.abort() == 1
     segment = await task
     await sglang_replica.resume()
@@ -151,7 +152,7 @@ async def test_more_kept_tokens_than_the_server_returns_are_a_refused_answer(
         raise CallError("HTTP 400: Sampling support exceeds --sampling-mask-max-tokens=16384")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sglang_replica._server, "post", overflow)
+        patch.setattr(sglang_replica.backend.server, "post", overflow)
         with pytest.raises(AnswerError, match="sampling-mask-max-tokens"):
             await generate(sglang_replica, request("wide", prompt(10), sampling=SamplingConfig(top_p=0.9)))
 
@@ -192,7 +193,7 @@ async def test_a_forced_request_beside_free_ones_forces_only_itself(
 async def test_an_answer_that_breaks_the_contract_is_refused_and_the_replica_serves_on(
     sglang_replica: SglangReplica, monkeypatch: pytest.MonkeyPatch
 ):
-    post = sglang_replica._server.post
+    post = sglang_replica.backend.server.post
 
     async def spoil(path: str, body: Any) -> Any:
         answer = await post(path, body)
@@ -201,7 +202,7 @@ async def test_an_answer_that_breaks_the_contract_is_refused_and_the_replica_ser
         return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(sglang_replica._server, "post", spoil)
+        patch.setattr(sglang_replica.backend.server, "post", spoil)
         with pytest.raises(AnswerError, match=r"replica-0: request bad\.: TokenOutput.logprobs\[2\] is nan"):
             await generate(sglang_replica, request("bad", prompt(10)))
     assert len(await generate(sglang_replica, request("bad", prompt(10)))) == 24

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica, start_sglang
 from message_queue.tokens import StopReason, TokenOutput
 from tests.conformance.reference import Reference, logprob_gap, reference, routing_mismatches
 from tests.conformance.sglang_support import (
@@ -101,7 +101,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replica(models: Models) -> AsyncIterator[SglangReplica]:
-    started = await SglangReplica.start(config(kv_cache_tokens=700), name="replica-0", checkpoint=models.paths[0])
+    started = await start_sglang(config(kv_cache_tokens=700), name="replica-0", checkpoint=models.paths[0])
     yield started
     await started.close()
 
@@ -111,7 +111,7 @@ async def test_rows_and_logprobs_are_those_of_the_weights_that_sampled(
     replica: SglangReplica, models: Models, monkeypatch: pytest.MonkeyPatch, seed: int
 ):
     retractions: list[int] = []
-    post = replica._server.post
+    post = replica.backend.server.post
 
     async def spy(path: str, body: Any) -> Any:
         answer = await post(path, body)
@@ -119,7 +119,7 @@ async def test_rows_and_logprobs_are_those_of_the_weights_that_sampled(
             retractions.append(answer["meta_info"].get("num_retractions", 0))
         return answer
 
-    monkeypatch.setattr(replica._server, "post", spy)
+    monkeypatch.setattr(replica.backend.server, "post", spy)
     chance, version = random.Random(seed), 0
     await publish(replica, models.updates[0])
     tasks = [asyncio.create_task(trajectory(replica, i)) for i in range(10)]

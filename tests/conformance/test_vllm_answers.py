@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import AnswerError
-from async_rl.inference.vllm import decode as vllm_decode
+from async_rl.inference.vllm import engine as vllm_engine
 from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import generate, prompt, request
@@ -103,7 +103,7 @@ MALFORMED: dict[str, tuple[Spoil, str]] = {
 async def test_a_malformed_answer_names_replica_request_field_and_value(
     replica: VllmReplica, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, message: str
 ):
-    translate = vllm_decode.to_segments
+    translate = vllm_engine.to_segments
 
     def spy(output: Any, **context: Any) -> list[TokenOutput]:
         spoil(output.outputs[0])
@@ -114,7 +114,7 @@ async def test_a_malformed_answer_names_replica_request_field_and_value(
         forced = None  # a wrong row would be told from the forced one first
     ask = request("asked", prompt(20), max_new_tokens=4, forced_experts=forced)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_decode, "to_segments", spy)
+        patch.setattr(vllm_engine, "to_segments", spy)
         with pytest.raises(AnswerError, match=f"^replica-0: request asked: .*{message}"):
             await replica.generate(ask)
     assert (await replica.stats()).in_flight == 0

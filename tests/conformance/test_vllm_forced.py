@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import EngineError, GenerateRequest, SamplingConfig
-from async_rl.inference.vllm import decode as vllm_decode
+from async_rl.inference.vllm import engine as vllm_engine
 from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.conftest import Models, generate, prompt, publish, request, slowly, until_sampled
@@ -103,13 +103,13 @@ async def test_forced_requests_share_their_prefix_cache_with_their_own_session_a
     replica: VllmReplica, models: Models, monkeypatch: pytest.MonkeyPatch
 ):
     found: list[int] = []
-    translate = vllm_decode.to_segments
+    translate = vllm_engine.to_segments
 
     def spy(output: Any, **context: Any) -> list[TokenOutput]:
         found.append(output.num_cached_tokens)
         return translate(output, **context)
 
-    monkeypatch.setattr(vllm_decode, "to_segments", spy)
+    monkeypatch.setattr(vllm_engine, "to_segments", spy)
     tokens, rows = prompt(80), odd_rows(79)
     for name, session, forced in (
         ("plain", "a", None),
@@ -165,14 +165,14 @@ async def test_only_rows_that_are_not_held_leave_the_engine_process(
 ):
     """Ten turns and five aborts of one trajectory: T - 1 rows in all, each position once."""
     crossed: list[int] = []
-    process = replica._engine.output_processor.process_outputs
-    known = replica._engine.output_processor.request_states  # a token that an abort overtakes is dropped with its row
+    processor = replica.backend.engine.output_processor
+    process, known = processor.process_outputs, processor.request_states  # an abort drops a late token with its row
 
     def spy(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         crossed.extend(len(o.routed_experts) for o in outputs if o.routed_experts is not None and o.request_id in known)
         return process(outputs, *args, **kwargs)
 
-    monkeypatch.setattr(replica._engine.output_processor, "process_outputs", spy)
+    monkeypatch.setattr(processor, "process_outputs", spy)
     rng = np.random.default_rng(0)
     tokens, rows = prompt(50), odd_rows(0)
     for turn, interrupted in itertools.product(range(10), (False, True)):

@@ -80,7 +80,7 @@ async def test_a_caller_that_is_cancelled_during_a_freeze_leaves_nothing_behind(
     for ask, task in zip(asks[2:], tasks[2:], strict=True):
         assert gap_of(models, ask, await task, ["recompute"]) <= 1
     assert all(task.cancelled() for task in tasks[:2])
-    assert replica._engine.output_processor.get_num_unfinished_requests() == 0
+    assert replica.backend.engine.output_processor.get_num_unfinished_requests() == 0
 
 
 async def test_without_a_load_a_frozen_request_goes_on_as_one_segment(replica: VllmReplica, models: Models):
@@ -126,13 +126,13 @@ async def test_control_calls_that_do_not_fit_a_freeze_are_refused(replica: VllmR
 async def test_where_no_router_can_be_forced_kv_is_kept_but_not_computed_again(
     replica: VllmReplica, models: Models, monkeypatch: pytest.MonkeyPatch
 ):
-    unforcible = dataclasses.replace(replica._model, unforcible="the model family is granitemoe")
+    unforcible = dataclasses.replace(replica.backend._model, unforcible="the model family is granitemoe")
     asks = several("unforcible", 2)
     tasks = start(replica, asks)
     await until_sampled(replica, 20, requests=len(asks))
     assert await freeze(replica) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(replica, "_model", unforcible)
+        patch.setattr(replica.backend, "_model", unforcible)
         with pytest.raises(EngineError, match=r"recorded, because the model family is granitemoe; use rollout.kv=keep"):
             await replica.load(models.update_second, kv="recompute")
         await replica.load(models.update_second, kv="keep")

@@ -42,13 +42,13 @@ async def test_an_abort_before_the_engine_knows_a_request_still_ends_it(
     replica: VllmReplica, monkeypatch: pytest.MonkeyPatch
 ):
     admitted = asyncio.Event()
-    add_request = replica._engine.add_request
+    add_request = replica.backend.engine.add_request
 
     async def add_late(*args: Any) -> Any:
         await admitted.wait()
         return await add_request(*args)
 
-    monkeypatch.setattr(replica._engine, "add_request", add_late)
+    monkeypatch.setattr(replica.backend.engine, "add_request", add_late)
     tasks = [asyncio.create_task(generate(replica, request(f"early-{i}", prompt(20, seed=i)))) for i in range(4)]
     await asyncio.sleep(0)
     aborted = asyncio.create_task(replica.abort())
@@ -112,7 +112,7 @@ async def test_a_cancelled_caller_frees_its_place_and_disturbs_nobody(replica: V
     assert [isinstance(r, asyncio.CancelledError) for r in results[:2]] == [True, True]
     assert [len(r) for r in results[2:] if not isinstance(r, BaseException)] == [60] * 4
     assert (await replica.stats()).in_flight == 0
-    assert replica._engine.output_processor.get_num_unfinished_requests() == 0
+    assert replica.backend.engine.output_processor.get_num_unfinished_requests() == 0
 
 
 async def test_a_caller_that_is_cancelled_at_the_gate_leaves_nothing_behind(replica: VllmReplica):
@@ -133,7 +133,7 @@ async def test_a_request_that_takes_too_long_is_an_error_and_is_aborted(
         patch.setattr(replica, "_config", dataclasses.replace(CONFIG, generate_timeout_s=0.05))
         with pytest.raises(EngineError, match=r"request slow-0 took longer than engine.generate_timeout_s=0.05"):
             await submit(replica, 1, name="slow")[0]
-    assert replica._engine.output_processor.get_num_unfinished_requests() == 0
+    assert replica.backend.engine.output_processor.get_num_unfinished_requests() == 0
     assert len(await generate(replica, request("next", prompt(10), max_new_tokens=3))) == 3
 
 
@@ -175,7 +175,7 @@ async def test_a_seeded_request_survives_a_chunked_prefill_and_repeats(replica: 
     async def sample(name: str) -> tuple[list[int], int]:
         params = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, detokenize=False)
         ask: Any = {"prompt_token_ids": prompt(250).tolist()}
-        async for output in replica._engine.generate(ask, params, request_id=name):
+        async for output in replica.backend.engine.generate(ask, params, request_id=name):
             last = output
         return list(last.outputs[0].token_ids), last.num_cached_tokens
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from agent_loop.engine import GenerateRequest
 from async_rl.export import main
 from async_rl.inference.checkpoint_weights import digest_checkpoint
-from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
 from tests.conformance.reference import logprob_gap, reference
 from tests.e2e.runs import finish, k3_bound, lines, spawn, start, wait_for_step
 
@@ -101,7 +101,7 @@ async def test_final_is_loaded_by_transformers_and_by_vllm_alike(short_run, monk
     config = VllmConfig(device="cpu", max_model_len=256, max_num_seqs=2, kv_cache_bytes=8 << 20)
     for name, value in engine_environment(config).items():
         monkeypatch.setenv(name, value)
-    replica = await VllmReplica.start(config, name="final", checkpoint=final)
+    replica = await start_vllm(config, name="final", checkpoint=final)
     try:
         assert replica.weights.digest == last_published(short_run)[1]
         (segment,) = await replica.generate(GenerateRequest(request_id="one", token_ids=tokens, max_new_tokens=32))

@@ -26,7 +26,7 @@ from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.cluster.actors import start_ray
 from async_rl.cluster.clients import ReplicaHandle
 from async_rl.config import ClusterConfig
-from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.sglang.engine import start_sglang
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.conformance.sglang_support import config, mixtral, require_sglang
@@ -101,7 +101,7 @@ async def test_a_server_that_does_not_start_shows_the_end_of_its_log(dense_check
 async def test_a_start_that_takes_too_long_is_ended(dense_checkpoint: Path):
     before = set(descendants(os.getpid()))
     with pytest.raises(EngineError, match=r"replica-0: the server did not start within engine.start_timeout_s=1"):
-        await SglangReplica.start(
+        await start_sglang(
             config(start_timeout_s=1), name="replica-0", checkpoint=dense_checkpoint, capture_routing=False
         )
     assert set(descendants(os.getpid())) <= before, "what was started is gone"
@@ -122,21 +122,21 @@ async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(
     tensors["model.layers.1.experts.fused"] = torch.clone(tensors.pop(expert))
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(EngineError, match="replica-0: the server ended with exit code"):
-        await SglangReplica.start(CONFIG, name="replica-0", checkpoint=tmp_path)
+        await start_sglang(CONFIG, name="replica-0", checkpoint=tmp_path)
     assert "1 parameters of the model (model.layers.1" in capfd.readouterr().err
 
 
 async def scenario(checkpoint: Path, victim: str) -> None:
     """Kill a process under running and held requests and tell what each caller got."""
-    replica = await SglangReplica.start(CONFIG, name="replica-0", checkpoint=checkpoint, capture_routing=False)
+    replica = await start_sglang(CONFIG, name="replica-0", checkpoint=checkpoint, capture_routing=False)
     processes = descendants(os.getpid())
     if victim == "wait":
-        tell(json.dumps([str(replica._server.folder), [process.pid for process in processes]]))
+        tell(json.dumps([str(replica.backend.server.folder), [process.pid for process in processes]]))
         await asyncio.Event().wait()
     [segment] = await replica.generate(request("dense", 20))
     told: dict[str, Any] = {
         "dense": f"{len(segment)} tokens with{'out' if segment.routed_experts is None else ''} rows",
-        "folder": str(replica._server.folder),
+        "folder": str(replica.backend.server.folder),
     }
     running = asyncio.create_task(outcome(replica.generate(request("running", 400))))
     await asyncio.sleep(0.05)
@@ -145,7 +145,7 @@ async def scenario(checkpoint: Path, victim: str) -> None:
     await asyncio.sleep(0)
     started = time.monotonic()
     names = {process.name().rpartition("::")[2]: process for process in processes}
-    os.kill(names["scheduler"].pid if victim == "scheduler" else replica._server.pid, signal.SIGKILL)
+    os.kill(names["scheduler"].pid if victim == "scheduler" else replica.backend.server.pid, signal.SIGKILL)
     told |= {"running": await running, "held": await held}
     told |= {"later": await outcome(replica.generate(request("later", 4))), "resume": await outcome(replica.resume())}
     update = WeightUpdate(checkpoint / "model.safetensors", WeightVersion(1, ""))

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.sglang.engine import SglangReplica, start_sglang
 from message_queue.tokens import RoutedExperts, TokenOutput
 from tests.conformance.sglang_support import (
     Models,
@@ -59,7 +59,7 @@ async def test_a_family_agrees_fresh_forced_updated_and_resumed(tmp_path: Path, 
     require_sglang()
     models = make_models(tmp_path, family())
     layers = 4 if family is mixtral else 3
-    replica = await SglangReplica.start(LONG, name="replica-0", checkpoint=models.paths[0])
+    replica = await start_sglang(LONG, name="replica-0", checkpoint=models.paths[0])
     try:
         prompts = [prompt(30 + 40 * i, seed=i) for i in range(5)]
         fresh = await asyncio.gather(*(generate(replica, request(f"f{i}", t)) for i, t in enumerate(prompts)))
@@ -90,7 +90,7 @@ async def test_a_family_agrees_fresh_forced_updated_and_resumed(tmp_path: Path, 
 async def test_tensor_parallel_ranks_agree_load_alike_and_end_together(tmp_path: Path):
     require_sglang()
     models = make_models(tmp_path, qwen3_moe())
-    replica = await SglangReplica.start(config(tensor_parallel=2), name="replica-0", checkpoint=models.paths[0])
+    replica = await start_sglang(config(tensor_parallel=2), name="replica-0", checkpoint=models.paths[0])
     try:
         for version in (0, 1):
             if version:
@@ -98,7 +98,7 @@ async def test_tensor_parallel_ranks_agree_load_alike_and_end_together(tmp_path:
             segment = await generate(replica, request(f"layout{version}", prompt(40)))
             assert segment.weights == models.updates[version].weights
             assert_agrees(models.models[version], prompt(40), segment)
-        processes = psutil.Process(replica._server.pid).children(recursive=True)
+        processes = psutil.Process(replica.backend.server.pid).children(recursive=True)
         assert sum("scheduler" in process.name() for process in processes) == 2
     finally:
         await replica.close()

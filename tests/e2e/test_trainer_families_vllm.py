@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tensordict import TensorDict
 
-from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment, start_vllm
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.transport import read_update
 from message_queue.tokens import TokenOutput
@@ -87,7 +87,7 @@ async def test_exported_checkpoints_and_updates_of_a_family_agree_with_the_train
     )
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
-    replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=exported)
+    replica = await start_vllm(CONFIG, name="replica-0", checkpoint=exported)
     try:
         await assert_agrees(replica, trainer, load_reference(exported), name="exported")
         trainer.train(make_batch(layers=len(trainer.model.replay.layers)))

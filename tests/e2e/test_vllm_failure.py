@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from agent_loop.engine import EngineError, GenerateRequest
-from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
+from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
@@ -80,8 +80,8 @@ def test_an_engine_process_ends_with_its_owner(dense_checkpoint: Path):
 
 async def scenario(checkpoint: Path, ending: str) -> None:
     """Kill the engine under running and held requests and tell what each caller got."""
-    replica = await VllmReplica.start(CONFIG, name="replica-0", checkpoint=checkpoint, capture_routing=False)
-    (engine,) = replica._processes
+    replica = await start_vllm(CONFIG, name="replica-0", checkpoint=checkpoint, capture_routing=False)
+    (engine,) = replica.backend.processes
     if ending == "wait":
         tell(engine.pid)
         await asyncio.Event().wait()

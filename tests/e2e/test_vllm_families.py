@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from async_rl.inference.vllm import engine as vllm
 from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, engine_environment
 from async_rl.weights.transport import read_update, write_update
 from message_queue.tokens import RoutedExperts
@@ -189,7 +190,7 @@ async def test_tensor_parallel_workers_agree_load_alike_and_end_with_the_engine(
     config = dataclasses.replace(CONFIG, tensor_parallel=2)
     for name, value in engine_environment(config).items():
         monkeypatch.setenv(name, value)
-    replica = await VllmReplica.start(config, name="replica-0", checkpoint=paths[0])
+    replica = await vllm.start_vllm(config, name="replica-0", checkpoint=paths[0])
     try:
         tokens = prompt(40)
         for seed in (0, 1):
@@ -203,7 +204,7 @@ async def test_tensor_parallel_workers_agree_load_alike_and_end_with_the_engine(
             if not seed:
                 forced = segment.routed_experts
         await assert_forced(replica, model, np.concatenate([tokens, tokens, tokens]), forced)
-        (engine,) = replica._processes
+        (engine,) = replica.backend.processes
         workers = psutil.Process(engine.pid).children(recursive=True)
         assert len(workers) == 2
         engine.kill()

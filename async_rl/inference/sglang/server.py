@@ -52,7 +52,7 @@ class SglangServer:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pidfd, self._died)
         self.report: dict[str, Any] = {}
-        """The plugin's report on the first load and on its hooks; see `sglang_update.first_load`."""
+        """The plugin's report on the first load and on its hooks; see `async_rl.inference.sglang.update.first_load`."""
 
     @classmethod
     async def start(

@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from async_rl.inference.replica import EngineLoad
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError
 
@@ -33,15 +34,6 @@ HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/
     "topk.select_experts",
     "Sampler._sample_from_probs",
 )
-
-
-class Load(NamedTuple):
-    """The server's report of a load."""
-
-    digest: str
-    """Digest of the tensors that the server read; equal on all ranks."""
-    checksums: Sequence[Mapping[str, str]]
-    """One mapping per tensor-parallel rank: parameter name -> checksum after the load."""
 
 
 def shapes_of(files: list[Path]) -> Shapes:
@@ -92,7 +84,7 @@ def update_folder(update: WeightUpdate, parent: Path) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def first_load(report: Mapping[str, Any]) -> Load:
+def first_load(report: Mapping[str, Any]) -> EngineLoad:
     """The server's load at its start.
 
     Args:
@@ -110,7 +102,7 @@ def first_load(report: Mapping[str, Any]) -> Load:
     return _load_of(report["ranks"])
 
 
-def reported_load(answer: Any) -> Load:
+def reported_load(answer: Any) -> EngineLoad:
     """The server's load, from its answer to /update_weights_from_disk.
 
     Raises:
@@ -122,11 +114,11 @@ def reported_load(answer: Any) -> Load:
     return _load_of(json.JSONDecoder().raw_decode(ranks)[0])  # SGLang appends text after the JSON
 
 
-def _load_of(ranks: Sequence[Mapping[str, Any]]) -> Load:
+def _load_of(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
     digests = sorted({rank["digest"] for rank in ranks})
     if len(digests) != 1 or not digests[0]:
         raise ContractError(f"the ranks of the server loaded weights with the digests {', '.join(digests)}")
     checksums = [rank["checksums"] for rank in ranks]
     if not all(checksums):
         raise ContractError("a rank of the server reports no checksums of its parameters")
-    return Load(digests[0], checksums)
+    return EngineLoad(digests[0], checksums)

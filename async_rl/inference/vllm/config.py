@@ -169,7 +169,7 @@ def device_environment(config: VllmConfig) -> dict[str, str]:
 
 
 def engine_environment(config: VllmConfig) -> dict[str, str]:
-    """`process_environment` and `device_environment` together; `VllmReplica.start` checks them."""
+    """`process_environment` and `device_environment` together; `start_vllm` checks them."""
     return process_environment(config) | device_environment(config)
 
 

@@ -5,9 +5,9 @@ A load also returns checksums of the model's parameters, which prove that the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,27 +16,13 @@ from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.transport import read_update
 
 
-class ForcesRouting(Protocol):
-    """The model runner's method that the mixin calls; see `async_rl.compat.vllm`."""
-
-    def pin_routing(self, rows: Mapping[str, Mapping[str, Any]]) -> None: ...
-
-
-class ReloadsWeights(Protocol):
-    """The attributes of vLLM's worker that the mixin uses."""
-
-    model_runner: ForcesRouting
-    """Runs the model's forward passes."""
-
-    def reload_weights(self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None: ...
-    def get_model(self) -> torch.nn.Module: ...
-    def live_checksums(self) -> dict[str, str]: ...
-
-
 class LoadsUpdates:
-    """Mixin for vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls its methods on every rank."""
+    """Mixin for vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls its methods on every rank.
 
-    def load_update(self: ReloadsWeights, path: str) -> tuple[str, dict[str, str]]:
+    `self` is the worker, whose other methods vLLM and `async_rl.compat.vllm` define.
+    """
+
+    def load_update(self: Any, path: str) -> tuple[str, dict[str, str]]:
         """Load all tensors of a published version.
 
         The call runs between two engine steps, so no forward pass uses a partly loaded version.
@@ -48,7 +34,7 @@ class LoadsUpdates:
         self.reload_weights(weights_iterator=_hashed(read_update(Path(path)), digest))
         return digest.hexdigest(), self.live_checksums()
 
-    def live_checksums(self: ReloadsWeights) -> dict[str, str]:
+    def live_checksums(self: Any) -> dict[str, str]:
         """Name -> checksum for each parameter and persistent buffer of this worker's model."""
         model = self.get_model()
         packed = [(name, getattr(module, PACKED, None)) for name, module in model.named_modules()]
@@ -57,11 +43,11 @@ class LoadsUpdates:
             **{f"{name}.packed": noted for name, noted in packed if noted is not None},
         }
 
-    def pin_routing(self: ReloadsWeights, rows: dict[str, dict[str, Any]]) -> None:
+    def pin_routing(self: Any, rows: dict[str, dict[str, Any]]) -> None:
         """Use the recorded experts of running requests if their K/V has to be computed again.
 
         Args:
-            rows: `vllm_segment.encode_rows` of each request, by its id in the engine.
+            rows: `async_rl.inference.vllm.segment.encode_rows` of each request, by its id in the engine.
         """
         self.model_runner.pin_routing(rows)
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from agent_loop.engine import EngineError
+from async_rl.inference.replica import EngineLoad
 from async_rl.inference.sglang.config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
-from async_rl.inference.sglang.engine import SglangConfig, SglangReplica, check_engine
+from async_rl.inference.sglang.engine import SglangConfig, check_engine, start_sglang
 from async_rl.inference.sglang.server import check_version, interpreter
-from async_rl.inference.sglang.update import HOOKS, REPORTED, Load, first_load, reported_load
+from async_rl.inference.sglang.update import HOOKS, REPORTED, first_load, reported_load
 from message_queue.tokens import ContractError
 
 QWEN = {
@@ -179,7 +180,7 @@ async def test_without_its_virtualenv_the_replica_says_how_to_make_it(tmp_path: 
     (checkpoint(tmp_path, QWEN) / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     config = SglangConfig(device="cpu", python=tmp_path / "none")
     with pytest.raises(EngineError, match=r"replica-3: .*none; .*`make setup-sglang`.*engine\.python"):
-        await SglangReplica.start(config, name="replica-3", checkpoint=tmp_path)
+        await start_sglang(config, name="replica-3", checkpoint=tmp_path)
 
 
 async def test_an_interpreter_with_another_sglang_or_none_is_refused(tmp_path: Path):
@@ -198,7 +199,7 @@ def ranks_with(*digests, checksums=({"w": "12"}, {"w": "34"})):
 
 def test_the_first_load_needs_the_plugin_its_hooks_and_one_digest():
     hooks = [f"sglang.srt.{hook}" for hook in HOOKS]
-    assert first_load({"hooks": hooks, "ranks": ranks_with("ab")}) == Load("ab", [{"w": "12"}])
+    assert first_load({"hooks": hooks, "ranks": ranks_with("ab")}) == EngineLoad("ab", [{"w": "12"}])
     with pytest.raises(ContractError, match="SGLANG_PLUGINS"):
         first_load({})
     with pytest.raises(ContractError, match=r"hooks.*Scheduler\.send_abort_output"):
@@ -213,7 +214,7 @@ def test_a_reported_load_has_one_digest_and_the_checksums_of_each_rank():
 
     both = ranks_with("ab", "ab")
     found = reported_load({"success": True, "message": message(both)})
-    assert found == Load("ab", [{"w": "12"}, {"w": "34"}])
+    assert found == EngineLoad("ab", [{"w": "12"}, {"w": "34"}])
     for answer in (
         {"success": False, "message": message(both)},
         {"success": True, "message": "Succeeded."},

@@ -14,7 +14,7 @@ from agent_loop.engine import EngineError
 from async_rl.inference.checkpoint_weights import digest_checkpoint, weight_files
 from async_rl.inference.vllm import plugin as vllm_plugin
 from async_rl.inference.vllm.config import OWN_VARIABLES, engine_args
-from async_rl.inference.vllm.engine import VllmConfig, VllmReplica, check_engine, engine_environment
+from async_rl.inference.vllm.engine import VllmConfig, check_engine, engine_environment, start_vllm
 from async_rl.weights.model_info import CheckpointError
 
 QWEN = {
@@ -187,7 +187,7 @@ async def test_a_process_without_the_engine_environment_is_refused(tmp_path: Pat
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     with pytest.raises(EngineError, match=r"replica-3: the process has OMP_NUM_THREADS='64' \(needs '2'\)"):
-        await VllmReplica.start(config, name="replica-3", checkpoint=tmp_path)
+        await start_vllm(config, name="replica-3", checkpoint=tmp_path)
 
 
 def test_the_environment_follows_the_device():

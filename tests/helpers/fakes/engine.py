@@ -41,12 +41,15 @@ Fault = Callable[[GenerateRequest, list[TokenOutput]], list[TokenOutput]]
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A decode under way. interrupt: it is to end now. moving: it is not frozen. landed: its caller has the result."""
+class _Decode:
+    """A decode under way."""
 
     interrupt: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the decode must end."""
     moving: asyncio.Event = field(default_factory=asyncio.Event)
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the decode is not frozen."""
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the caller has the result."""
 
     def end(self) -> None:
         self.interrupt.set()
@@ -98,7 +101,7 @@ class FakeEngine:
         self._hung = False
         self._open = asyncio.Event()
         self._open.set()
-        self._running: dict[str, _Flight] = {}
+        self._running: dict[str, _Decode] = {}
         self._prefixes: Counter[str] = Counter()  # of the ids that run
         self._idle = asyncio.Event()  # set while nothing runs
         self._idle.set()
@@ -118,18 +121,18 @@ class FakeEngine:
     async def resume(self) -> None:
         await self._answering()
         self._open.set()
-        for flight in self._running.values():
-            flight.moving.set()
+        for decode in self._running.values():
+            decode.moving.set()
 
     async def abort(self) -> int:
         """End every running decode with what it has; returns their number once all have answered."""
         await self._answering()
-        flights = list(self._running.values())
-        for flight in flights:
-            flight.end()
-        for flight in flights:
-            await flight.landed.wait()
-        return len(flights)
+        decodes = list(self._running.values())
+        for decode in decodes:
+            decode.end()
+        for decode in decodes:
+            await decode.finished.wait()
+        return len(decodes)
 
     async def drain(self) -> None:
         """Return when nothing runs. Pause first, or new decodes may prolong it."""
@@ -142,8 +145,8 @@ class FakeEngine:
         await self._answering()
         if self._open.is_set():
             raise EngineError(f"{self.name}: freeze while serving; call pause first")
-        for flight in self._running.values():
-            flight.moving.clear()
+        for decode in self._running.values():
+            decode.moving.clear()
         return len(self._running)
 
     async def load(self, update: WeightUpdate | WeightVersion, *, kv: str = "recompute") -> WeightVersion:
@@ -153,7 +156,7 @@ class FakeEngine:
             EngineError: not paused, or a decode is in flight that is not frozen.
         """
         await self._answering()
-        moving = sum(flight.moving.is_set() for flight in self._running.values())
+        moving = sum(decode.moving.is_set() for decode in self._running.values())
         if self._open.is_set() or moving:
             raise EngineError(f"{self.name}: load with {moving} decodes in flight; pause and abort first")
         self.weights = update.weights if isinstance(update, WeightUpdate) else update
@@ -171,8 +174,8 @@ class FakeEngine:
         """Fail every request and every control call, running or new."""
         self._dead = ReplicaLostError(f"replica {self.name} is dead: {cause}")
         self._open.set()
-        for flight in self._running.values():
-            flight.end()
+        for decode in self._running.values():
+            decode.end()
 
     def hang(self) -> None:
         """Answer nothing from now on, neither requests nor control calls."""
@@ -189,35 +192,35 @@ class FakeEngine:
         await self._answering()
         if (failure := self._fail(request)) is not None:
             raise failure
-        flight = self._running[request.request_id] = _Flight()
-        flight.moving.set()
+        decode = self._running[request.request_id] = _Decode()
+        decode.moving.set()
         self._idle.clear()
         self._prefixes.update(prefixes := [request.request_id[:end] for end in range(1, len(request.request_id))])
         try:
-            answer = await self._decode(request, flight)
+            answer = await self._decode(request, decode)
             return self._sent(request, answer)
         finally:
             del self._running[request.request_id]
             self._prefixes.subtract(prefixes)
-            flight.landed.set()
+            decode.finished.set()
             if not self._running:
                 self._idle.set()
 
-    async def _decode(self, request: GenerateRequest, flight: _Flight) -> list[TokenOutput]:
+    async def _decode(self, request: GenerateRequest, decode: _Decode) -> list[TokenOutput]:
         ids = request.token_ids.tolist()
         prompt, samplers = len(ids), list[WeightVersion]()
         interruption, since = next(self._interruptions, None), 0
         reason = StopReason.LENGTH
         while len(samplers) < request.max_new_tokens and len(ids) < self._context_length:
-            await self._wait_for_token(flight)
+            await self._wait_for_token(decode)
             while interruption is not None and since == interruption.after:
                 if interruption.load is not None:
                     self.weights = fake_weights(interruption.load)
                 if not interruption.goes_on:
-                    flight.interrupt.set()
+                    decode.interrupt.set()
                     break
                 interruption, since = next(self._interruptions, None), 0
-            if flight.interrupt.is_set():
+            if decode.interrupt.is_set():
                 reason = StopReason.ABORT
                 break
             samplers.append(self.weights)
@@ -289,14 +292,14 @@ class FakeEngine:
             raise AnswerError(f"{self.name}: request {request.request_id}: {error}") from error
         return answer
 
-    async def _wait_for_token(self, flight: _Flight) -> None:
+    async def _wait_for_token(self, decode: _Decode) -> None:
         if not self._token_s:
             await asyncio.sleep(0)
         else:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._token_s):
-                    await flight.interrupt.wait()
-        await flight.moving.wait()
+                    await decode.interrupt.wait()
+        await decode.moving.wait()
         await self._answering()
 
     async def _answering(self) -> None:
