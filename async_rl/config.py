@@ -1,14 +1,18 @@
 """RunConfig: every value of a run, typed, with the rules that span several of them.
 
-Hydra composes `configs/`; from here on there are only frozen dataclasses, each beside the class it configures. A wrong
-value is refused before any process starts, with the field, the value and the way out.
+Defaults are in frozen dataclasses, each beside the class that it configures. Hydra composes the presets of `configs/`,
+which hold only differences from them, with the overrides of the command line. A wrong value is refused before any
+process starts, with the field, the value and the way out. Importing this module does not import torch or megatron.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
@@ -18,7 +22,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field as PydanticField
+from pydantic import TypeAdapter, ValidationError
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
@@ -46,6 +51,7 @@ Config = TypeVar("Config")
 _PACKAGE = Path(__file__).resolve().parent
 _FILES = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # an installed wheel or a checkout
 CONFIGS, RECIPES = _FILES / "configs", _FILES / "recipes"
+_FIELD = re.compile(r"(?!hydra\b)\w+(\.\w+)*")  # name of a field in an override
 
 
 FLOAT32_MAX_K3 = 1e-4
@@ -53,7 +59,7 @@ FLOAT32_MAX_K3 = 1e-4
 grows with the square of the error. Float32 has a k3 of about 1e-12."""
 HALF_MAX_K3 = 5e-2
 """For bfloat16 and float16; the models of benchmarks/equal_weights.py have at most 3.4e-4."""
-EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
+EnvironmentValue = Annotated[str, PydanticField(coerce_numbers_to_str=True)]
 
 
 class ConfigError(ValueError):
@@ -95,7 +101,7 @@ class RolloutConfig:
     """Number of consecutive failed groups that stops the run."""
     failure: FailureConfig = field(default_factory=FailureConfig)
     """Handling of failed rollouts."""
-    sampling: SamplingConfig
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling parameters."""
     limits: TurnLimits
     """Limits of the turns of a trajectory."""
@@ -122,7 +128,8 @@ class SyncConfig:
     directory: Path | None = None
     """Shared directory of `disk`."""
     timeout_s: float = 120.0
-    """Bound on one publish."""
+    """Bound in seconds on one publish of a replica, from pause to resume (with `drain`, the longest generation), and on
+    the regular check that a replica answers."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -219,12 +226,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartConfig:
-    """steps of `batch` demonstrations each; 0 steps skips it. cache: folder of finished warm starts."""
+    """Supervised training of the task's own model on demonstrations, before RL."""
 
     steps: int
+    """Supervised steps; 0 skips the warm start."""
     batch: int
+    """Demonstrations in one step."""
     optimizer: OptimizerConfig
+    """AdamW and its schedule over these steps."""
     cache: Path
+    """Folder of finished warm starts, which later runs reuse."""
 
     def __post_init__(self) -> None:
         if self.steps < 0 or self.batch < 1:
@@ -287,30 +298,48 @@ class RunConfig:
     """Directory of the run."""
     total_train_steps: Annotated[int, Ge(0)]
     """Number of optimizer steps, a multiple of trainer.updates_per_batch."""
-    seed: int
+    seed: int = 0
     """Seed of the run."""
-    resume: Literal["auto", "never"] | Path
+    resume: Literal["auto", "never"] | Path = "auto"
     """`auto` continues the run in `output_dir`, `never` refuses to, a path is a checkpoint folder to resume from."""
-    schedule: Path | None
+    schedule: Path | None = None
     """Run directory whose schedule this run follows; None leaves it free. See `async_rl.rollout.schedule`."""
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The initial model."""
     engine: EngineConfig
-    trainer: TrainerConfig
-    optimizer: OptimizerConfig
+    """Inference engine and its replicas."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Trainer ranks."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule over `total_train_steps`."""
     loss: LossConfig
-    advantage: AdvantageConfig
-    staleness: StalenessConfig
+    """Policy loss."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Advantages from rewards."""
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    """Bound on staleness, and what happens to groups that would exceed it."""
     rollout: RolloutConfig
-    sync: SyncConfig
-    mismatch: MismatchConfig
-    queue: QueueConfig
-    journal: JournalConfig
-    supervision: SupervisionConfig
-    validation: ValidationConfig
-    checkpoint: CheckpointConfig
+    """Rollouts."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """Publishing of weights."""
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    """Comparison of engines and trainer at equal weights."""
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    """The queue and its process."""
+    journal: JournalConfig = field(default_factory=JournalConfig)
+    """Durability of the queue."""
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    """Bounds on restarts."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """Validation rounds."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
     warm_start: WarmStartConfig
+    """Supervised training before RL."""
     task: TaskConfig
-    cluster: ClusterConfig
+    """Prompts, agent loop and reward."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Ray and its actors."""
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -344,16 +373,26 @@ class RunConfig:
 def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
     """Compose `config_name` with Hydra overrides and check everything that can be checked without a process.
 
+    An override `a.b=value` may name any field, whether or not a preset does. A field without a value has its default
+    before interpolations are resolved, so that `${a.b}` may name any field too.
+
     Raises:
         ConfigError: one line per problem.
     """
     try:
         with initialize_config_dir(str(config_dir), version_base="1.3"):
-            composed = compose(config_name, overrides=list(overrides))
-        values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+            composed = compose(config_name, overrides=[_forced(word, config_dir) for word in overrides])
+        given = cast(dict[str, Any], OmegaConf.to_container(composed))
+        whole = OmegaConf.create(_with_defaults(RunConfig, given))
+        values = cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
     return build_config(values)
+
+
+def plain_values(config: RunConfig) -> dict[str, Any]:
+    """All values of a config with the types of YAML; paths are text."""
+    return cast(dict[str, Any], json.loads(json.dumps(asdict(config), default=str)))
 
 
 def recipe_overrides(recipe: Path) -> list[str]:
@@ -413,13 +452,40 @@ def _with_absolute_paths(config: Config) -> Config:
     return replace(cast(Any, config), **changed)
 
 
-def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys that no field takes, dotted."""
+def _forced(override: str, config_dir: Path) -> str:
+    """An override that sets a value whether or not a preset names the field.
+
+    `seed=4` -> `++seed=4`. The choice of a preset (`engine=sglang`) and Hydra's `+`, `++` and `~` are unchanged.
+    """
+    name, is_set, _ = override.partition("=")
+    return f"++{override}" if is_set and _FIELD.fullmatch(name) and not (config_dir / name).is_dir() else override
+
+
+def _with_defaults(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` of a config class, with the defaults of the fields that they leave out."""
     hints = get_type_hints(kind)
-    known = {f.name for f in fields(kind)}
+    found = {f.name: default for f in fields(kind) if (default := _default_of(f)) is not MISSING} | dict(values)
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key in hints:
+            for member in _config_classes(hints[key], cast(Mapping[str, Any], value)):
+                found[key] = _with_defaults(member, cast(Mapping[str, Any], value))
+    return found
+
+
+def _default_of(field: Field[Any]) -> Any:
+    """The default of a dataclass's field as a plain value, or MISSING."""
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys that no field takes, dotted, each with the field of a similar name if there is one."""
+    hints = get_type_hints(kind)
+    known = [f.name for f in fields(kind)]
     for key, value in values.items():
         if key not in known:
-            yield f"{prefix}{key}"
+            similar = get_close_matches(key, known, n=1, cutoff=0.8)  # a misspelling, not another field
+            yield f"{prefix}{key}" + "".join(f" (did you mean {prefix}{name}?)" for name in similar)
         elif isinstance(value, Mapping):
             within = cast(Mapping[str, Any], value)
             for member in _config_classes(hints[key], within):
@@ -442,7 +508,8 @@ def _one_line(error: Exception) -> str:
     kept = [
         line for line in lines if not line.startswith(("To append", "Set the environment", "full_key", "object_type"))
     ]
-    return " ".join(kept) or repr(error)
+    where = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+    return f"{where}{' '.join(kept) or repr(error)}"
 
 
 # ---- rules over several fields; each names the fields, their values and the fix
@@ -586,6 +653,9 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
         ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
+        ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
+        ("cluster", config.cluster, "num_cpus", config.cluster.address is None, "cluster.address=null"),
+        ("cluster", config.cluster, "object_store_bytes", config.cluster.address is None, "cluster.address=null"),
     ):
         value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
         if not used and value != default:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import yaml
+
 from async_rl.files.logs import notes_of
 
 EXIT_FAILED = 1
@@ -28,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         CONFIGS,
         RECIPES,
         load_config,
+        plain_values,
         recipe_overrides,
-    )  # after the environment is set; imports torch
+    )  # after the environment is set; a check of the device imports torch
 
     try:
         recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
@@ -38,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             config_name=arguments.config_name,
             config_dir=arguments.config_dir or CONFIGS,
         )
+        if arguments.show:
+            sys.stdout.write(yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=True))
+            return 0
         from async_rl.controller.launcher import Launcher
 
         program = Launcher(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
@@ -121,6 +127,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-name", default="run", help="top-level config, default: run")
     parser.add_argument("--config-dir", type=Path, default=None, help="folder of configs, default: the project's")
     parser.add_argument("--recipe", default=None, help="name of a folder under recipes/; its overrides come first")
+    parser.add_argument("--show", action="store_true", help="print all values of the run as YAML and exit")
     parser.add_argument("overrides", nargs="*", help="for instance total_train_steps=5 staleness.max_staleness=2")
     return parser.parse_args(argv)
 

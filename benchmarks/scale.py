@@ -175,9 +175,7 @@ async def start_parts(
     )
     hosts = [actor(ScriptedReplicaHost, max_concurrency=1000) for _ in range(num_replicas)]
     replicas = [
-        ReplicaHandle(
-            ReplicaAddress(actor=host, name=f"replica-{i}", generate_timeout_s=LONGEST_S, control_timeout_s=LONGEST_S)
-        )
+        ReplicaHandle(ReplicaAddress(actor=host, name=f"replica-{i}", control_timeout_s=LONGEST_S))
         for i, host in enumerate(hosts)
     ]
     served = [

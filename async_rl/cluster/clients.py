@@ -48,10 +48,8 @@ class ReplicaAddress:
     """Handle of a `ReplicaHost`."""
     name: str
     """Of the replica."""
-    generate_timeout_s: float
-    """Bound on one request, and on a drain."""
     control_timeout_s: float
-    """Bound on any other call, and silence after which the replica counts as dead."""
+    """Bound on a control call but a drain, and silence after which the replica counts as dead."""
     log: Path | None = None
     """File with the output of its process; its end becomes a note of an error of a start or a death."""
 
@@ -102,15 +100,7 @@ class ReplicaHandle:
         """
         environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
-        handle = cls(
-            ReplicaAddress(
-                actor=actor,
-                name=name,
-                generate_timeout_s=config.generate_timeout_s,
-                control_timeout_s=config.load_timeout_s,
-                log=log,
-            )
-        )
+        handle = cls(ReplicaAddress(actor=actor, name=name, control_timeout_s=config.load_timeout_s, log=log))
         started = actor.start.remote(
             config,
             name=name,
@@ -127,15 +117,8 @@ class ReplicaHandle:
         return handle
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """See `agent_loop.engine.Engine`."""
-        bound = self.address.generate_timeout_s
-        try:
-            async with asyncio.timeout(bound):
-                return await self._call(Replica.generate, request)
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self.name}: request {request.request_id} took longer than engine.generate_timeout_s={bound}"
-            ) from error
+        """See `agent_loop.engine.Engine`; the caller bounds it."""
+        return await self._call(Replica.generate, request)
 
     async def pause(self) -> None:
         await self._control(self.address.control_timeout_s, Replica.pause)
@@ -144,7 +127,7 @@ class ReplicaHandle:
         return await self._control(self.address.control_timeout_s, Replica.abort)
 
     async def drain(self) -> None:
-        await self._control(self.address.generate_timeout_s, Replica.drain)
+        await self._call(Replica.drain)  # as long as the longest generation; sync.timeout_s bounds it
 
     async def freeze(self) -> int:
         return await self._control(self.address.control_timeout_s, Replica.freeze)

@@ -17,9 +17,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGE = "megatron.core"
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -55,23 +56,22 @@ def install() -> None:
         return
     if _PACKAGE in sys.modules:
         raise RuntimeError("megatron.core was imported before async_rl.trainer; import async_rl.trainer first")
-    sys.meta_path.insert(0, _Finder(rewrite=not torch.cuda.is_available()))
+    sys.meta_path.insert(0, _Finder())
     # megatron-core calls its own deprecated functions in every linear layer.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, *, rewrite: bool) -> None:
-        self._rewrite = rewrite
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if not fullname.startswith(_PACKAGE) or ".fsdp" in fullname:
             return None
+        import torch  # a process that only reads the configuration does without it
+
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, rewrite=self._rewrite)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, rewrite=not torch.cuda.is_available())
         return spec
 
 
@@ -172,6 +172,8 @@ class nvtx:
 
 
 def _use_cpu_random_state(module: Any) -> None:
+    import torch
+
     def set_state(state: torch.Tensor, _device: int = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
@@ -186,6 +188,8 @@ def _keep_eager(module: Any) -> None:
 def _convert_cpu_split_sizes(module: Any) -> None:
     """Convert CPU tensors to arrays, which all_to_all requires; the original converts CUDA tensors only."""
 
+    import torch
+
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -197,6 +201,8 @@ def _allow_uneven_splits(module: Any) -> None:
 
     Parts of 3 and 1 rows are gathered as 3 + 3 rows and cut to 3 + 1.
     """
+    import torch
+
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def padded(part: torch.Tensor, rows: int) -> torch.Tensor:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
-from async_rl.config import RunConfig
+from async_rl.config import RunConfig, plain_values
 
 FIRST = "config.yaml"
 NOT_COMPARED = frozenset({"resume"})  # it says how to start, not what to run
@@ -29,7 +28,7 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
     Returns:
         `field: old -> new` of each field that changed since the last start.
     """
-    current = _plain(config)
+    current = plain_values(config)
     if not (directory / FIRST).exists():
         _write(directory / FIRST, current)
         return []
@@ -47,11 +46,6 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
 def _path_of(directory: Path, train_step: int) -> Path:
     """Of the config of the steps after `train_step`."""
     return directory / f"config-{train_step:06d}.yaml"
-
-
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """Its values as YAML has them; paths are text."""
-    return cast(dict[str, Any], json.loads(json.dumps(asdict(config), default=str)))
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

@@ -215,6 +215,7 @@ class Launcher:
             ),
             temperature=config.rollout.sampling.temperature,
             max_tokens=config.engine.max_model_len,
+            timeout_s=config.rollout.limits.generate_timeout_s,
             routing=routing if config.captures_routing else None,
         )
 

@@ -69,6 +69,7 @@ class Probe:
         max_k3: see `MismatchConfig.bound`.
         temperature: of the run.
         max_tokens: longest sequence that an engine serves.
+        timeout_s: bound on one answer, the pause of a publish included; a replica that exceeds it counts as failed.
         routing: layers and shape of the routing rows that engines return; None if they return none.
 
     Attributes:
@@ -83,6 +84,7 @@ class Probe:
         max_k3: float,
         temperature: float,
         max_tokens: int,
+        timeout_s: float,
         routing: RoutingSpec | None,
     ) -> None:
         self._pool = pool
@@ -90,6 +92,7 @@ class Probe:
         self._num_tokens = min(config.tokens, max_tokens - 1)
         self._max_prompt = min(PROMPT_TOKENS, max_tokens - self._num_tokens)
         self._max_k3 = max_k3
+        self._timeout_s = timeout_s
         self._sampling = SamplingConfig(temperature=temperature)
         self._routing = routing
         self._prompts: list[Int32Array] = []
@@ -128,7 +131,7 @@ class Probe:
 
         Raises:
             MismatchError: the k3 is larger than mismatch.max_k3.
-            EngineError: an engine did not answer in time.
+            EngineError: an engine refused a probe.
         """
         found = await asyncio.gather(*self._asked.get(version, ()))
         self._asked.pop(version, None)
@@ -160,7 +163,7 @@ class Probe:
             cache_salt=name,
         )
         try:
-            async with self._pool.calling(member):
+            async with self._pool.calling(member, timeout_s=self._timeout_s, late="did not answer a probe"):
                 segments = await member.replica.generate(request)
         except (AnswerError, ReplicaLostError):
             return None

@@ -464,12 +464,7 @@ class EngineReplica(Generic[BackendT]):
                 raise EngineError(f"{what}: {error}") from error
             work = self.backend.decode(request, inflight, loaded=self._loaded)
             try:
-                async with asyncio.timeout(self._config.generate_timeout_s):
-                    inflight.result = await self._gate.unless_failed(work)
-            except TimeoutError as error:
-                raise EngineError(
-                    f"{what} took longer than engine.generate_timeout_s={self._config.generate_timeout_s}"
-                ) from error
+                inflight.result = await self._gate.unless_failed(work)
             except ContractError as error:
                 raise AnswerError(f"{what}: {error}") from error
             except EngineError:

@@ -50,8 +50,6 @@ class ServingConfig:
     """Seed of the engine's random state."""
     load_timeout_s: float = 120.0
     """Bound on one control call, such as a weight load, in seconds."""
-    generate_timeout_s: float = 600.0
-    """Bound on one `generate` call, in seconds."""
     start_timeout_s: float = 180.0
     """Bound on the start of the engine, in seconds."""
     extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -69,7 +67,7 @@ class ServingConfig:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
         if self.max_model_len < 2:
             raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
-        for name in ("load_timeout_s", "generate_timeout_s", "start_timeout_s"):
+        for name in ("load_timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
         if not 0 < self.gpu_memory_utilization <= 1:

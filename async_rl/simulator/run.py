@@ -32,7 +32,7 @@ from async_rl.simulator.trainer import SimulatedTrainer
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
-CALL_S, STOP_S, GENERATE_S, START_S, LINGER_S = 30.0, 20.0, 90.0, 2.0, 2.0
+CALL_S, STOP_S, START_S, LINGER_S = 30.0, 20.0, 2.0, 2.0
 
 
 class _Silent:
@@ -187,11 +187,7 @@ class Run:
         host = ReplicaHost()
         replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
         host._serve(cast(Replica, Observed(replica)))  # pyright: ignore[reportPrivateUsage]
-        return ReplicaHandle(
-            ReplicaAddress(
-                actor=self._process(name, host), name=name, generate_timeout_s=GENERATE_S, control_timeout_s=CALL_S
-            )
-        )
+        return ReplicaHandle(ReplicaAddress(actor=self._process(name, host), name=name, control_timeout_s=CALL_S))
 
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.config.seed}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 WHOLE_MODEL = "the whole model"  # name of the module that contains all tensors
 _MODULE = re.compile(r"(?:.*\.)?layers\.\d+\.[^.]+(?=\.)")
@@ -39,6 +40,8 @@ class WeightsDigest:
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
         """Hash name, dtype, shape and bytes of a CPU tensor."""
+        import torch  # a configuration does without it
+
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         entry = hashlib.blake2b(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode(), digest_size=16)
         entry.update(flat.numpy().data)

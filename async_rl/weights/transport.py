@@ -9,13 +9,15 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from async_rl.weights.digest import ModuleDigest, WeightsDigest
 from message_queue.tokens import WeightVersion
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ def write_update(directory: Path, *, version: int, tensors: Iterable[tuple[str, 
     Raises:
         OSError: `directory` has no free space or is not writable; the message names the path.
     """
+    from safetensors.torch import save_file  # imports torch, which a configuration does without
+
     directory.mkdir(parents=True, exist_ok=True)
     digest = WeightsDigest()
     held: dict[str, torch.Tensor] = {}

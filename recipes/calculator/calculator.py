@@ -35,11 +35,11 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.mean_s < float("inf"):
-            raise ValueError(f"task.tool_latency_s is {self.mean_s}; must be >= 0 seconds")
+            raise ValueError(f"task.options.tool_latency_s is {self.mean_s}; must be >= 0 seconds")
         if not 0 <= self.tail_share <= 1:
-            raise ValueError(f"task.tool_tail_share is {self.tail_share}; must be in [0, 1]")
+            raise ValueError(f"task.options.tool_tail_share is {self.tail_share}; must be in [0, 1]")
         if not 1 <= self.tail_factor < float("inf"):
-            raise ValueError(f"task.tool_tail_factor is {self.tail_factor}; must be >= 1")
+            raise ValueError(f"task.options.tool_tail_factor is {self.tail_factor}; must be >= 1")
 
 
 def calculate(expression: object) -> str:

@@ -29,16 +29,18 @@ class ProblemConfig:
     def __post_init__(self) -> None:
         weights = self.operation_weights
         if not weights or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-            raise ValueError(f"task.operation_weights is {weights}; need weights >= 0, at least one above 0")
+            raise ValueError(f"task.options.operation_weights is {weights}; need weights >= 0, at least one above 0")
         if self.min_operand < 0:
-            raise ValueError(f"task.min_operand is {self.min_operand}; must be >= 0")
+            raise ValueError(f"task.options.min_operand is {self.min_operand}; must be >= 0")
         if self.max_operand < self.min_operand + 9:
             raise ValueError(
-                f"task.max_operand is {self.max_operand} with task.min_operand {self.min_operand}; "
+                f"task.options.max_operand is {self.max_operand} with task.options.min_operand={self.min_operand}; "
                 "need at least 10 operands, so that some questions are held out and some are not"
             )
         if self.max_operand > 9999:
-            raise ValueError(f"task.max_operand is {self.max_operand}; must be <= 9999, as calls take six digits")
+            raise ValueError(
+                f"task.options.max_operand is {self.max_operand}; must be <= 9999, as calls take six digits"
+            )
 
 
 @dataclass(frozen=True, slots=True)

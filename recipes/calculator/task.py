@@ -167,9 +167,10 @@ def calculator_task(options: Mapping[str, Any], *, seed: int) -> CalculatorTask:
     Raises:
         ValueError: an option is unknown, or its value has the wrong type or is out of range; the message names it.
     """
-    unknown = sorted(set(options) - {field.name for field in fields(CalculatorConfig)})
-    if unknown:
-        raise ValueError(f"task.options.{unknown[0]} is an unknown option; remove it")
+    known = [field.name for field in fields(CalculatorConfig)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"task.options.{name} is an unknown option; use one of {', '.join(known)}")
     try:
         config = TypeAdapter(CalculatorConfig).validate_python(options)
     except ValidationError as error:

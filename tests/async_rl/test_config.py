@@ -2,12 +2,24 @@
 
 import json
 import re
-from dataclasses import fields, is_dataclass
+import shutil
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import yaml
 
-from async_rl.config import CONFIGS, RECIPES, ConfigError, load_config, recipe_overrides
+from async_rl.config import (
+    CONFIGS,
+    RECIPES,
+    ConfigError,
+    RunConfig,
+    _config_classes,
+    _default_of,
+    load_config,
+    recipe_overrides,
+)
 from tests.helpers import tiny_models
 from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS
 
@@ -76,6 +88,83 @@ def test_the_documented_overrides_exist(override):
     load_config([override])
 
 
+def repeated(kind, values, prefix=""):
+    """Dotted names of the values that equal the default of `kind`. The name that selects one of several is no value."""
+    hints = get_type_hints(kind)
+    defaults = {f.name: _default_of(f) for f in fields(kind)}
+    for key, value in values.items():
+        classes = _config_classes(hints[key], value) if isinstance(value, dict) else []
+        if classes:
+            yield from repeated(classes[0], value, f"{prefix}{key}.")
+        elif plain(value) == plain(defaults[key]) and not (key == "name" and kind in TAGGED):
+            yield f"{prefix}{key}"
+
+
+def plain(value):
+    return json.loads(json.dumps(value, default=str))
+
+
+def members_of(group):
+    """Config classes of a group."""
+    hint = get_type_hints(RunConfig)[group]
+    return [hint] if is_dataclass(hint) else list(hint.__args__)
+
+
+TAGGED = {member for name in ("engine", "loss") for member in members_of(name)}
+WITHOUT_DEFAULTS = [(None, name) for name in TOP_LEVEL] + GROUPS
+
+
+@pytest.mark.parametrize(("group", "name"), WITHOUT_DEFAULTS)
+def test_a_preset_holds_only_values_that_differ_from_the_defaults(group, name):
+    values = yaml.safe_load((CONFIGS / (group or "") / f"{name}.yaml").read_text()) or {}
+    values.pop("defaults", None)
+    values = {group: values} if group else values
+    assert list(repeated(RunConfig, values)) == []
+
+
+def test_repeated_defaults_of_a_preset_are_found():
+    values = {"seed": 0, "engine": {"name": "vllm", "threads": 1, "dtype": "bfloat16"}, "sync": {"every": "${seed}"}}
+    values["optimizer"] = {"betas": [0.9, 0.95], "lr": 1e-3}
+    assert list(repeated(RunConfig, values)) == ["seed", "engine.threads", "optimizer.betas"]
+
+
+def values_of(config):
+    return plain(asdict(config))
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("rollout.workers=2", {"rollout": {"workers": 2}}),
+        ("+rollout.workers=2", {"rollout": {"workers": 2}}),
+        ("++rollout.workers=2", {"rollout": {"workers": 2}}),
+        ("rollout={workers: 2}", {"rollout": {"workers": 2}}),
+        ("seed=3", {"seed": 3, "engine": {"seed": 3}, "trainer": {"seed": 3}}),
+        (
+            "rollout.sampling.temperature=0.5",
+            {"rollout": {"sampling": {"temperature": 0.5}}, "loss": {"temperature": 0.5}},
+        ),
+        ("~checkpoint.every", {"checkpoint": {"every": 0}}),
+        ("cluster.rank_env.NCCL_DEBUG=INFO", {"cluster": {"rank_env": {"NCCL_DEBUG": "INFO"}}}),
+    ],
+)
+def test_an_override_changes_its_field_and_no_other(override, changed):
+    def merged(old, new):
+        return {k: merged(v, new[k]) if isinstance(new.get(k), dict) else new.get(k, v) for k, v in (new | old).items()}
+
+    assert values_of(load_config([override])) == merged(values_of(load_config([])), changed)
+
+
+def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
+    shutil.copytree(CONFIGS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "safe.yaml").write_text("fsync: true\n")
+    config = tmp_path / "run.yaml"
+    config.write_text(config.read_text().replace("defaults:\n", "defaults:\n  - optional journal: null\n"))
+    assert load_config(["journal=safe"], config_dir=tmp_path).journal.fsync
+    assert not load_config(["journal.fsync=false"], config_dir=tmp_path).journal.fsync
+
+
 @pytest.mark.parametrize("override", ["total_train_steps=0", "warm_start.steps=0"])
 def test_no_steps_suit_the_default_schedule(override):
     config = load_config([override])
@@ -99,8 +188,13 @@ def test_a_parallel_layout_can_be_asked_for():
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["trainr.recompute=full"], ["trainr"]),
-        (["staleness.max_stalenes=2"], ["max_stalenes"]),
+        (["trainr.recompute=full"], ["trainr", "trainer"]),
+        (["staleness.max_stalenes=2"], ["staleness.max_stalenes", "staleness.max_staleness"]),
+        (["rollout.wokers=2"], ["rollout.wokers", "rollout.workers"]),
+        (["rollout.sampling={temperatur: 1}"], ["rollout.sampling.temperatur", "rollout.sampling.temperature"]),
+        (["hydra.wish=1"], ["hydra.wish"]),
+        (["rollout.workers.wish=1"], ["rollout.workers is {'wish': 1}"]),
+        (["output_dir=${wish}"], ["output_dir", "wish"]),
         (["engine=trt"], ["trt"]),
         (["total_train_steps=many"], ["total_train_steps", "many"]),
         (["total_train_steps=-1"], ["total_train_steps", "-1"]),
@@ -132,10 +226,12 @@ def test_a_parallel_layout_can_be_asked_for():
         (["staleness.max_recycles=2"], ["staleness.max_recycles is 2", "staleness=recycle"]),
         (["staleness=drop", "staleness.max_recycles=2"], ["staleness.max_recycles is 2"]),
         (["rollout.failure.max_fills=2"], ["rollout.failure.max_fills is 2", "rollout.failure.on_failed=fill"]),
+        (["mismatch.prompts=0", "mismatch.tokens=8"], ["mismatch.tokens is 8", "mismatch.prompts"]),
+        (["cluster=ray", "cluster.num_cpus=8"], ["cluster.num_cpus is 8", "cluster.address"]),
+        (["cluster=ray", "cluster.object_store_bytes=8"], ["cluster.object_store_bytes is 8", "cluster.address"]),
         (["journal.fsync=always"], ["journal.fsync", "always"]),
         (["loss=tis", "loss.mask_low=0.5"], ["loss.mask_low"]),
         (["loss=tis", "+loss.mask_low=0.5"], ["loss.mask_low"]),
-        (["loss=gspo", "loss.name=tis"], ["loss.clip_low"]),
         (["loss.kl_estimator=k2"], ["loss.kl_estimator is k2", "loss.kl_coefficient"]),
         (["trainer.router_replay=R4"], ["router_replay", "R4"]),
         (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),

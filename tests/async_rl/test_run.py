@@ -7,8 +7,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+import yaml
 
-from async_rl.config import CONFIGS, RECIPES, load_config, recipe_overrides
+from async_rl.config import CONFIGS, RECIPES, build_config, load_config, recipe_overrides
 from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, log_ends, main, resume_command
 from message_queue.journal import FORMAT, EventJournal, JournalConfig
 from message_queue.state import StoredState
@@ -90,7 +91,7 @@ def test_journal_of_another_run_or_format_is_refused_before_any_process(capsys, 
 @pytest.mark.parametrize("folder", ["outputs/x", "of a person/it's, {x}: $y=1", r"back\slash", "12"])
 def test_the_resume_command_gives_the_config_of_the_run(given, folder, tmp_path):
     other = shutil.copytree(CONFIGS, tmp_path / "other configs")
-    (other / "other.yaml").write_text((CONFIGS / "run.yaml").read_text().replace("seed: 0", "seed: 7"))
+    (other / "other.yaml").write_text((CONFIGS / "run.yaml").read_text() + "\nseed: 7\n")
     given = [str(other) if word == "OTHER" else word for word in given]
     if not any(word.startswith("output_dir=") for word in given):
         given = [*given, "output_dir=" + _hydra_value(str(tmp_path / folder))]
@@ -114,6 +115,28 @@ def config_of(arguments):
     recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
     options = {"config_name": arguments.config_name, "config_dir": arguments.config_dir or CONFIGS}
     return load_config([*recipe, *arguments.overrides], **options)
+
+
+REFUSED = """
+import sys
+
+from async_rl.run import main
+
+print(main(["rollout.wokers=2"]), sorted({"torch", "megatron", "vllm", "ray", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_a_misspelt_override_is_refused_without_torch():
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{EXIT_REFUSED} []\n"
+    assert "rollout.wokers" in done.stderr and "rollout.workers" in done.stderr
+
+
+def test_show_prints_all_values_of_the_run_and_starts_nothing(capsys, tmp_path):
+    assert main(["--show", f"output_dir={tmp_path / 'run'}", "rollout.workers=2"]) == 0
+    values = yaml.safe_load(capsys.readouterr().out)
+    assert build_config(values) == load_config([f"output_dir={tmp_path / 'run'}", "rollout.workers=2"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_works_as_a_module():

@@ -53,7 +53,6 @@ CONFIG = VllmConfig(
     max_num_batched_tokens=96,  # prompts longer than this are prefilled in chunks
     kv_cache_bytes=6 << 20,  # VLLM_KV_TOKENS: many long requests do not fit at once
     load_timeout_s=60,
-    generate_timeout_s=100,
     start_timeout_s=110,
 )
 

@@ -36,7 +36,6 @@ def config(**changes: Any) -> SglangConfig:
         "max_num_batched_tokens": 96,
         "kv_cache_tokens": SMALL_POOL,
         "load_timeout_s": 60,
-        "generate_timeout_s": 100,
         "start_timeout_s": 240,
         "extra_args": {"decode_log_interval": 1, "schedule_conservativeness": 0.1},
     }

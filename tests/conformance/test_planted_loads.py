@@ -136,6 +136,7 @@ def probe_of(target: Target) -> Probe:
         max_k3=FLOAT32_MAX_K3,
         temperature=1.0,
         max_tokens=256,
+        timeout_s=60.0,
         routing=target.routing,
     )
     prompts = [prompt(21, seed=number) for number in range(4)]  # the last token stands for a sampled one

@@ -353,6 +353,7 @@ class Harness:
                 max_k3=probe.bound(dtypes=("float32",), same_experts=True),
                 temperature=1.0,
                 max_tokens=LIMITS.max_tokens,
+                timeout_s=LIMITS.generate_timeout_s,
                 routing=SPEC,
             ),
         }

@@ -98,7 +98,15 @@ async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
 
 
 def probe_of(*replicas, config=PROBE, max_k3=1e-4):
-    return Probe(ReplicaPool(replicas), config=config, max_k3=max_k3, temperature=1.0, max_tokens=64, routing=SPEC)
+    return Probe(
+        ReplicaPool(replicas),
+        config=config,
+        max_k3=max_k3,
+        temperature=1.0,
+        max_tokens=64,
+        timeout_s=0.5,
+        routing=SPEC,
+    )
 
 
 def groups(count):
@@ -160,6 +168,18 @@ async def test_probe_without_an_answer_has_no_value():
     probe.take_prompts(groups(1))
     probe.ask_all(version=7)
     assert math.isnan(await probe.compare(7, Scores())), "the replica serves version 0"
+
+
+async def test_probe_loses_a_replica_that_does_not_answer_in_time():
+    fast, slow = engines(1)[0], engines(1, token_s=60.0)[0]
+    slow.name = "slow-0"
+    probe = probe_of(fast, slow)
+    probe.take_prompts(groups(2))
+    probe.ask_all(version=0)
+    scores = Scores()
+    assert await asyncio.wait_for(probe.compare(0, scores), 30) == 0.0
+    assert scores.tokens == 2 * PROBE.tokens
+    assert [member.name for member in probe._pool.live] == [fast.name]
 
 
 async def test_probe_that_is_cancelled_leaves_no_request_behind():

@@ -17,6 +17,7 @@ VENV_PYTHON = Path(".venv-sglang/bin/python")
 PLUGIN_PATH = Path(__file__).parent / "plugin"
 CPU_PATH = Path(__file__).parents[2] / "compat" / "sglang"
 MAX_KEPT = 1 << 14  # most kept tokens per position that the server returns
+LONGEST_FORWARD_S = 600.0  # a forward pass that takes longer hangs
 CONTEXT_SLACK = 8  # positions of the context that SGLang reserves
 CPU_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3", "qwen2", "llama")
 CPU_BROKEN = {
@@ -204,7 +205,7 @@ def server_arguments(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would take a core
         "grammar_backend": "none",
-        "watchdog_timeout": config.generate_timeout_s + config.load_timeout_s,  # a freeze is no hang
+        "watchdog_timeout": LONGEST_FORWARD_S + config.load_timeout_s,  # a freeze is no hang
         "log_level": "warning",
     }
     if device_of(config) == "cuda":

@@ -12,11 +12,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from async_rl.trainer.loss.ratios import (
     ANY,
@@ -37,6 +35,9 @@ from async_rl.trainer.loss.ratios import (
     truncate,
     unbounded,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "CISPO",
@@ -336,6 +337,8 @@ class M2PO(PolicyLoss):
 
     def surrogate(self) -> Surrogate:
         """The equation above with M = 1."""
+        import torch
+
         return self.surrogate_of_update(torch.empty(0))
 
     def surrogate_of_update(self, log_ratios: Tensor) -> Surrogate:
@@ -491,6 +494,8 @@ def kl_term(logprobs: TokenLogprobs, estimator: KLEstimator, *, cap: float) -> T
     gradient, so that each estimator has the gradient described at `kl_estimate`. DeepSeek-V3.2 (arXiv 2512.02556) uses
     this weight for k3, without a cap and with a gradient.
     """
+    import torch
+
     assert logprobs.reference is not None
     weight, _ = truncate(CURRENT / BEHAVIOUR, cap=cap)(logprobs, advantages=torch.zeros_like(logprobs.current))
     return weight * kl_estimate(logprobs.current, logprobs.reference, estimator)
@@ -507,6 +512,8 @@ def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> T
     k3 clamps log(reference / current) to 20 nat, as verl does, because its exponential overflows float32 at 89 nat.
     Tokens above 20 nat have no gradient.
     """
+    import torch
+
     log_ratio = reference - current
     match estimator:
         case "k1":
@@ -550,6 +557,8 @@ def token_weights(
     Raises:
         ValueError: `group` is missing.
     """
+    import torch
+
     if aggregation == "token_mean":
         return torch.full(num_tokens.shape, 1.0 / max(1, int(num_tokens.sum())))
     unit = group if aggregation == "group_mean" else trajectory

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
 
 SourceName = Literal["behaviour", "proximal", "current"]
 Level = Literal["token", "product", "geometric"]
@@ -55,6 +55,9 @@ class Trajectories:
 
         Values (0.1, 0.3, 0) with index (0, 0, 1): [[0.4, 0], [2, 1]].
         """
+        import torch
+        import torch.distributed as dist
+
         both = torch.stack([values.detach().double(), torch.ones_like(values, dtype=torch.float64)])
         sums = both.new_zeros(2, self.count).index_add(1, self.index, both)
         if self.group is not None and self.group.size() > 1:
@@ -164,6 +167,8 @@ class Weight:
         self, logprobs: TokenLogprobs, *, advantages: Tensor, trajectories: Trajectories | None = None
     ) -> tuple[Tensor, Tensor]:
         """Weight [n] of each token, and bool [n], whether a bound changed it and the advantage is not zero."""
+        import torch
+
         log_ratio = self.ratio.log(logprobs, trajectories)
         ratio = torch.exp((log_ratio if self.gradient else log_ratio.detach()).clamp(max=_LARGEST_LOG))
         harmful = advantages < 0
@@ -237,6 +242,8 @@ def second_moment_bound(log_ratios: Tensor, *, limit: float) -> float:
         log_ratios: [n], of all tokens of an update, in nat.
         limit: in nat^2.
     """
+    import torch
+
     moments = (log_ratios.double() ** 2).sort().values
     means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, dtype=torch.float64, device=moments.device)
     kept = int((means <= limit).sum())  # the running mean of ascending values ascends

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from async_rl.trainer.model.model import TrainerConfig
 
 if TYPE_CHECKING:
@@ -89,7 +87,8 @@ class Optimizer:
     """
 
     def __init__(self, model: Sequence[Any], *, config: OptimizerConfig, trainer: TrainerConfig) -> None:
-        # Imported here so that settings can be read without megatron.
+        # Imported here so that settings can be read without torch and megatron.
+        import torch
         from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
         from megatron.core.optimizer import get_megatron_optimizer
 

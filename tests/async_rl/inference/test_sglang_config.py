@@ -53,7 +53,6 @@ def checkpoint(folder: Path, fields: dict[str, Any]) -> Path:
         ("tensor_parallel", 0),
         ("threads", 0),
         ("load_timeout_s", 0.0),
-        ("generate_timeout_s", -1.0),
         ("start_timeout_s", 0.0),
     ],
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from async_rl.trainer.model.families.checks import UnbuiltFeature
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ class Rope:
 
         dim=4 and base=10000: (1, 0.01).
         """
+        import torch  # a configuration does without it
+
         powers = self.base ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         if self.yarn is None:
             return 1.0 / powers
