@@ -1,6 +1,7 @@
 """One prompt becomes one trajectory: engines, chat templates, tools and rewards, and the loops that combine them."""
 
-from agent_loop.chat import Chat, ChatTemplateError, Tokenizer
+from agent_loop.chat import Chat, ChatTemplateError
+from agent_loop.control_tokens import Tokenizer
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.loop import AgentLoop, Message, Prompt, PromptError, RolloutError, TurnLimits
@@ -8,8 +9,8 @@ from agent_loop.reward import Completion, Reward, RewardError
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import (
-    Gate,
     MalformedCall,
+    PauseGate,
     Tool,
     ToolCall,
     ToolError,
@@ -27,10 +28,10 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineError",
-    "Gate",
     "GenerateRequest",
     "MalformedCall",
     "Message",
+    "PauseGate",
     "Prompt",
     "PromptError",
     "ReplicaLostError",

@@ -10,44 +10,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from agent_loop.control_tokens import ChatTemplateError, ControlTokens
+from agent_loop.control_tokens import ChatTemplateError, ControlTokens, Tokenizer
 from agent_loop.decoder import FindStop
 from agent_loop.loop import Message
 from message_queue.tokens import Int32Array
 
 # Long and odd enough not to occur in a template. Two stand-ins show whether a reply depends on the turn before it.
 STAND_INS = ("stand-in assistant turn 7f3a", "another stand-in assistant turn, 91c4")
-
-
-class Tokenizer(Protocol):
-    """The methods used of a Hugging Face tokenizer; a fast one also has `backend_tokenizer`."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Added tokens by id; `str` of one is its text."""
-        ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> Any:
-        """The text, a str."""
-        ...
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        tools: list[Any] | None = ...,
-        chat_template: str | None = ...,
-        add_generation_prompt: bool = ...,
-        tokenize: bool = ...,
-    ) -> Any:
-        """The rendered text, a str, when tokenize is False."""
-        ...
 
 
 class Chat:

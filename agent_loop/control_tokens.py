@@ -37,8 +37,8 @@ class ChatTemplateError(ValueError):
     """A chat template or tokenizer that cannot continue a conversation token by token; says why."""
 
 
-class Encoder(Protocol):
-    """The methods used of a Hugging Face tokenizer here; a fast one also has `backend_tokenizer`."""
+class Tokenizer(Protocol):
+    """The methods used of a Hugging Face tokenizer; a fast one also has `backend_tokenizer`."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
@@ -46,6 +46,22 @@ class Encoder(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> Any:
+        """The text, a str."""
+        ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tools: list[Any] | None = ...,
+        chat_template: str | None = ...,
+        add_generation_prompt: bool = ...,
+        tokenize: bool = ...,
+    ) -> Any:
+        """The rendered text, a str, when tokenize is False."""
+        ...
 
 
 class ControlTokens:
@@ -58,7 +74,7 @@ class ControlTokens:
         ChatTemplateError: the tokenizer cannot encode the text of a control token as text.
     """
 
-    def __init__(self, tokenizer: Encoder) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         texts = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
         stand_ins = {text: _secret() for text in texts}
         self._swapped = stand_ins | {stand_in: text for text, stand_in in stand_ins.items()}

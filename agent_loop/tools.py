@@ -106,21 +106,6 @@ def _parse_call(match: re.Match[str]) -> ToolCall | MalformedCall:
     return ToolCall(name, cast(dict[str, Any], arguments))
 
 
-class Gate(Protocol):
-    """A rollout waits at a gate before it starts a tool."""
-
-    async def passed(self) -> None:
-        """Return once the gate is open."""
-        ...
-
-
-class OpenGate:
-    """A gate that never shuts."""
-
-    async def passed(self) -> None:
-        """Return at once."""
-
-
 class PauseGate:
     """Makes a pause cover tools too: no tool starts between `pause` and `resume`; running ones finish."""
 
@@ -170,14 +155,14 @@ class ToolRunner:
         tools: Sequence[Tool],
         *,
         timeout_s: float,
-        gate: Gate | None = None,
+        gate: PauseGate | None = None,
         error_text: Callable[[str], str] = explain_error,
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) != len(tools):
             raise ValueError(f"tools are named {[tool.name for tool in tools]}; give each a name of its own")
         self._timeout_s = timeout_s
-        self._gate = gate or OpenGate()
+        self._gate = gate or PauseGate()
         self._error_text = error_text
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_rl.config import ConfigError, RunConfig, load_config
-    from async_rl.inference.replica import Replica
+    from async_rl.inference.replica import EngineReplica
     from async_rl.rollout.task import Demonstration, Task, TaskConfig, build_task
     from async_rl.weights.transport import WeightUpdate
 
 __all__ = [
     "ConfigError",
     "Demonstration",
-    "Replica",
+    "EngineReplica",
     "RunConfig",
     "Task",
     "TaskConfig",
@@ -26,7 +26,7 @@ __all__ = [
 
 _MODULES = {
     "async_rl.config": ("ConfigError", "RunConfig", "load_config"),
-    "async_rl.inference.replica": ("Replica",),
+    "async_rl.inference.replica": ("EngineReplica",),
     "async_rl.rollout.task": ("Demonstration", "Task", "TaskConfig", "build_task"),
     "async_rl.weights.transport": ("WeightUpdate",),
 }

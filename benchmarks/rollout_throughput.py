@@ -37,11 +37,12 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_loop.chat import Chat, Tokenizer
+from agent_loop.chat import Chat
+from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
-from agent_loop.tools import Gate
+from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import start_ray
 from async_rl.cluster.clients import ReplicaHandle
 from async_rl.cluster.rollout_workers import WorkerHandle
@@ -170,7 +171,7 @@ class EndlessTask(CalculatorTask):
         tokenizer: Tokenizer,
         sampling: SamplingConfig,
         limits: TurnLimits,
-        gate: Gate | None = None,
+        gate: PauseGate | None = None,
     ) -> AgentLoop:
         """See Task."""
         chat = endless_chat(tokenizer)

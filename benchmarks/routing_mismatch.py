@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_loop.tools import OpenGate
+from agent_loop.tools import PauseGate
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.vllm.engine import engine_environment, start_vllm
 from async_rl.rollout.rollouter import Rollouter
@@ -222,7 +222,7 @@ async def roll_out(
             tokenizer=AutoTokenizer.from_pretrained(checkpoint),
             sampling=rollout.sampling,
             limits=rollout.limits,
-            gate=OpenGate(),
+            gate=PauseGate(),
         )
         single = Rollouter(loop=loop, routing=info.routing, trajectories_per_group=1)
         evaluation = await roll_groups(

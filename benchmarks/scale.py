@@ -289,7 +289,7 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
     for replica in parts.replicas:
         await replica.address.actor.begin.remote(tokens=size.tokens)
     pool = ReplicaPool(parts.replicas)
-    recorder = Recorder(directory, console=Silent(), scalars=Silent())
+    recorder = Recorder(directory, console=Silent(), scalars=None)
     rollouts = Dispatcher(parts.workers[: size.workers], pool=pool, note=say)
 
     async def no_replica(lost: PoolReplica, /, *, slot: int, name: str) -> PoolReplica:

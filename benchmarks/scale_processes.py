@@ -103,7 +103,7 @@ class IdleHost(Metered):
 
 
 class ScriptedReplica:
-    """See `async_rl.inference.replica.Replica`. Its requests decode until their group is released, or are aborted.
+    """See `inference.replica.EngineReplica`. Its requests decode until their group is released, or are aborted.
 
     The gate is the real one. Tokens, logprobs and rows are parts of arrays that are made once.
     """

@@ -23,7 +23,7 @@ from agent_loop.engine import EngineError
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from async_rl.files.logs import log_failure, open_log
-from async_rl.inference.replica import Replica
+from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import EngineConfig, start_replica
 from async_rl.weights.transport import WeightUpdate
 
@@ -260,7 +260,7 @@ class ReplicaHost:
             )
         )
 
-    def _serve(self, replica: Replica) -> None:
+    def _serve(self, replica: EngineReplica[Any]) -> None:
         self._server = BatchingServer(replica, refusals=(EngineError,))
 
     async def pid(self) -> int:

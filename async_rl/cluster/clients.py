@@ -17,7 +17,7 @@ from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.cluster.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.files.logs import log_end
-from async_rl.inference.replica import KVPolicy, Replica, ReplicaStats
+from async_rl.inference.replica import EngineReplica, KVPolicy, ReplicaStats
 from async_rl.inference.select import EngineConfig, actor_environment
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.losses import LossConfig
@@ -55,7 +55,7 @@ class ReplicaAddress:
 
 
 class ReplicaHandle:
-    """Calls the `Replica` in another process: an Engine, and the control calls of the publisher.
+    """Calls the `EngineReplica` in another process: an Engine, and the control calls of the publisher.
 
     If a caller is cancelled or out of time, its call is cancelled in the replica too.
 
@@ -72,7 +72,7 @@ class ReplicaHandle:
         self.address = address
         self.name = address.name
         self._log_end = ""
-        self._calls: BatchingClient[Replica] = BatchingClient(
+        self._calls: BatchingClient[EngineReplica[Any]] = BatchingClient(
             address.actor,
             name=client,
             server=address.name,
@@ -118,31 +118,31 @@ class ReplicaHandle:
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         """See `agent_loop.engine.Engine`; the caller bounds it."""
-        return await self._call(Replica.generate, request)
+        return await self._call(EngineReplica.generate, request)
 
     async def pause(self) -> None:
-        await self._control(self.address.control_timeout_s, Replica.pause)
+        await self._control(self.address.control_timeout_s, EngineReplica.pause)
 
     async def abort(self) -> int:
-        return await self._control(self.address.control_timeout_s, Replica.abort)
+        return await self._control(self.address.control_timeout_s, EngineReplica.abort)
 
     async def drain(self) -> None:
-        await self._call(Replica.drain)  # as long as the longest generation; sync.timeout_s bounds it
+        await self._call(EngineReplica.drain)  # as long as the longest generation; sync.timeout_s bounds it
 
     async def freeze(self) -> int:
-        return await self._control(self.address.control_timeout_s, Replica.freeze)
+        return await self._control(self.address.control_timeout_s, EngineReplica.freeze)
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
-        return await self._control(self.address.control_timeout_s, Replica.load, update, kv=kv)
+        return await self._control(self.address.control_timeout_s, EngineReplica.load, update, kv=kv)
 
     async def checksum(self) -> str:
-        return await self._control(self.address.control_timeout_s, Replica.checksum)
+        return await self._control(self.address.control_timeout_s, EngineReplica.checksum)
 
     async def resume(self) -> None:
-        await self._control(self.address.control_timeout_s, Replica.resume)
+        await self._control(self.address.control_timeout_s, EngineReplica.resume)
 
     async def stats(self) -> ReplicaStats:
-        return await self._control(self.address.control_timeout_s, Replica.stats)
+        return await self._control(self.address.control_timeout_s, EngineReplica.stats)
 
     async def pid(self) -> int:
         """Process id of the actor."""
@@ -156,7 +156,7 @@ class ReplicaHandle:
     async def close(self, *, timeout_s: float) -> None:
         """Close the engine, and end the process whether it answers or not."""
         try:
-            await self._control(timeout_s, Replica.close)
+            await self._control(timeout_s, EngineReplica.close)
         finally:
             self.kill()
 
@@ -167,7 +167,7 @@ class ReplicaHandle:
     async def _control(
         self,
         timeout_s: float,
-        method: Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]],
+        method: Callable[Concatenate[EngineReplica[Any], P], Coroutine[Any, Any, T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
@@ -182,7 +182,11 @@ class ReplicaHandle:
             raise error from cause
 
     async def _call(
-        self, method: Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+        self,
+        method: Callable[Concatenate[EngineReplica[Any], P], Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         try:
             return await self._calls.call(method, *args, **kwargs)

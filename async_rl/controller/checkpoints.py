@@ -11,27 +11,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from async_rl.config import CheckpointConfig
+from async_rl.controller.interfaces import Trainer
 from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
+from async_rl.metrics.recorder import Recorder
 from message_queue.contract import QueueSnapshot
 
 FORMAT = 1
-
-
-class TrainerSaver(Protocol):
-    async def save(self, directory: Path) -> None: ...
-
-
-class Records(Protocol):
-    """Records of the steps up to a checkpoint; a restart keeps them unchanged."""
-
-    def sync(self) -> None:
-        """Return once all records survive a loss of power. Called in a thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +59,7 @@ class Checkpoints:
         """Train steps between checkpoints; 0 for only at the end or on a stop."""
         return self._config.every
 
-    async def save(self, state: RunState, *, trainer: TrainerSaver, records: Records) -> Path:
+    async def save(self, state: RunState, *, trainer: Trainer, records: Recorder) -> Path:
         """Write a checkpoint; one that is cut short leaves those before it usable.
 
         Before it is there, `records` are on the disk; when this returns, it survives a loss of power.

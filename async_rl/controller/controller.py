@@ -40,7 +40,6 @@ from async_rl.controller.interfaces import (
     WATCH_EVERY_S,
     ControllerConfig,
     GroupQueue,
-    Replicas,
     StageError,
     Trainer,
     run_stage,
@@ -50,6 +49,7 @@ from async_rl.controller.probe import Probe
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member
 from async_rl.inference.publisher import Publisher, PublishReport
+from async_rl.inference.supervisor import Supervisor
 from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.registry import queue_metrics
 from async_rl.metrics.trace import Trace
@@ -65,7 +65,7 @@ from message_queue.contract import Admission, Batch
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
-__all__ = ["Controller", "ControllerConfig", "GroupQueue", "Replicas", "StageError", "Trainer"]
+__all__ = ["Controller", "ControllerConfig", "GroupQueue", "StageError", "Trainer"]
 
 
 class Controller:
@@ -88,7 +88,7 @@ class Controller:
         rollouts: Dispatcher,
         trainer: Trainer,
         publisher: Publisher,
-        replicas: Replicas,
+        replicas: Supervisor,
         held_out: Sequence[Prompt],
         checkpoints: Checkpoints,
         recorder: Recorder,

@@ -18,13 +18,13 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from agent_loop.engine import AnswerError, GenerateRequest, ReplicaLostError, SamplingConfig
 from async_rl.config import MismatchConfig
+from async_rl.controller.interfaces import Trainer
 from async_rl.inference.pool import Member, ReplicaPool
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
@@ -38,14 +38,6 @@ PROMPT_TOKENS = 128  # longest prompt of a probe
 
 class MismatchError(RuntimeError):
     """Engine and trainer disagree at equal weights; the message names replica and version."""
-
-
-class TokenScorer(Protocol):
-    """The part of the trainer that computes logprobs; see `async_rl.trainer.rank.TrainerRank.score`."""
-
-    async def score(self, batch: TrainingBatch) -> Sequence[torch.Tensor]:
-        """Logprobs float32 [n] of the tokens in the loss of each sequence."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,7 +118,7 @@ class Probe:
             task.cancel()
         self._asked.clear()
 
-    async def compare(self, version: int, trainer: TokenScorer) -> float:
+    async def compare(self, version: int, trainer: Trainer) -> float:
         """Largest k3 in nat between a replica and the trainer, which must score with `version`; NaN without answers.
 
         Raises:

@@ -35,34 +35,16 @@ from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, StoredContent, read_content
 from async_rl.rollout.prompts import PromptOrder
 from async_rl.rollout.schedule_replay import NoReplay
-from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.recovery import JournalPlace, Restored
+from message_queue.recovery import Restored
 from message_queue.tokens import RoutingSpec
 
-
-class RestorableTrainer(Trainer, Protocol):
-    """A trainer that can continue from a checkpoint."""
-
-    async def restore(self, directory: Path) -> None: ...
-    async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
-
-
-class RunQueue(GroupQueue, Protocol):
-    """A queue with its journal, and its process; see `async_rl.cluster.queue_client.QueueHandle` for each call."""
-
-    async def open(self, place: JournalPlace, *, timeout_s: float) -> Restored: ...
-    async def closing_records(self) -> list[LedgerRecord | LedgerTotal]: ...
-    async def close_journal(self) -> None: ...
-    def kill(self) -> None: ...
-
-
-T = TypeVar("T", bound=RestorableTrainer)
+T = TypeVar("T", bound=Trainer)
 
 
 class PartFactory(Protocol[T]):
     """Starts the parts that may fail; see `async_rl.controller.processes.Processes`."""
 
-    async def start_queue(self) -> RunQueue: ...
+    async def start_queue(self) -> GroupQueue: ...
     async def replace_trainer(self, lost: T) -> T:
         """Close `lost` and start another in its place; called again with the same `lost` if that fails."""
         ...
@@ -200,7 +182,7 @@ class RecoveryLoop(Generic[T]):
             queue.kill()  # one that was only out of reach must not come back beside the next one
             await run_parts.rollouts.end()
 
-    async def _open_queue(self, place: ContentPlace) -> tuple[RunQueue, Restored, StoredContent]:
+    async def _open_queue(self, place: ContentPlace) -> tuple[GroupQueue, Restored, StoredContent]:
         """The queue with the groups that a restart continues. Ready groups that lack content are open."""
         journal, timeout_s = self._resume.journal(), self._config.cluster.start_timeout_s
         while True:
@@ -217,11 +199,11 @@ class RecoveryLoop(Generic[T]):
             queue.kill()
             journal = replace(journal, incomplete=journal.incomplete | stored.incomplete)
 
-    async def _close(self, queue: RunQueue) -> None:
+    async def _close(self, queue: GroupQueue) -> None:
         self._parts.recorder.ledger(await queue.closing_records())
         await queue.close_journal()
 
-    def _build_pipeline(self, queue: RunQueue, contents: GroupContents, trainer: T, restored: Restored) -> Controller:
+    def _build_pipeline(self, queue: GroupQueue, contents: GroupContents, trainer: T, restored: Restored) -> Controller:
         config, run_parts = self._config, self._parts
         return Controller(
             config=ControllerConfig(

@@ -8,19 +8,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
 
+from async_rl.cluster.clients import TrainerHandle
 from async_rl.config import WarmStartConfig
 from async_rl.rollout.task import Task, TaskConfig
-from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
+from async_rl.trainer.batch.training_batch import supervised_batch
 from async_rl.trainer.model.model import TrainerConfig
 
 FORMAT = 1  # part of the cache key: raise it when the same settings give other weights
-
-
-class SupervisedTrainer(Protocol):
-    async def train_supervised(self, batch: TrainingBatch) -> dict[str, float]: ...
-    async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
 
 
 def warm_start_folder(config: WarmStartConfig, *, task: TaskConfig, seed: int, trainer: TrainerConfig) -> Path:
@@ -39,7 +34,7 @@ async def run_warm_start(
     config: WarmStartConfig,
     *,
     task: Task,
-    trainer: SupervisedTrainer,
+    trainer: TrainerHandle,
     initial: Path,
     folder: Path,
     progress: Callable[[int, float], None],

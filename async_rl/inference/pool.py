@@ -24,7 +24,7 @@ from message_queue.tokens import WeightVersion
 
 
 class PoolReplica(Engine, Protocol):
-    """Calls of the pool's users on a replica; see `async_rl.inference.replica.Replica` for each contract."""
+    """Calls of the pool's users on a replica; see `inference.replica.EngineReplica` for each contract."""
 
     name: str
 

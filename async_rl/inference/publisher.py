@@ -85,7 +85,7 @@ class Publisher:
     Args:
         replicas: the replicas that serve the run.
         on_update: how requests in flight are treated; see the top of this module.
-        kv: K/V of the requests that are frozen with `keep`; see `async_rl.inference.replica.Replica.load`.
+        kv: K/V of the requests that are frozen with `keep`; see `async_rl.inference.replica.EngineReplica.load`.
         rollouts: paused during a publish, so that they start no tool.
         timeout_s: bound on the whole publish of one replica, from pause to resume.
     """

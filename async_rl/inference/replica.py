@@ -45,86 +45,6 @@ class ReplicaStats:
     """Time with at least one request in flight, in seconds."""
 
 
-class Replica(Protocol):
-    """One engine instance: `agent_loop.engine.Engine` plus the control calls of the publisher."""
-
-    name: str
-    """Name of the replica, unique in a run."""
-
-    @property
-    def weights(self) -> WeightVersion:
-        """The loaded weight version."""
-        ...
-
-    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """See `agent_loop.engine.Engine.generate`. If the caller is cancelled, the engine aborts the request."""
-        ...
-
-    async def pause(self) -> None:
-        """Hold new `generate` calls until `resume`; requests in flight continue."""
-        ...
-
-    async def abort(self) -> int:
-        """End every request in flight with a partial segment; return the number of partial segments.
-
-        Every caller's result is complete when this returns. A request that ends by itself meanwhile is not counted.
-        """
-        ...
-
-    async def drain(self) -> None:
-        """Return when all requests that are in flight now have ended by themselves.
-
-        Raises:
-            EngineError: requests in flight are frozen, or the engine is dead.
-        """
-        ...
-
-    async def freeze(self) -> int:
-        """Stop every request in flight inside the engine until `resume`; return their number.
-
-        Raises:
-            EngineError: the replica is not paused, or the engine is dead.
-        """
-        ...
-
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
-        """Load new weights while the replica is paused and every request in flight is frozen.
-
-        Rows and logprobs of earlier tokens stay unchanged.
-
-        Args:
-            update: the published version.
-            kv: K/V of frozen requests. recompute: the new weights compute it again, with the recorded experts. keep:
-                the K/V of the old weights stays, and so does the prefix cache.
-
-        Raises:
-            EngineError: the replica is not paused, a request in flight is not frozen, the update is incomplete, the
-                digest differs from the published one, or parameters did not change although other values were
-                published. After a failed load the replica serves no request until a load succeeds.
-        """
-        ...
-
-    async def checksum(self) -> str:
-        """Checksum of the model's parameters on all ranks, taken at the last load."""
-        ...
-
-    async def resume(self) -> None:
-        """Open the gate: held `generate` calls and frozen requests continue.
-
-        Raises:
-            EngineError: the last load failed, or the engine is dead.
-        """
-        ...
-
-    async def stats(self) -> ReplicaStats:
-        """Counters since the start."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the engine. Waiting and running `generate` calls end with EngineError. May be called twice."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class InflightRequest:
     """A request that passed the gate and has no result yet."""
@@ -427,7 +347,7 @@ BackendT = TypeVar("BackendT", bound=EngineBackend)
 
 
 class EngineReplica(Generic[BackendT]):
-    """The life cycle of one engine; see `Replica` for the contract of each call.
+    """One engine instance: `agent_loop.engine.Engine` plus the control calls of the publisher.
 
     Args:
         backend: calls to a running engine, which labels its tokens with `weight_label(weights)`.
@@ -455,7 +375,7 @@ class EngineReplica(Generic[BackendT]):
         return self._loaded.current
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """Decode; see `agent_loop.engine.Engine.generate`."""
+        """See `agent_loop.engine.Engine.generate`. If the caller is cancelled, the engine aborts the request."""
         what = f"{self.name}: request {request.request_id}"
         async with self._gate.admit(request.request_id) as inflight:
             try:
@@ -473,11 +393,14 @@ class EngineReplica(Generic[BackendT]):
             return inflight.result
 
     async def pause(self) -> None:
-        """Hold new `generate` calls."""
+        """Hold new `generate` calls until `resume`; requests in flight continue."""
         self._gate.pause()
 
     async def abort(self) -> int:
-        """End all requests in flight; return the number of partial segments."""
+        """End every request in flight with a partial segment; return the number of partial segments.
+
+        Every caller's result is complete when this returns. A request that ends by itself meanwhile is not counted.
+        """
         requests = self._gate.request_abort()
         if requests:
             await self._control("abort", self.backend.abort(requests))
@@ -485,18 +408,39 @@ class EngineReplica(Generic[BackendT]):
         return sum(request.aborted for request in requests)
 
     async def drain(self) -> None:
-        """Wait until all requests that are in flight now have ended."""
+        """Return when all requests that are in flight now have ended by themselves.
+
+        Raises:
+            EngineError: requests in flight are frozen, or the engine is dead.
+        """
         await self._gate.drain()
 
     async def freeze(self) -> int:
-        """Freeze all requests in flight inside the engine; return their number."""
+        """Stop every request in flight inside the engine until `resume`; return their number.
+
+        Raises:
+            EngineError: the replica is not paused, or the engine is dead.
+        """
         self._gate.require_paused("freeze")
         if self._gate.in_flight:
             await self._control("freeze", self.backend.freeze())
         return self._gate.freeze()
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
-        """Load a published version, and check its digest and the model's parameters."""
+        """Load new weights while the replica is paused and every request in flight is frozen.
+
+        Rows and logprobs of earlier tokens stay unchanged.
+
+        Args:
+            update: the published version.
+            kv: K/V of frozen requests. recompute: the new weights compute it again, with the recorded experts. keep:
+                the K/V of the old weights stays, and so does the prefix cache.
+
+        Raises:
+            EngineError: the replica is not paused, a request in flight is not frozen, the update is incomplete, the
+                digest differs from the published one, or parameters did not change although other values were
+                published. After a failed load the replica serves no request until a load succeeds.
+        """
         what = f"version {update.weights.version}"
         self._gate.require_quiet(f"load of {what}")
         requests = self._gate.in_flight
@@ -533,11 +477,15 @@ class EngineReplica(Generic[BackendT]):
             )
 
     async def checksum(self) -> str:
-        """Checksum of the model's parameters, taken at the last load."""
+        """Checksum of the model's parameters on all ranks, taken at the last load."""
         return self._live.checksum
 
     async def resume(self) -> None:
-        """Continue frozen requests and open the gate."""
+        """Open the gate: held `generate` calls and frozen requests continue.
+
+        Raises:
+            EngineError: the last load failed, or the engine is dead.
+        """
         self._gate.require_resumable()
         await self._control("resume", self.backend.resume())
         self._gate.resume()
@@ -547,7 +495,7 @@ class EngineReplica(Generic[BackendT]):
         return self._gate.stats()
 
     async def close(self) -> None:
-        """Stop the engine; calls that wait or run end with ReplicaLostError."""
+        """Stop the engine. Waiting and running `generate` calls end with EngineError. May be called twice."""
         if self._closed:
             return
         self._closed = True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from async_rl.inference.replica import Replica
+from async_rl.inference.replica import EngineReplica
 from async_rl.inference.sglang import config as sglang_config
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.vllm import config as vllm_config
@@ -59,7 +59,7 @@ async def start_replica(
     capture_routing: bool,
     force_routing: bool = False,
     capture_support: bool = False,
-) -> Replica:
+) -> EngineReplica[Any]:
     """Start an engine on a Hugging Face checkpoint folder, in a process that has `actor_environment`.
 
     Variables that depend on the device are set here, because only this process knows its device.

@@ -8,12 +8,15 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from async_rl.files.atomic_dir import make_folder, sync_path
 from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.registry import METRICS, metric_of
 from async_rl.metrics.truncation import ENDED_UNRECORDED, missing_records, truncate_records, unrecorded_groups
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +85,6 @@ class Console(Protocol):
         ...
 
 
-class Scalars(Protocol):
-    """The part of TensorBoard's SummaryWriter that `Recorder` uses."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def close(self) -> None: ...
-
-
 class Recorder:
     """Writes every record immediately, one line each.
 
@@ -98,13 +94,13 @@ class Recorder:
     Args:
         directory: of the run; created if it does not exist.
         console: gets every record except those of the ledger.
-        scalars: TensorBoard writer for the finite metrics.
+        scalars: TensorBoard writer for the finite metrics; None for no TensorBoard.
 
     Attributes:
         lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
     """
 
-    def __init__(self, directory: Path, *, console: Console, scalars: Scalars) -> None:
+    def __init__(self, directory: Path, *, console: Console, scalars: SummaryWriter | None) -> None:
         make_folder(directory)
         self._directory = directory
         self._open()
@@ -160,7 +156,7 @@ class Recorder:
             self._schedule.write(_json_line({"train_step": step, "optimizer_steps": made, "groups": record.schedule}))
         for key, value in metrics.items():
             if math.isfinite(value):
-                self._scalars.add_scalar(key, value, step)
+                self._scalar(key, value, step)
         self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
@@ -180,7 +176,7 @@ class Recorder:
             )
         )
         if math.isfinite(result.success_rate):
-            self._scalars.add_scalar("validation/success", result.success_rate, train_step)
+            self._scalar("validation/success", result.success_rate, train_step)
         self._console.validation(train_step, result)
 
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -199,8 +195,13 @@ class Recorder:
     def close(self) -> None:
         """Flush and close every sink."""
         self._close_files()
-        self._scalars.close()
+        if self._scalars is not None:
+            self._scalars.close()
         self._console.close()
+
+    def _scalar(self, key: str, value: float, train_step: int) -> None:
+        if self._scalars is not None:
+            self._scalars.add_scalar(key, value, train_step)
 
     def _open(self) -> None:
         self._metrics = (self._directory / "metrics.jsonl").open("a", buffering=1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from async_rl.inference.notifier import Notifier
+from message_queue.content import ContentWriter
 from message_queue.progress import CallStarted, RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
@@ -16,12 +16,11 @@ class RolloutLogError(RuntimeError):
     """Rollouts can no longer be stored; the cause is chained. The rollouts themselves are sound."""
 
 
-class RolloutLog(Protocol):
-    """Storage of rollouts."""
+class RolloutLog:
+    """Storage of rollouts; this one stores nothing."""
 
     def append(self, record: RolloutRecord) -> None:
         """Store a record soon, after all earlier ones."""
-        ...
 
     async def flush(self) -> None:
         """Return once all earlier records are stored.
@@ -29,27 +28,12 @@ class RolloutLog(Protocol):
         Raises:
             RolloutLogError: writing failed; nothing more is written.
         """
-        ...
 
 
-class NoRolloutLog:
-    """Stores nothing."""
-
-    def append(self, record: RolloutRecord) -> None:
-        return
-
-    async def flush(self) -> None:
-        return
-
-
-class RecordStore(Protocol):
-    async def append(self, records: Sequence[RolloutRecord]) -> None: ...
-
-
-class StoredRolloutLog:
+class StoredRolloutLog(RolloutLog):
     """Stores records in order; records that arrive during a call are sent together in the next one."""
 
-    def __init__(self, store: RecordStore) -> None:
+    def __init__(self, store: ContentWriter) -> None:
         self._store = store
         self._waiting: list[RolloutRecord] = []
         self._num_appended = self._num_written = 0

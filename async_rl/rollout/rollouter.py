@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
-from async_rl.rollout.recorded import CountedTrajectory, NoRolloutLog, RecordedTrajectory, RolloutLog, RolloutLogError
+from async_rl.rollout.recorded import CountedTrajectory, RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, RolloutStep
@@ -122,7 +122,7 @@ class Rollouter:
     ) -> None:
         self._failure = failure or FailureConfig()
         self._note = note
-        self._log = log or NoRolloutLog()
+        self._log = log or RolloutLog()
         self._loop = loop
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
@@ -207,7 +207,7 @@ class Rollouter:
         def record(at: int, what: RolloutStep) -> None:
             self._log.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what))
 
-        if isinstance(self._log, NoRolloutLog):
+        if type(self._log) is RolloutLog:
             return CountedTrajectory(trajectory, count=count)
         return RecordedTrajectory(trajectory, record=record, flush=self._log.flush, count=count)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from agent_loop.chat import Tokenizer
+from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
-from agent_loop.tools import Gate
+from agent_loop.tools import PauseGate
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
 
@@ -21,7 +21,7 @@ Demonstration = tuple[Int32Array, BoolArray]
 """Token ids int32 [t] and loss mask bool [t]."""
 
 
-class Task(Protocol):
+class Task(ABC):
     """A task. All results are deterministic functions of its seed, so that a run can be resumed.
 
     A subclass has to define the first three methods. The others have defaults for a task that trains a given checkpoint
@@ -40,7 +40,7 @@ class Task(Protocol):
 
     @abstractmethod
     def build_loop(
-        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: Gate
+        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
     ) -> AgentLoop:
         """Build the agent loop, which turns one prompt into one trajectory.
 
@@ -53,7 +53,7 @@ class Task(Protocol):
         """
         ...
 
-    def check_prompt(self, prompt: Prompt) -> None:
+    def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027 - a task may accept every prompt
         """Check that the agent loop and the reward can use a prompt of `task.prompt_file`.
 
         Called for every prompt of the file before any process starts.

@@ -52,7 +52,7 @@ class _Decode:
 
 
 class SimulatedReplica:
-    """See `async_rl.inference.replica.Replica`.
+    """See `async_rl.inference.replica.EngineReplica`.
 
     Args:
         token_s: virtual seconds per token of one request.

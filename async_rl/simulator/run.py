@@ -17,7 +17,7 @@ from async_rl.cluster.rollout_workers import WorkerHandle, addresses, build_remo
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
-from async_rl.inference.replica import Replica
+from async_rl.inference.replica import EngineReplica
 from async_rl.metrics.recorder import Recorder, StepRecord, ValidationResult
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
@@ -86,7 +86,7 @@ class Run:
         task = TaskConfig(factory=f"{SimulatedTask.__module__}:{SimulatedTask.__name__}", options={"world": world})
         self._config = config = replace(scenario.config, output_dir=world.directory, task=task)
         resume = Resume(config)
-        self.recorder = Recorder(world.directory, console=_Silent(), scalars=_Silent())
+        self.recorder = Recorder(world.directory, console=_Silent(), scalars=None)
         self.trainer = SimulatedTrainer(world)
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(len(scenario.token_s))]
         self.pool = ReplicaPool(replicas, on_lost=self.recorder.warn)
@@ -112,7 +112,7 @@ class Run:
             schedule_replay=NoReplay(),
         )
         order = SimulatedTask(config.task.options, seed=config.seed)
-        held_out = [order.train_prompt(900 + i) for i in range(config.validation.prompts)]
+        held_out = order.validation_prompts(config.validation.prompts)
         self.recovery = RecoveryLoop(config, run_parts, order=order, held_out=held_out, resume=resume)
 
     async def go(self) -> bool:
@@ -186,7 +186,7 @@ class Run:
     def _replica(self, slot: int, name: str) -> ReplicaHandle:
         host = ReplicaHost()
         replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
-        host._serve(cast(Replica, Observed(replica)))  # pyright: ignore[reportPrivateUsage]
+        host._serve(cast(EngineReplica[Any], Observed(replica)))  # pyright: ignore[reportPrivateUsage]
         return ReplicaHandle(ReplicaAddress(actor=self._process(name, host), name=name, control_timeout_s=CALL_S))
 
     def _process(self, name: str, host: object) -> Process:

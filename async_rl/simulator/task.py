@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.chat import Chat, Tokenizer
+from agent_loop.chat import Chat
+from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, RolloutError, TurnLimits
 from agent_loop.reward import Completion
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import Gate, ToolError, ToolRunner, describe_tool
+from agent_loop.tools import PauseGate, ToolError, ToolRunner, describe_tool
+from async_rl.rollout.task import Task
 from message_queue.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ NO_END_S = 1e6  # longer than any time-out
 _session: ContextVar[str] = ContextVar("session", default="")
 
 
-class SimulatedTask:
+class SimulatedTask(Task):
     """See `async_rl.rollout.task.Task`, for the methods that a run uses.
 
     Args:
@@ -35,8 +37,11 @@ class SimulatedTask:
     def train_prompt(self, index: int) -> Prompt:
         return Prompt(index=index, messages=(Message(role="user", content=f"{index:03d}"),))
 
+    def validation_prompts(self, count: int) -> list[Prompt]:
+        return [self.train_prompt(900 + i) for i in range(count)]
+
     def build_loop(
-        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: Gate
+        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
     ) -> _Loop:
         tool = LookupTool(self._world)
         return _Loop(

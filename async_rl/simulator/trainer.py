@@ -25,7 +25,7 @@ INITIAL = hashlib.blake2b(b"initial weights", digest_size=8).hexdigest()
 
 
 class SimulatedTrainer:
-    """See `controller.recovery.RestorableTrainer`. digest: of the weights now. train_step: updates they hold."""
+    """See `controller.recovery.Trainer`. digest: of the weights now. train_step: updates they hold."""
 
     def __init__(self, world: World) -> None:
         self.digest = INITIAL

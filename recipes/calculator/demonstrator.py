@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agent_loop.chat import Chat, Tokenizer
+from agent_loop.chat import Chat
+from agent_loop.control_tokens import Tokenizer
 from agent_loop.loop import Message
 from agent_loop.tools import MalformedCall, ToolError, parse_tool_calls
 from message_queue.tokens import Int32Array

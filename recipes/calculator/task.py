@@ -10,12 +10,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from agent_loop.chat import Chat, Tokenizer
+from agent_loop.chat import Chat
+from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import Gate, ToolRunner, describe_tool
+from agent_loop.tools import PauseGate, ToolRunner, describe_tool
 from async_rl.files.validation import explain
+from async_rl.rollout.task import Task
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
 
@@ -68,7 +70,7 @@ class CalculatorConfig:
         )
 
 
-class CalculatorTask:
+class CalculatorTask(Task):
     """A Task. All results depend only on (config, seed).
 
     Validation prompts do not depend on the seed, so that runs with different seeds can be compared.
@@ -115,7 +117,7 @@ class CalculatorTask:
         tokenizer: Tokenizer,
         sampling: SamplingConfig,
         limits: TurnLimits,
-        gate: Gate | None = None,
+        gate: PauseGate | None = None,
     ) -> AgentLoop:
         """Build the multi-turn tool-use loop with the calculator; see `Task.build_loop`."""
         calculator = Calculator(latency=self._config.latency, seed=self._seed)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from agent_loop import SamplingConfig, TurnLimits
-from agent_loop.tools import OpenGate
+from agent_loop.tools import PauseGate
 from async_rl import TaskConfig, build_task
 from async_rl.rollout.rollouter import Rollouter
 from message_queue import Admission
@@ -48,7 +48,7 @@ async def roll(task, *turns):
         TurnScript([ids(turn + END_OF_TURN) for turn in turns], opening=ids("<|im_start|>assistant\n")),
     )
     loop = task.build_loop(
-        engine=engine, tokenizer=TOKENIZER, sampling=SamplingConfig(), limits=LIMITS, gate=OpenGate()
+        engine=engine, tokenizer=TOKENIZER, sampling=SamplingConfig(), limits=LIMITS, gate=PauseGate()
     )
     rollouter = Rollouter(loop=loop, routing=SPEC, trajectories_per_group=2)
     admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)

@@ -15,12 +15,13 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from torch.distributed.checkpoint.api import CheckpointException
 
 from async_rl.files.atomic_dir import partial_folder, publish_folder, recover_folder
+from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.model.families import ModelShape
 from async_rl.trainer.state.shards import read_shards, write_shards
 
@@ -49,19 +50,6 @@ class Manifest:
     """Whether the checkpoint contains the reference weights of a KL term."""
 
 
-class Ranks(Protocol):
-    """The ranks that share a checkpoint."""
-
-    rank: int
-    """Rank of this process."""
-    size: int
-    """Number of ranks."""
-
-    def gather(self, value: object) -> list[Any]:
-        """Values of all ranks, by rank. Collective."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Document:
     """Content of trainer.json."""
@@ -74,7 +62,7 @@ class _Document:
     """Name of every other file -> hash of its content."""
 
 
-def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: Ranks) -> None:
+def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: ProcessGroups) -> None:
     """Write nested shards as checkpoint `directory`, which appears when all files are on disk. Collective.
 
     Raises:
@@ -88,7 +76,7 @@ def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ra
         raise
 
 
-def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks: Ranks) -> None:
+def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks: ProcessGroups) -> None:
     partial = partial_folder(directory)
 
     def begin() -> None:
@@ -111,7 +99,7 @@ def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks:
     _on_first_rank(finish, ranks)
 
 
-def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: Ranks) -> Manifest:
+def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: ProcessGroups) -> Manifest:
     """Check all files of checkpoint `directory` and return its manifest. Collective.
 
     Args:
@@ -175,7 +163,7 @@ def fields_of(shape: ModelShape, *, dtype: str) -> dict[str, Any]:
     return msgspec.json.decode(msgspec.json.encode(fields, enc_hook=str))
 
 
-def _on_first_rank(work: Callable[[], Value], ranks: Ranks) -> Value:
+def _on_first_rank(work: Callable[[], Value], ranks: ProcessGroups) -> Value:
     """Run `work` on rank 0; all ranks return its result or raise its error. Collective."""
     outcome: tuple[Value | None, Exception | None] = None, None
     if ranks.rank == 0:

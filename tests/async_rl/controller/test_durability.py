@@ -65,7 +65,7 @@ class Run:
         self.disks = 0
 
     async def go(self, disk):
-        recorder = Recorder(self.directory, console=Null(), scalars=Null())
+        recorder = Recorder(self.directory, console=Null(), scalars=None)
         checkpoints = Checkpoints(self.directory / "checkpoints", config=CheckpointConfig(keep=2))
         with contextlib.closing(recorder):
             for step in (*range(1, STEPS + 1), STEPS):
@@ -140,7 +140,7 @@ async def test_a_sync_that_is_left_out_is_found(tmp_path, monkeypatch, plant):
 
 
 def recorded(directory):
-    recorder = Recorder(directory, console=Null(), scalars=Null())
+    recorder = Recorder(directory, console=Null(), scalars=None)
     for step in range(1, STEPS + 1):
         record(recorder, step)
     recorder.close()
@@ -149,7 +149,7 @@ def recorded(directory):
 def gone_on(directory, **of):
     """What a person is told, and the ledger, of a run that goes on after the last step."""
     console = Lines()
-    recorder = Recorder(directory, console=console, scalars=Null())
+    recorder = Recorder(directory, console=console, scalars=None)
     recorder.resume_after(STEPS, **{"next_group": STEPS, "live": (), "trained": STEPS} | of)
     recorder.close()
     return console.notes, [json.loads(line) for line in (directory / "ledger.jsonl").read_text().splitlines()]
@@ -199,7 +199,7 @@ def test_a_group_that_ended_after_the_checkpoint_is_no_lost_record(tmp_path):
 async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tmp_path):
     directory = tmp_path / "run"
     recorded(directory)
-    recorder = Recorder(directory, console=Null(), scalars=Null())
+    recorder = Recorder(directory, console=Null(), scalars=None)
     checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig())
     checkpoint = await checkpoints.save(state_of(STEPS), trainer=Saver("weights"), records=recorder)
     recorder.close()
@@ -210,7 +210,7 @@ async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tm
     def notes_of(output_dir, *, resume):
         config = load_config([f"output_dir={output_dir}", f"resume={resume}", "trainer.router_replay=R3"])
         console = Lines()
-        recorder = Recorder(output_dir, console=console, scalars=Null())
+        recorder = Recorder(output_dir, console=console, scalars=None)
         Resume(config).truncate_records(restored, StoredContent(), recorder)
         recorder.close()
         return [note for note in console.notes if "lacks" in note]

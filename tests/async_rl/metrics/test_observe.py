@@ -124,7 +124,7 @@ def test_cut_off_answers_and_unexecuted_calls_are_counted_apart():
 def test_info_of_trajectories_becomes_metrics_custom_keys_too(tmp_path):
     metrics = metrics_of([closed(1.0, info={"turns": 2.0, "own": np.float64(3)}), closed(0.0, info={"turns": 4.0})])
     assert metrics["info/turns"] == 3 and metrics["info/own"] == 3
-    recorder = Recorder(tmp_path, console=Null(), scalars=Null())
+    recorder = Recorder(tmp_path, console=Null(), scalars=None)
     recorder.step(StepRecord(metrics={"train_step": 1, **metrics}, staleness_tokens={}))
     recorder.close()
     assert report([str(tmp_path)]) == 0
@@ -175,7 +175,7 @@ def validated(success, *, failed=0):
 
 
 def record(directory, steps=3):
-    recorder = Recorder(directory, console=Null(), scalars=Null())
+    recorder = Recorder(directory, console=Null(), scalars=None)
     for step in range(1, steps + 1):
         metrics = {"train_step": step, "reward/mean": step / 10, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
         recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
@@ -197,7 +197,7 @@ def test_a_metric_without_a_reduction_is_refused():
 
 def test_a_metric_of_a_layer_is_one_where_the_whole_model_has_it(tmp_path):
     metrics = {"train_step": 1, "routing/overlap_layer12": 0.5, "routing/overlap": 0.75}
-    recorder = Recorder(tmp_path, console=Null(), scalars=Null())
+    recorder = Recorder(tmp_path, console=Null(), scalars=None)
     recorder.step(StepRecord(metrics=metrics, staleness_tokens={}))
     recorder.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["routing/overlap_layer12"] == 0.5
@@ -230,7 +230,7 @@ def test_a_report_of_a_run_needs_nothing_else(tmp_path, capsys):
 
 
 def record_layers(directory):
-    recorder = Recorder(directory, console=Null(), scalars=Null())
+    recorder = Recorder(directory, console=Null(), scalars=None)
     for step, shift in ((1, 0.0), (2, 0.2)):
         found = {of_layer("routing/overlap", layer): 0.1 * layer + shift for layer in (11, 2, 3)}
         found[of_layer("routing/gate_mass", 2)] = math.nan
@@ -256,7 +256,7 @@ def test_a_report_of_nothing_says_so(tmp_path, capsys):
 
 
 def test_a_validation_in_which_every_rollout_failed_is_no_point(tmp_path):
-    recorder = Recorder(tmp_path, console=Null(), scalars=Null())
+    recorder = Recorder(tmp_path, console=Null(), scalars=None)
     for step, success in enumerate([0.25, math.nan, 0.75]):
         recorder.validation(step, validated(success, failed=8 if math.isnan(success) else 0))
     recorder.close()
@@ -267,7 +267,7 @@ def test_a_validation_in_which_every_rollout_failed_is_no_point(tmp_path):
 
 
 def test_a_report_of_a_run_without_validation_or_steps_is_made(tmp_path):
-    Recorder(tmp_path, console=Null(), scalars=Null()).close()
+    Recorder(tmp_path, console=Null(), scalars=None).close()
     assert report([str(tmp_path)]) == 0
     (tmp_path / "validation.jsonl").unlink()
     assert report([str(tmp_path)]) == 0 and (tmp_path / "report.png").exists()

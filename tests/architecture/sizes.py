@@ -1,0 +1,62 @@
+"""Sizes that keep the code readable, against their bounds: `python -m tests.architecture.sizes`."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.architecture.test_imports import PACKAGES, ROOT
+
+DRIVER = ("controller", "cluster")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A measured size."""
+
+    name: str
+    """What is counted."""
+    value: float
+    """Its size now."""
+    bound: float
+    """Largest size that is accepted."""
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def classes(paths: list[Path]) -> list[ast.ClassDef]:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in paths)
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    """Whether a class is a Protocol itself; `class Restorable(Trainer, Protocol)` is one."""
+    return any(ast.unparse(base).partition("[")[0] == "Protocol" for base in node.bases)
+
+
+def sizes() -> list[Size]:
+    product = sources(*PACKAGES)
+    queue, simulator = sources("message_queue"), sources("async_rl/simulator")
+    found = classes(product)
+    loose = [path for path in (ROOT / "async_rl").glob("*.py") if path.stem != "__init__"]
+    return [
+        Size("modules of message_queue", len(queue) - 1, 22),
+        Size("lines of message_queue", lines(queue), 4000),
+        Size("lines of the simulator", lines(simulator), 3000),
+        Size("modules loose in async_rl", len(loose), 8),
+        Size("Protocols", sum(map(is_protocol, found)), 20),
+        Size("classes per 1,000 lines", round(1000 * len(found) / lines(product), 1), 12),
+        Size("test lines per product line", round(lines(sources("tests")) / lines(product), 2), 0.8),
+    ]
+
+
+if __name__ == "__main__":
+    for size in sizes():
+        print(f"{size.name:32}{size.value:10g}{size.bound:10g}{'' if size.value <= size.bound else '   over'}")  # noqa: T201
