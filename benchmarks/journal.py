@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.support import bootstrap, markdown_table, say, show
 from message_queue.content import ContentWriter
-from message_queue.progress import RolloutRecord, Sampled
+from message_queue.progress import RolloutRecord
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 AT_ONCE = 16  # rollouts
@@ -78,9 +78,7 @@ async def append_seconds(folder: Path, shape: Shape, segments: int) -> float:
 
     async def roll(group: int) -> None:
         for number in range(segments // AT_ONCE):
-            record = RolloutRecord(
-                group=group, trajectory=0, handout=0, at=2 + number * shape.tokens, what=Sampled(segment)
-            )
+            record = RolloutRecord(group=group, trajectory=0, handout=0, at=2 + number * shape.tokens, what=segment)
             await writer.append([record])
 
     started = time.perf_counter()

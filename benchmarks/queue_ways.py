@@ -22,7 +22,7 @@ from message_queue.content import ContentWriter
 from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead, head_of
 from message_queue.policies import build_policy
-from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.progress import RolloutRecord, TrajectoryClosed
 from message_queue.queue import TrajectoryQueue
 from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
@@ -232,7 +232,7 @@ def records_of(admission: Admission, number: int, trajectory: Trajectory) -> lis
     (turn,) = trajectory.turns
     (segment,) = turn.segments
     end = TrajectoryClosed(stop_reason=StopReason.STOP, reward=1.0)
-    steps = ((0, turn.observation), (len(turn.observation), Sampled(segment)), (len(trajectory), end))
+    steps = ((0, turn.observation), (len(turn.observation), segment), (len(trajectory), end))
     return [RolloutRecord(group=admission.group, trajectory=number, handout=0, at=at, what=what) for at, what in steps]
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from message_queue.progress import CallStarted, RolloutStep, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, RolloutStep, TrajectoryClosed
 from message_queue.sampling_support import SamplingSupport
 from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
@@ -105,8 +105,8 @@ class _Segment(msgspec.Struct, frozen=True, array_like=True):
 def encode(what: RolloutStep) -> tuple[str, bytes, list[memoryview]]:
     """Kind, small fields, and the arrays without a copy."""
     match what:
-        case Sampled():
-            return "segment", *_encode_segment(what.segment)
+        case TokenOutput():
+            return "segment", *_encode_segment(what)
         case CallStarted():
             return "call", msgspec.msgpack.encode(what), []
         case TrajectoryClosed():
@@ -125,7 +125,7 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
         case "observation":
             return np.frombuffer(arrays, "<i4")
         case "segment":
-            return Sampled(_decode_segment(msgspec.msgpack.decode(row.fields, type=_Segment), arrays))
+            return _decode_segment(msgspec.msgpack.decode(row.fields, type=_Segment), arrays)
         case "call":
             return msgspec.msgpack.decode(row.fields, type=CallStarted)
         case "closed":

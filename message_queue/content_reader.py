@@ -24,10 +24,10 @@ import numpy as np
 
 from message_queue.content_format import IndexRow, data_path, decode, index_run, row_checksum
 from message_queue.contract import Admission
-from message_queue.disk_errors import JournalBroken, JournalRunError, disk_error, disk_errors
-from message_queue.progress import CallStarted, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.disk_errors import JournalBroken, JournalMismatch, disk_error, disk_errors
+from message_queue.progress import CallStarted, RolloutRecord, TrajectoryClosed
 from message_queue.sqlite_file import connect
-from message_queue.tokens import RoutingSpec
+from message_queue.tokens import RoutingSpec, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 _Numbered = tuple[int, RolloutRecord]  # number among the records of its writer, record
@@ -63,7 +63,7 @@ def read_groups(
 
     Raises:
         JournalFormatError: a file of another format.
-        JournalRunError: a file of another run.
+        JournalMismatch: a file of another run.
         JournalError: a file cannot be opened.
         ContractError: rows of another model than `routing` has.
     """
@@ -76,7 +76,7 @@ def read_groups(
                 if found is None:
                     continue
                 if found != run:
-                    raise JournalRunError(f"{path} is content of run {found!r}, not of {run!r}; move it away")
+                    raise JournalMismatch(f"{path} is content of run {found!r}, not of {run!r}; move it away")
                 for group in groups:
                     for number, record in _read_group(index, path, group, notes):
                         stored[group].setdefault(record.trajectory, []).append((number, record))
@@ -199,8 +199,8 @@ def _rebuild(trajectory: Trajectory, records: list[_Numbered]) -> int:
         if record.at != len(trajectory) or trajectory.closed:
             return left
         match record.what:
-            case Sampled():
-                trajectory.extend(record.what.segment)
+            case TokenOutput():
+                trajectory.extend(record.what)
             case CallStarted():
                 trajectory.unsure_call = record.what.call
             case TrajectoryClosed() as end:
@@ -221,9 +221,7 @@ def _end(record: RolloutRecord) -> int:
     A call or an end appends no token; a later record at its position replaces it too.
     """
     match record.what:
-        case Sampled():
-            return record.at + len(record.what.segment)
-        case np.ndarray():
+        case TokenOutput() | np.ndarray():
             return record.at + len(record.what)
         case _:
             return record.at + 1

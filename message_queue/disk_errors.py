@@ -17,16 +17,8 @@ class JournalFormatError(JournalError):
     """The directory holds a journal of another format version."""
 
 
-class JournalRunError(JournalError):
-    """The directory holds a journal of another run."""
-
-
-class JournalStepError(JournalError):
-    """The journal and the checkpoint do not belong together: it ends before the checkpoint, or is settled after it."""
-
-
-class JournalSettingsError(JournalError):
-    """A setting changed that groups in flight depend on."""
+class JournalMismatch(JournalError):
+    """The journal is of another run, of another checkpoint, or of settings that groups in flight depend on."""
 
 
 class JournalBusy(JournalError):

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, JournalRunError, damaged, disk_errors
+from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, JournalMismatch, damaged, disk_errors
 from message_queue.events import Event
 from message_queue.sqlite_file import checksum, connect, is_written, stamp
 from message_queue.state import StoredState
@@ -102,7 +102,7 @@ class EventJournal:
         """All that was stored; None if the journal is new.
 
         Raises:
-            JournalRunError: the file is of another run.
+            JournalMismatch: the file is of another run.
             JournalBroken: a page, a row or the sequence of the events is damaged.
         """
         with disk_errors("read", self.path):
@@ -234,7 +234,7 @@ def check_owner(directory: Path, *, run: str) -> None:
     """Refuse a directory with a journal that this run cannot continue; changes nothing.
 
     Raises:
-        JournalFormatError, JournalRunError: the journal is of another format or run.
+        JournalFormatError, JournalMismatch: the journal is of another format or run.
         JournalError: its state is damaged, or there is no access.
     """
     path = directory / FILE
@@ -255,7 +255,7 @@ def _read_base(connection: sqlite3.Connection, path: Path, *, run: str) -> Journ
         raise damaged(path, f"it has {len(rows)} states")
     base = msgspec.msgpack.decode(rows[_STATE_ROW], type=JournalBase)
     if base.run != run:
-        raise JournalRunError(
+        raise JournalMismatch(
             f"{path} is of run {base.run!r}, this run is {run!r}; give output_dir another directory, or remove the "
             "journal"
         )

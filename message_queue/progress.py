@@ -9,14 +9,6 @@ from typing import TypeAlias
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """The policy sampled tokens."""
-
-    segment: TokenOutput
-    """One uninterrupted decode, with the rows that the engine returned."""
-
-
 @dataclass(frozen=True, slots=True)
 class CallStarted:
     """An outside call that must happen once is about to be made."""
@@ -37,7 +29,7 @@ class TrajectoryClosed:
     """Numbers that the agent loop or the task noted."""
 
 
-RolloutStep: TypeAlias = Int32Array | Sampled | CallStarted | TrajectoryClosed
+RolloutStep: TypeAlias = Int32Array | TokenOutput | CallStarted | TrajectoryClosed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,4 +45,4 @@ class RolloutRecord:
     at: int
     """Tokens that the trajectory held before."""
     what: RolloutStep
-    """int32 [n] tokens that no policy sampled, a segment, a call outside, or the end."""
+    """int32 [n] tokens that no policy sampled, a segment with its rows, a call outside, or the end."""

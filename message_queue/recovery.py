@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from message_queue.contract import Admission, QueueSnapshot
-from message_queue.disk_errors import JournalSettingsError, JournalStepError
+from message_queue.disk_errors import JournalMismatch
 from message_queue.events import Checkpointed, Dropped
 from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents, open_journal
 from message_queue.policies import DropPolicy, WaitPolicy
@@ -122,8 +122,7 @@ def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPol
         stored: contents of the journal; None if it is new.
 
     Raises:
-        JournalStepError: the journal does not belong to the checkpoint.
-        JournalSettingsError: a setting changed while groups are in flight.
+        JournalMismatch: the journal is not of the checkpoint, or a setting changed while groups are in flight.
     """
     given_up, diverged, notes = list[Dropped](), False, list[str]()
     if stored is None:
@@ -304,12 +303,12 @@ def _given_up(state: QueueState, replayed: set[int], *, policy: DropPolicy, next
 def _require_step(state: QueueState, place: JournalPlace) -> None:
     way_out = f"remove {place.directory}, which drops its groups in flight"
     if place.train_step > state.train_step:
-        raise JournalStepError(
+        raise JournalMismatch(
             f"the checkpoint is of train step {place.train_step}, the journal in {place.directory} ends at step "
             f"{state.train_step}: its last events are missing; resume from an older checkpoint, or {way_out}"
         )
     if place.train_step < state.settled_step:
-        raise JournalStepError(
+        raise JournalMismatch(
             f"the checkpoint is of train step {place.train_step}, the journal in {place.directory} belongs to one of "
             f"step {state.settled_step}: groups trained in between are gone; resume from a newer checkpoint, or "
             f"{way_out}"
@@ -322,7 +321,7 @@ def _require_settings(state: QueueState, before: Settings, place: JournalPlace) 
     changed = [name for name, value in place.settings.items() if name in before and before[name] != value]
     if in_flight and changed:
         values = ", ".join(f"{name} was {before[name]} and is {place.settings[name]}" for name in changed)
-        raise JournalSettingsError(
+        raise JournalMismatch(
             f"{values}, but {in_flight} groups of the journal in {place.directory} are in flight; continue with the "
             f"old values, or remove {place.directory}, which drops these groups and admits their prompts again from "
             "the last checkpoint"

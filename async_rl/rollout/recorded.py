@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from async_rl.inference.notifier import Notifier
 from message_queue.content import ContentWriter
-from message_queue.progress import CallStarted, RolloutRecord, RolloutStep, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, RolloutRecord, RolloutStep, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 
@@ -127,7 +127,7 @@ class RecordedTrajectory(CountedTrajectory):
         """See Trajectory."""
         at = len(self)
         super().extend(segment)
-        self._record(at, Sampled(segment))
+        self._record(at, segment)
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
         """See Trajectory."""

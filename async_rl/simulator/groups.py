@@ -16,7 +16,7 @@ from async_rl.rollout.group_contents import StoredContent
 from async_rl.simulator.violations import require
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
-from message_queue.progress import CallStarted, RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.progress import CallStarted, RolloutRecord, TrajectoryClosed
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
@@ -153,7 +153,7 @@ class GroupAccount:
     def stored(self, records: Sequence[RolloutRecord]) -> None:
         """Records of the content are written."""
         for record in records:
-            what = record.what.segment if isinstance(record.what, Sampled) else record.what
+            what = record.what
             length = record.at + (0 if isinstance(what, TrajectoryClosed | CallStarted) else len(what))
             self._stored.setdefault(record.group, {})[record.trajectory] = length, isinstance(what, TrajectoryClosed)
 

@@ -8,8 +8,8 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
 from async_rl.rollout.recorded import RecordedTrajectory
-from message_queue.progress import CallStarted, Sampled, TrajectoryClosed
-from message_queue.tokens import StopReason
+from message_queue.progress import CallStarted, TrajectoryClosed
+from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
 from tests.agent_loop.test_loops import ANSWER, CALL, LIMITS, PROMPT, TOKENIZER, ids, make_engine, make_loop, turn
@@ -52,8 +52,8 @@ def rebuilt(records):
     for at, what in records:
         assert at == len(trajectory)
         match what:
-            case Sampled():
-                trajectory.extend(what.segment)
+            case TokenOutput():
+                trajectory.extend(what)
             case CallStarted():
                 pass
             case TrajectoryClosed():

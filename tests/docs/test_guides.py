@@ -9,7 +9,7 @@ from agent_loop import SamplingConfig, TurnLimits
 from agent_loop.tools import PauseGate
 from async_rl import TaskConfig, build_task
 from async_rl.rollout.rollouter import Rollouter
-from message_queue import Admission
+from message_queue.contract import Admission
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
 from tests.docs.pages import module_of
 from tests.helpers.fakes import SPEC, FakeEngine, TurnScript

@@ -13,7 +13,7 @@ from async_rl.cluster.queue_client import start_queue
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.config import ClusterConfig
 from async_rl.rollout.group_contents import ContentPlace, read_content
-from message_queue.disk_errors import JournalRunError
+from message_queue.disk_errors import JournalMismatch
 from message_queue.heads import head_of
 from message_queue.recovery import JournalPlace
 from message_queue.staleness import StalenessConfig
@@ -90,6 +90,6 @@ async def test_calls_that_wait_for_a_killed_queue_fail(tmp_path):
 async def test_refusals_of_the_queue_keep_their_type(tmp_path):
     queue, _ = await opened(tmp_path)
     await queue.close_journal()
-    with pytest.raises(JournalRunError, match="'other'"):
+    with pytest.raises(JournalMismatch, match="'other'"):
         await opened(tmp_path, run="other")
     queue.kill()

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.run import causes
 from message_queue.content import ContentWriter
-from message_queue.disk_errors import JournalFull, JournalSettingsError
+from message_queue.disk_errors import JournalFull, JournalMismatch
 from message_queue.journal import EventJournal
 from message_queue.progress import TrajectoryClosed
 from tests.flow.crashes import STEPS, Kill, Life
@@ -207,7 +207,7 @@ async def test_changed_setting_with_groups_in_flight_is_refused(tmp_path):
     first = Life(tmp_path / "first", max_staleness=3)
     assert await first.run_until_dead(Kill(tmp_path / "first", tmp_path / "second", writes=30))
     second = Life(tmp_path / "second", max_staleness=3, updates_per_batch=2, publish_every=2)
-    with pytest.raises(JournalSettingsError, match=r"trainer\.updates_per_batch was 1 and is 2"):
+    with pytest.raises(JournalMismatch, match=r"trainer\.updates_per_batch was 1 and is 2"):
         await second.harness.open()
     second.harness.recorder.close()
 

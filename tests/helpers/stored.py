@@ -8,7 +8,7 @@ from pathlib import Path
 from message_queue.content import ContentWriter
 from message_queue.content_reader import StoredGroups, read_groups
 from message_queue.contract import Admission
-from message_queue.progress import RolloutRecord, Sampled, TrajectoryClosed
+from message_queue.progress import RolloutRecord, TrajectoryClosed
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import ResumeRouting, Trajectory
 
@@ -28,7 +28,7 @@ def records_of(trajectory: Trajectory, *, group: int = 0, number: int = 0, hando
         records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=turn.observation))
         at += len(turn.observation)
         for segment in turn.segments:
-            records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=Sampled(segment)))
+            records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=segment))
             at += len(segment)
     if trajectory.stop_reason is not None and trajectory.reward is not None:
         end = TrajectoryClosed(stop_reason=trajectory.stop_reason, reward=trajectory.reward, info=dict(trajectory.info))

@@ -26,10 +26,10 @@ from message_queue.disk_errors import (
     JournalError,
     JournalFormatError,
     JournalFull,
-    JournalRunError,
+    JournalMismatch,
     JournalUnwritable,
 )
-from message_queue.progress import CallStarted, RolloutRecord, Sampled
+from message_queue.progress import CallStarted, RolloutRecord
 from message_queue.tokens import ContractError, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
@@ -120,8 +120,8 @@ def rebuilt(records):
     made = Trajectory(routing=None)
     for record in records:
         match record.what:
-            case Sampled():
-                made.extend(record.what.segment)
+            case TokenOutput():
+                made.extend(record.what)
             case np.ndarray():
                 made.observe(record.what)
             case end:
@@ -404,7 +404,7 @@ def test_content_of_a_damaged_index_is_refused_or_a_prefix(written, seed):
     with flipped(path, rng.choice(used), rng.randrange(1, 256)):
         try:
             found = read(folder, 0, 1, 2)
-        except (JournalFormatError, JournalRunError) as error:
+        except (JournalFormatError, JournalMismatch) as error:
             assert str(path) in str(error)
             return
     for group in range(3):
@@ -437,7 +437,7 @@ async def test_content_of_a_foreign_older_or_newer_index_is_refused_by_name(tmp_
 
 async def test_content_of_another_run_is_refused(tmp_path):
     await write(tmp_path, records_of(several()))
-    with pytest.raises(JournalRunError, match=r"a\.sqlite"):
+    with pytest.raises(JournalMismatch, match=r"a\.sqlite"):
         read_groups(tmp_path, {0: admission(0)}, run="other", trajectories=1, routing=None, resume_routing="append")
 
 

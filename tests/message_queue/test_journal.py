@@ -20,7 +20,7 @@ from message_queue.disk_errors import (
     JournalError,
     JournalFormatError,
     JournalFull,
-    JournalRunError,
+    JournalMismatch,
     JournalUnwritable,
 )
 from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner
@@ -192,9 +192,9 @@ async def test_the_journal_of_another_run_is_refused(tmp_path):
     check_owner(tmp_path, run="run")
     await journal.close()
     check_owner(tmp_path, run="run")
-    with pytest.raises(JournalRunError, match=r"'run'.*'other'"):
+    with pytest.raises(JournalMismatch, match=r"'run'.*'other'"):
         check_owner(tmp_path, run="other")
-    with pytest.raises(JournalRunError):
+    with pytest.raises(JournalMismatch):
         await opened(tmp_path, run="other")
     _, journal, restored = await opened(tmp_path)
     assert restored.live == {0}, "a refusal changes nothing"

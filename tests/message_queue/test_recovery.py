@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.disk_errors import JournalSettingsError, JournalStepError
+from message_queue.disk_errors import JournalMismatch
 from message_queue.recovery import EXPIRED
 from message_queue.state import QueueState
 from tests.helpers.groups import head_for
@@ -272,7 +272,7 @@ async def test_a_journal_of_another_checkpoint_is_refused(tmp_path):
     await queue.checkpointed(1)
     await journal.close()
     for step, checkpoint in ((0, None), (2, saved)):
-        with pytest.raises(JournalStepError):
+        with pytest.raises(JournalMismatch):
             await opened(tmp_path, step=step, checkpoint=checkpoint)
     _, journal, restored = await opened(tmp_path, step=1, checkpoint=saved)
     assert restored.live == {2, 3}
@@ -284,7 +284,7 @@ async def test_a_changed_setting_is_refused_while_groups_are_in_flight(tmp_path)
     group = (await queue.admit(0)).group
     await journal.close()
     new = {"staleness.max_staleness": 3, "staleness.policy": "wait"}
-    with pytest.raises(JournalSettingsError, match=r"staleness\.max_staleness was 1 and is 3.*1 groups"):
+    with pytest.raises(JournalMismatch, match=r"staleness\.max_staleness was 1 and is 3.*1 groups"):
         await opened(tmp_path, settings=new)
     queue, journal, _ = await opened(tmp_path, settings={"staleness.max_staleness": 1})
     await queue.drop(group, reason="stopped")
