@@ -17,7 +17,7 @@ from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
 from tests.conformance.checks import assert_merged, assert_true, gaps_under_own_rows, rows_sent, sampled_of, versions_of
-from tests.conformance.conftest import Report
+from tests.conformance.conftest import CONFIG, Report
 from tests.conformance.engines import EngineUnderTest, Rollout, tokens
 from tests.conformance.reference import routing_mismatches
 from tests.helpers.dense import loss_mask, param_versions, row_versions
@@ -128,7 +128,8 @@ async def ten_turns(tested: EngineUnderTest, rollout: Rollout) -> None:
     for turn in range(10):
         observation = tokens(20 if not turn else 5, seed=turn)
         interrupt = rollout.decoder.num_aborts < 5
-        task = tested.start(rollout.turn(observation, max_new_tokens=75 if interrupt else 8))
+        left = CONFIG.max_model_len - len(rollout.trajectory) - len(observation) - (9 - turn) * (5 + 8)  # for this turn
+        task = tested.start(rollout.turn(observation, max_new_tokens=min(75, left) if interrupt else 8))
         if interrupt:
             await tested.until_sampled(4)
             await (tested.publish("resume") if turn % 2 else tested.replica.abort())

@@ -86,4 +86,4 @@ def test_scale_goes_through_the_processes_of_a_run(tmp_path, monkeypatch, capsys
     rows = [line.split("|")[1:4] for line in seen.out.splitlines() if line.startswith(f"| {scale.BATCH} ")]
     assert [[int(cell) for cell in row] for row in rows] == 2 * [[scale.BATCH, 2, 32], [scale.BATCH, 2, 64]]
     assert "nan" not in seen.out
-    assert "---- worker-0" in seen.err and "segments.py" in seen.err, "a profile of agent loops"
+    assert "---- worker-0" in seen.err and "decoder.py" in seen.err, "a profile of agent loops"
