@@ -136,7 +136,7 @@ class EngineUnderTest:
         return Rollout(name, engine=self, routing=self.routing, **options)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` beside the test, on an engine that is slow until the next publish."""
+        """Run `work` beside the test, on an engine that is slow until a publish."""
 
         if self._slow is None:
             self._slow = asyncio.create_task(self.probe.slow_down(STEP_S))
@@ -193,13 +193,19 @@ class EngineUnderTest:
         source = self._updates[version % 2]
         return WeightUpdate(source.path, WeightVersion(version, source.weights.digest))
 
-    async def publish(self, mode: str = "resume", *, version: int | None = None) -> PublishReport:
-        """Bring in the next version, or a given one, by the publisher of a run."""
+    async def publish(
+        self, mode: str = "resume", *, version: int | None = None, stays_slow: bool = False
+    ) -> PublishReport:
+        """Bring in the next version, or a given one, by the publisher of a run.
+
+        stays_slow: another publish follows that has to find the requests in flight.
+        """
         on_update, kv = MODES[mode]
         self._version = self._version + 1 if version is None else version
         publisher = Publisher([self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), timeout_s=TIMEOUT_S)
         report = await publisher.publish(self.update(self._version))
-        await self._full_speed()
+        if not stays_slow:
+            await self._full_speed()
         self.kept[self._version] = kv
         return report
 

@@ -59,9 +59,9 @@ async def test_updates_between_and_inside_strides(tested: EngineUnderTest, resum
         tested.start(rollout.turn(tokens(20 + 15 * i, seed=i), max_new_tokens=130))
         for i, rollout in enumerate(rollouts)
     ]
-    for _ in range(2):
+    for more in (True, False):
         await tested.until_sampled(20)
-        await tested.publish(mode)
+        await tested.publish(mode, stays_slow=more)
     await asyncio.gather(*tasks)
     for rollout in rollouts:
         exchanges = [exchange for exchange in tested.of_session(rollout.name) if sampled_of(exchange)]

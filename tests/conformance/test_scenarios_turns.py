@@ -168,9 +168,9 @@ async def test_every_way_to_treat_rows_of_a_prefix_that_is_forwarded_again(
 ):
     rollout = tested.rollout("routing", resume_routing=resume_routing, cache_salt="v0")
     task = tested.start(rollout.turn(tokens(40), max_new_tokens=200))
-    for _ in range(2):
+    for more in (True, False):
         await tested.until_sampled(10)
-        assert (await tested.publish("resume")).aborted == 1
+        assert (await tested.publish("resume", stays_slow=more)).aborted == 1
     await task
     await rollout.turn(tokens(6, seed=1), max_new_tokens=30)
     trajectory, exchanges = rollout.trajectory, tested.of_session("routing")

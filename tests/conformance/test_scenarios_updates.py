@@ -53,9 +53,9 @@ def assert_whole(tested: EngineUnderTest, rollout: Rollout) -> None:
 
 async def test_resume_aborts_and_goes_on_under_the_new_weights(tested: EngineUnderTest):
     rollouts, tasks = start(tested, 3, tokens_each=150)
-    for _ in range(2):
+    for more in (True, False):
         await tested.until_sampled(24)
-        assert (await tested.publish("resume")).aborted == 3
+        assert (await tested.publish("resume", stays_slow=more)).aborted == 3
     await asyncio.gather(*tasks)
     for rollout in rollouts:
         exchanges = tested.of_session(rollout.name)
@@ -68,9 +68,9 @@ async def test_resume_aborts_and_goes_on_under_the_new_weights(tested: EngineUnd
 @pytest.mark.parametrize("mode", ["keep-recompute", "keep-keep"])
 async def test_keep_goes_on_in_the_engine_and_is_split_at_the_token(tested: EngineUnderTest, mode: str):
     rollouts, tasks = start(tested, 4, tokens_each=200)
-    for _ in range(2):
+    for more in (True, False):
         await tested.until_more(20)
-        report = await tested.publish(mode)
+        report = await tested.publish(mode, stays_slow=more)
         assert (report.aborted, report.frozen) == (0, 4)
     await asyncio.gather(*tasks)
     assert_true(tested, tested.exchanges)
@@ -131,7 +131,7 @@ async def test_every_mode_one_after_the_other_on_the_same_trajectories(tested: E
     rollouts, tasks = start(tested, 3, tokens_each=180)
     for mode in ("keep-keep", "keep-recompute", "keep-keep", "resume"):
         await tested.until_more(20)
-        await tested.publish(mode)
+        await tested.publish(mode, stays_slow=mode != "resume")
     await asyncio.gather(*tasks)
     for rollout in rollouts:
         kept, resumed = tested.of_session(rollout.name)
@@ -154,7 +154,7 @@ async def test_kv_of_a_resumed_request_that_is_computed_again(
     tasks = [tested.start(rollout.turn(tokens(30, seed=i), max_new_tokens=240)) for i, rollout in enumerate(rollouts)]
     for mode in ("resume", "keep-recompute"):
         await tested.until_more(20)
-        await tested.publish(mode)
+        await tested.publish(mode, stays_slow=mode == "resume")
     await asyncio.gather(*tasks)
     for rollout in rollouts:
         assert [versions_of(exchange) for exchange in tested.of_session(rollout.name)] == [[0], [1, 2]]
