@@ -91,12 +91,12 @@ def a_recovery_that_forgets_what_was_generated(patch):
 
 
 def a_bad_checksum_of_an_event_that_is_ignored(patch):
-    patch.setattr(journal, "_with_checksum", lambda row: (*row, 0))
+    patch.setattr(journal, "checksum", lambda *parts: b"")
 
 
 def a_bad_checksum_of_content_that_is_ignored(patch):
     for module in (content, content_reader):
-        patch.setattr(module, "checksum", lambda *of: b"")
+        patch.setattr(module, "row_checksum", lambda *of: b"")
 
 
 def damage_that_is_not_reported(patch):
@@ -116,8 +116,13 @@ def batches_that_are_not_trained_again_as_they_were(patch):
 
 
 def _patch_restored(patch, edit):
-    whole = recovery._restored
-    patch.setattr(recovery, "_restored", lambda *args, **of: edit(whole(*args, **of)))
+    recover = recovery.recover
+
+    def edited(*args, **of):
+        state, restored = recover(*args, **of)
+        return state, edit(restored)
+
+    patch.setattr(recovery, "recover", edited)
 
 
 def a_version_that_goes_back_at_a_restart(patch):
