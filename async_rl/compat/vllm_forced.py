@@ -34,7 +34,7 @@ class RowBlock:
 
     @classmethod
     def decode(cls, fields: Mapping[str, Any]) -> RowBlock:
-        """The rows that `vllm_segment.encode_rows` encoded."""
+        """The rows that `inference.vllm.segment.encode_rows` encoded."""
         rows = np.frombuffer(fields["rows"], dtype=fields["dtype"]).reshape(fields["shape"])
         return cls(fields["start"], torch.from_numpy(rows.astype(np.int64)), len(rows))
 
@@ -94,7 +94,7 @@ class ForcedRouting:
         """Use the recorded experts of these requests from now on; later steps record further rows.
 
         Args:
-            rows: `vllm_segment.encode_rows` of all rows recorded so far, by the request's id in the engine.
+            rows: `inference.vllm.segment.encode_rows` of all rows recorded so far, by the request's id in the engine.
         """
         self._hook_routers()
         for request_id, fields in rows.items():

@@ -62,7 +62,7 @@ class StepRecord:
     def __post_init__(self) -> None:
         unknown = sorted(key for key in self.metrics if metric_of(key) is None)
         if unknown:
-            raise ValueError(f"metrics {unknown} are not in observe.metrics.METRICS; add them with their reduction")
+            raise ValueError(f"metrics {unknown} are not in metrics.registry.METRICS; add them with their reduction")
 
 
 class Console(Protocol):

@@ -50,7 +50,7 @@ class RunRecord:
         return table[:, 0], table[:, 1]
 
     def by_layer(self, key: str) -> dict[int, float]:
-        """Layer (global, from 0) -> mean over the train steps of a routing metric; see `metrics.of_layer`."""
+        """Layer (global, from 0) -> mean over the train steps of a routing metric; see `registry.of_layer`."""
         values: dict[int, list[float]] = {}
         for step in self.steps:
             for name, value in step.items():

@@ -161,10 +161,20 @@ class Null:
     def step(self, record): ...
     def validation(self, train_step, result): ...
     def note(self, text): ...
-    def add_scalar(self, tag, value, step):
-        assert math.isfinite(value)
-
     def close(self): ...
+
+
+class Scalars:
+    """TensorBoard's writer, as far as a recorder calls it."""
+
+    def __init__(self):
+        self.written, self.closed = [], False
+
+    def add_scalar(self, tag, value, step):
+        self.written.append((tag, value, step))
+
+    def close(self):
+        self.closed = True
 
 
 def validated(success, *, failed=0):
@@ -174,13 +184,26 @@ def validated(success, *, failed=0):
     )
 
 
-def record(directory, steps=3):
-    recorder = Recorder(directory, console=Null(), scalars=None)
+def record(directory, steps=3, *, scalars=None):
+    recorder = Recorder(directory, console=Null(), scalars=scalars)
     for step in range(1, steps + 1):
         metrics = {"train_step": step, "reward/mean": step / 10, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
         recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
     recorder.validation(steps, validated(0.5))
     recorder.close()
+
+
+def test_tensorboard_has_the_metrics_that_are_finite(tmp_path):
+    scalars = Scalars()
+    record(tmp_path, steps=1, scalars=scalars)
+    lengths = [tag for tag, _, _ in scalars.written if tag.startswith("length/")]
+    assert [entry for entry in scalars.written if entry[0] not in lengths] == [
+        ("train_step", 1, 1),
+        ("reward/mean", 0.1, 1),
+        ("mismatch/k3", 1e-3, 1),
+        ("validation/success", 0.5, 1),
+    ]
+    assert all(math.isfinite(value) for _, value, _ in scalars.written) and scalars.closed
 
 
 def test_metrics_are_strict_json_lines_with_null_for_what_has_no_value(tmp_path):
