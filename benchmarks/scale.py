@@ -15,9 +15,9 @@ lag        99th percentile of how late a task runs that is due every 10 ms, from
            which the event loop ran itself; the lag of an idle process says what the machine adds.
 
     python benchmarks/scale.py [--in-flight 1024 10240 51200] [--workers 1 2 4] [--tokens 64 2048] [--steps 3]
-        [--replicas 2] [--directory DIR] [--profile]
+        [--replicas 2] [--directory DIR]
 
-A quick look: --in-flight 1024 --workers 1 --steps 2. --profile shows where a worker and the driver spend a publish.
+A quick look: --in-flight 1024 --workers 1 --steps 2.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ class Seen:
     """Resident memory of the driver after the last step."""
     lags: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
     """Samples of `LagMeter` by the name of the process."""
-    profiles: dict[str, str] = field(default_factory=dict[str, str])
-    """Of the driver and one worker, if asked for."""
 
     def lag_ms(self, name: str, *, own: bool = False) -> float:
         """99th percentile during publishes, in the slowest of the processes whose names start with `name`."""
@@ -219,7 +217,7 @@ async def start_parts(
 class Steps:
     """Takes a run of one size through its steps, and measures them."""
 
-    def __init__(self, parts: Parts, size: Size, *, meter: LagMeter, profile: bool) -> None:
+    def __init__(self, parts: Parts, size: Size, *, meter: LagMeter) -> None:
         self._hosts = [replica.address.actor for replica in parts.replicas]
         workers = parts.workers[: size.workers]
         self._metered: dict[str, Any] = {w.name: w._actor for w in workers}  # pyright: ignore[reportPrivateUsage]
@@ -227,7 +225,6 @@ class Steps:
         self._trainer = parts.trainer
         self._size = size
         self._meter = meter
-        self._profile = profile
 
     async def measure(self, *, steps: int) -> Seen:
         """Fill, measure the idle driver, then make the steps."""
@@ -238,19 +235,14 @@ class Steps:
         await self._take_lags()  # those of filling
         seen = Seen()
         for step in range(1, steps + 1):
-            profiled = self._profile and step == steps
             self._trainer.exported = asyncio.Event()
             cpu, started = time.process_time(), time.monotonic()
             await asyncio.gather(*(host.release.remote(step * GROUPS_PER_BATCH) for host in self._hosts))
             await self._trainer.exported.wait()
-            if profiled:
-                await self._begin_profiles()
             await self._all_in_flight()
             ended = time.monotonic()
             seen.cpu_s.append(time.process_time() - cpu - idle_rate * (ended - started))
             seen.windows.append((self._trainer.exported_at, ended))
-            if profiled:
-                seen.profiles = await self._end_profiles()
         seen.rss_bytes = psutil.Process().memory_info().rss
         seen.lags = await self._take_lags()
         return seen
@@ -268,16 +260,8 @@ class Steps:
         lags = await asyncio.gather(*(host.lags.remote() for host in metered.values()))
         return {"driver": self._meter.take(), **dict(zip(metered, lags, strict=True))}
 
-    async def _begin_profiles(self) -> None:
-        self._meter.begin_profile()
-        await self._metered["worker-0"].begin_profile.remote()
 
-    async def _end_profiles(self) -> dict[str, str]:
-        driver = self._meter.end_profile()
-        return {"driver": driver, "worker-0": await self._metered["worker-0"].end_profile.remote()}
-
-
-async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, meter: LagMeter, profile: bool) -> Seen:
+async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, meter: LagMeter) -> Seen:
     """A run of its own in `directory`, stopped after its steps."""
     bound = size.in_flight // BATCH - 1
     config = replace(
@@ -309,7 +293,7 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
     )
     recovery = RecoveryLoop(config, run_parts, order=parts.task, held_out=(), resume=Resume(config))
     run = asyncio.create_task(recovery.run(parts.trainer))
-    work = asyncio.create_task(Steps(parts, size, meter=meter, profile=profile).measure(steps=steps))
+    work = asyncio.create_task(Steps(parts, size, meter=meter).measure(steps=steps))
     try:
         await asyncio.wait((run, work), return_when=asyncio.FIRST_COMPLETED)
         if run.done():
@@ -325,7 +309,7 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
         recorder.close()
 
 
-async def measure(sizes: Sequence[Size], *, steps: int, replicas: int, directory: Path, profile: bool) -> list[Seen]:
+async def measure(sizes: Sequence[Size], *, steps: int, replicas: int, directory: Path) -> list[Seen]:
     """All sizes in order, on the same processes."""
     found: list[Seen] = []
     async with AsyncExitStack() as stack:
@@ -340,9 +324,7 @@ async def measure(sizes: Sequence[Size], *, steps: int, replicas: int, directory
         meter = LagMeter()
         for number, size in enumerate(sizes):
             started = time.monotonic()
-            seen = await run_size(
-                parts, size, steps=steps, directory=folder / f"run-{number}", meter=meter, profile=profile
-            )
+            seen = await run_size(parts, size, steps=steps, directory=folder / f"run-{number}", meter=meter)
             found.append(seen)
             say(
                 f"{size.in_flight} in flight, {size.workers} workers, {size.tokens} tokens: "
@@ -350,8 +332,6 @@ async def measure(sizes: Sequence[Size], *, steps: int, replicas: int, directory
                 f"{seen.lag_ms('driver'):.0f} ms, of workers {seen.lag_ms('worker'):.0f} ms, "
                 f"{time.monotonic() - started:.0f} s"
             )
-            for name, text in seen.profiles.items():
-                say(f"---- {name}\n{text}")
     return found
 
 
@@ -409,7 +389,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="that are measured of each size")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=Path(), help="of the journals")
-    parser.add_argument("--profile", action="store_true", help="show where driver and worker-0 spend the last publish")
     args = parser.parse_args(arguments)
     for count in args.in_flight:
         if count < BATCH or count % BATCH:
@@ -440,7 +419,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 steps=args.steps,
                 replicas=args.replicas,
                 directory=args.directory.resolve(),
-                profile=args.profile,
             )
         )
     finally:

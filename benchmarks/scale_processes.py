@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import cProfile
-import io
-import pstats
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +26,6 @@ TICK_S = 0.01
 PARTS = 16  # an abort ends a decode after this part of its tokens
 DIGEST = "0" * 16
 FIRST_WORD = 40  # tokens from here on end no turn
-PROFILE_LINES = 30
 
 
 class LagMeter:
@@ -38,7 +34,6 @@ class LagMeter:
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []
         self._task = asyncio.create_task(self._tick())
-        self._profile: cProfile.Profile | None = None
 
     def take(self) -> NDArray[np.float64]:
         """float64 [n, 3] since the last call: time at which the task was due, seconds late, seconds of own CPU.
@@ -48,19 +43,6 @@ class LagMeter:
         """
         samples, self._samples = self._samples, []
         return np.array(samples, np.float64).reshape(-1, 3)
-
-    def begin_profile(self) -> None:
-        """Profile the thread of the event loop from now on."""
-        self._profile = cProfile.Profile()
-        self._profile.enable()
-
-    def end_profile(self) -> str:
-        """The functions that took most time themselves since `begin_profile`."""
-        assert self._profile is not None
-        self._profile.disable()
-        text = io.StringIO()
-        pstats.Stats(self._profile, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
-        return text.getvalue()
 
     async def _tick(self) -> None:
         due = ran = time.monotonic()
@@ -86,12 +68,6 @@ class Metered:
     async def lags(self) -> NDArray[np.float64]:
         """See `LagMeter.take`."""
         return self._meter.take()
-
-    async def begin_profile(self) -> None:
-        self._meter.begin_profile()
-
-    async def end_profile(self) -> str:
-        return self._meter.end_profile()
 
 
 class MeteredRolloutHost(Metered, RolloutHost):

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 COLLECT_S = 10.0  # longest wait of the server for a reply to send
 FORGET_S = 300.0  # silence after which the server drops a client
 GATHER_TURNS = 8  # event-loop iterations in which replies gather after the first one
-MAX_REPLIES = 256  # per message: unpickling blocks the client's event loop
+MAX_REPLIES = 64  # per message: unpickling blocks the client's event loop
 REPLIES_AT_ONCE = 32  # callers woken in one event-loop iteration by a longer message
 
 S = TypeVar("S")

@@ -21,7 +21,7 @@ from async_rl.cluster.actors import ReplicaHost, start_ray
 from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import ClusterConfig
-from async_rl.inference.replica import Replica
+from async_rl.inference.replica import EngineReplica
 from async_rl.rollout.dispatcher import WorkerLostError
 from message_queue.contract import Admission
 from message_queue.tokens import StopReason
@@ -52,7 +52,7 @@ class FakeHost(ReplicaHost):
                     return None
 
         self._engine = ClosableEngine(lambda _ids: 7, token_s=token_s, fail=fail)
-        self._serve(cast(Replica, self._engine))
+        self._serve(cast(EngineReplica[Any], self._engine))
 
     async def in_flight(self) -> int:
         return self._engine.in_flight

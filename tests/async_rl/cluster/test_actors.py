@@ -1,11 +1,12 @@
-"""A replica in its process: what becomes of the requests of a client that died."""
+"""Processes of replicas and workers: requests of a client that died, and garbage collections."""
 
 import asyncio
+import gc
 
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.cluster.actors import ReplicaHost
+from async_rl.cluster.actors import ReplicaHost, make_collections_rare
 from async_rl.cluster.rpc import Call
 from tests.helpers.fakes import FakeEngine, SeededScript
 
@@ -27,3 +28,22 @@ async def test_the_requests_of_a_dead_client_leave_the_engine_and_others_stay():
     for exchange in exchanges:
         exchange.cancel()
     await host.forget_client("worker-1")
+
+
+def test_a_growing_heap_starts_no_full_collection():
+    collected = dict.fromkeys(range(3), 0)
+
+    def count(phase, info):
+        collected[info["generation"]] += phase == "stop"
+
+    thresholds = gc.get_threshold()
+    try:
+        make_collections_rare()
+        gc.callbacks.append(count)
+        grown = [[number] for number in range(300_000)]
+        assert gc.get_freeze_count() > len(grown) / 10
+        assert collected[0] > collected[1] > 0 == collected[2]
+    finally:
+        gc.callbacks.remove(count)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
