@@ -4,8 +4,9 @@ from agent_loop.chat import Chat, ChatTemplateError
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
-from agent_loop.loop import AgentLoop, Message, Prompt, PromptError, RolloutError, TurnLimits
-from agent_loop.reward import Completion, Reward, RewardError
+from agent_loop.functions import FunctionReward, FunctionTool
+from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, TurnLimits
+from agent_loop.reward import Completion, Reward, RewardError, Score
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import (
@@ -28,17 +29,19 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineError",
+    "FunctionReward",
+    "FunctionTool",
     "GenerateRequest",
     "MalformedCall",
     "Message",
     "PauseGate",
     "Prompt",
-    "PromptError",
     "ReplicaLostError",
     "Reward",
     "RewardError",
     "RolloutError",
     "SamplingConfig",
+    "Score",
     "SegmentDecoder",
     "SingleTurnLoop",
     "Tokenizer",

@@ -88,30 +88,31 @@ class Chat:
 
     def finished(self, turn: Int32Array) -> bool:
         """Whether the model ended the turn: with the end-of-turn token, or with a stop string."""
-        return self.ends_turn(turn) or self._stop_end(self._decode(turn)) is not None
+        return self.ends_turn(turn) or self._stop_end(self.decode(turn)) is not None
 
     def text(self, turn: Int32Array) -> str:
         """Text of a sampled turn, up to the end of its first stop string, and without its end-of-turn token.
 
         Any other token stays visible.
         """
-        text = self._decode(turn[:-1] if self.ends_turn(turn) else turn)
+        text = self.decode(turn[:-1] if self.ends_turn(turn) else turn)
         return text[: self._stop_end(text)]
 
     # ---- inside
 
     def _find_stop(self, turn: Int32Array) -> int | None:
         """See `agent_loop.decoder.FindStop`."""
-        if self._stop_end(self._decode(turn)) is None:
+        if self._stop_end(self.decode(turn)) is None:
             return None
         counts = range(1, len(turn) + 1)
-        return counts[bisect_left(counts, True, key=lambda n: self._stop_end(self._decode(turn[:n])) is not None)]
+        return counts[bisect_left(counts, True, key=lambda n: self._stop_end(self.decode(turn[:n])) is not None)]
 
     def _stop_end(self, text: str) -> int | None:
         """End of the stop string that is complete first, in characters; None without one."""
         return min((text.find(s) + len(s) for s in self._stop_strings if s in text), default=None)
 
-    def _decode(self, token_ids: Int32Array) -> str:
+    def decode(self, token_ids: Int32Array) -> str:
+        """Text of tokens, control tokens included."""
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
     def _encode(self, rendered: str) -> Int32Array:

@@ -13,10 +13,6 @@ class RolloutError(RuntimeError):
     """This rollout cannot be finished, though the engines serve: its group is dropped with the reason."""
 
 
-class PromptError(RolloutError):
-    """A prompt that leaves no room to answer; names the prompt, its length and the limit."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message of a conversation."""
@@ -82,9 +78,9 @@ class TurnLimits:
                 "where 0 gives up a rollout at the first answer that is refused"
             )
 
-    def turn_budget(self, held: int) -> int:
-        """Tokens that the next turn may sample when the trajectory holds `held`; 0 or less when it is full."""
-        left = self.max_tokens - held
+    def turn_budget(self, existing: int) -> int:
+        """Tokens that the next turn may sample when the trajectory holds `existing`; 0 or less when it is full."""
+        left = self.max_tokens - existing
         return left if self.max_new_tokens_per_turn is None else min(left, self.max_new_tokens_per_turn)
 
 
@@ -98,7 +94,7 @@ class AgentLoop(Protocol):
         """Fill `trajectory` and close it with its reward and stop reason.
 
         The trajectory is empty or was left unfinished by an earlier call. In the second case the rollout resumes there:
-        held tokens are not sampled again. Tools of the last turn are called if their replies are not held. If
+        existing tokens are not sampled again. Tools of the last turn are called if their replies are missing. If
         `trajectory.unsure_call` says that the calls were started, they are not made again, and the model sees a note.
 
         Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
@@ -110,8 +106,8 @@ class AgentLoop(Protocol):
             cache_salt: rollouts with different salts share no prefix cache.
 
         Raises:
-            RolloutError: the prompt does not fit or differs from the held one, the reward failed, the engine gave up on
-                a request, or its answers broke the contract too often.
+            RolloutError: the prompt does not fit or differs from the existing one, the reward failed, the engine gave
+                up on a request, or its answers broke the contract too often.
             EngineError: the engine cannot serve or gave no answer in time.
             ContractError: the trajectory is closed.
         """

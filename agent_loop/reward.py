@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from agent_loop.loop import Prompt, RolloutError
 from message_queue.tokens import StopReason
@@ -24,17 +25,33 @@ class Completion:
     stop_reason: StopReason
     """Why the last turn ended; LENGTH if it was cut off, TOOL_CALL if its calls were not executed because no turn was
     left."""
+    observations: tuple[str, ...] = ()
+    """Text between two turns as the model saw it: the replies to its calls, with the markup of the chat template."""
+
+    @property
+    def text(self) -> str:
+        """Text of the last turn."""
+        return self.turns[-1]
+
+
+class Score(NamedTuple):
+    """A reward and its parts."""
+
+    value: float
+    """The reward."""
+    parts: Mapping[str, float] = {}
+    """Name -> value before its weight; they become the entries `reward/NAME` of `Trajectory.info`."""
 
 
 class Reward(Protocol):
     """Scores a completion. May take its time: it runs under `limits.reward_timeout_s`."""
 
-    async def score(self, prompt: Prompt, *, completion: Completion) -> float:
-        """A finite number. Any exception drops the group."""
+    async def score(self, prompt: Prompt, *, completion: Completion) -> float | Score:
+        """A finite number, and its parts if there are any. Any exception drops the group."""
         ...
 
 
-async def score_in_time(reward: Reward, prompt: Prompt, *, completion: Completion, timeout_s: float) -> float:
+async def score_in_time(reward: Reward, prompt: Prompt, *, completion: Completion, timeout_s: float) -> Score:
     """Score within `timeout_s`.
 
     Raises:
@@ -43,12 +60,16 @@ async def score_in_time(reward: Reward, prompt: Prompt, *, completion: Completio
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            value = float(await reward.score(prompt, completion=completion))
+            found = await reward.score(prompt, completion=completion)
+            score = found if isinstance(found, Score) else Score(float(found))
+    except RewardError:
+        raise
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, TimeoutError) and deadline.expired():
             cause = f"no score in {timeout_s:g} s (limits.reward_timeout_s)"
         raise RewardError(f"reward of prompt {prompt.index} failed: {cause}") from error
-    if not math.isfinite(value):
-        raise RewardError(f"reward of prompt {prompt.index} is {value}; rewards are finite")
-    return value
+    for name, value in (("", score.value), *((f" {name}", value) for name, value in score.parts.items())):
+        if not math.isfinite(value):
+            raise RewardError(f"reward{name} of prompt {prompt.index} is {value}; rewards are finite")
+    return score

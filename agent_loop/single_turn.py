@@ -36,7 +36,7 @@ class SingleTurnLoop:
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
         stop_reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, self._limits))
         text = self._chat.text(sampled_tokens(trajectory.turns[-1]))
-        reward = await score_in_time(
+        score = await score_in_time(
             self._reward,
             prompt,
             completion=Completion(turns=(text,), stop_reason=stop_reason),
@@ -46,5 +46,6 @@ class SingleTurnLoop:
             "turns": 1.0,
             "aborts": float(decoder.num_aborts),
             "refused_answers": float(decoder.num_refused),
+            **{f"reward/{name}": value for name, value in score.parts.items()},
         }
-        trajectory.close(stop_reason=stop_reason, reward=reward, info=info)
+        trajectory.close(stop_reason=stop_reason, reward=score.value, info=info)

@@ -48,8 +48,10 @@ class ToolUseLoop:
         tool_errors: calls that failed;
         truncated_replies: replies that were cut;
         aborts: decodes that were resumed;
-        refused_answers: answers of the engine that were refused, each asked for again.
-    For a rollout that was restored after a restart, the last four count from the restart on.
+        refused_answers: answers of the engine that were refused, each asked for again;
+        reward/NAME: parts of the reward.
+    For a rollout that was restored after a restart, tool_errors, truncated_replies, aborts and refused_answers count
+    from the restart on.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class ToolUseLoop:
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
         record = self._so_far(trajectory)
         stop_reason = await self._turns(trajectory, decoder, record)
-        completion = Completion(turns=tuple(record.texts), stop_reason=stop_reason)
-        reward = await score_in_time(
+        seen = tuple(self._chat.decode(turn.observation) for turn in trajectory.turns[1:])
+        completion = Completion(turns=tuple(record.texts), stop_reason=stop_reason, observations=seen)
+        score = await score_in_time(
             self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s
         )
         info = {
@@ -94,8 +97,9 @@ class ToolUseLoop:
             "truncated_replies": float(record.num_truncated),
             "aborts": float(decoder.num_aborts),
             "refused_answers": float(decoder.num_refused),
+            **{f"reward/{name}": value for name, value in score.parts.items()},
         }
-        trajectory.close(stop_reason=stop_reason, reward=reward, info=info)
+        trajectory.close(stop_reason=stop_reason, reward=score.value, info=info)
 
     def _so_far(self, trajectory: Trajectory) -> _Record:
         """Progress before the last turn, as far as the tokens show."""
@@ -110,7 +114,7 @@ class ToolUseLoop:
             return self._tools.interrupted(calls)
         names = [call.name for call in calls if isinstance(call, ToolCall)]
         if names:
-            await trajectory.begin_call(", ".join(names))
+            await trajectory.start_call(", ".join(names))
         return await self._tools.run(calls)
 
     async def _turns(self, trajectory: Trajectory, decoder: SegmentDecoder, record: _Record) -> StopReason:

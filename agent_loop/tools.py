@@ -139,7 +139,7 @@ def truncate(text: str, *, max_chars: int | None) -> str:
 
 
 class ToolRunner:
-    """Executes the calls of a turn, one after the other, each once.
+    """Executes the calls of a turn side by side, each once.
 
     Args:
         timeout_s: of one call, not counting the wait at the gate.
@@ -167,7 +167,12 @@ class ToolRunner:
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
         """One reply per call, in order. A failure of any kind is a reply; only RolloutError passes through."""
-        return [await self._reply(call) for call in calls]
+        try:
+            async with asyncio.TaskGroup() as group:
+                replies = [group.create_task(self._reply(call)) for call in calls]
+        except* RolloutError as errors:
+            raise errors.exceptions[0] from None
+        return [reply.result() for reply in replies]
 
     def interrupted(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
         """Replies to calls that were started before a restart and are not made again: they may have happened."""

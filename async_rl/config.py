@@ -649,7 +649,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
     """Options that another option switches off. A value equal to its default is accepted."""
     failure = config.rollout.failure
     for path, section, name, used, with_it in (
-        ("staleness", config.staleness, "max_recycles", config.staleness.policy == "recycle", "staleness=recycle"),
+        ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
         ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),

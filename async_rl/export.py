@@ -20,10 +20,6 @@ from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
 EXIT_REFUSED = 2
 
 
-class ExportError(ValueError):
-    """An export that cannot be made as asked; names the problem and the way out."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Export once; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
@@ -45,14 +41,14 @@ def export_checkpoint(directory: Path, *, step: int | None = None, out: Path | N
         step: None for the newest. out: None for `directory`/export/step-NNNNNN.
 
     Raises:
-        ExportError: not a run directory, no such checkpoint, or `out` exists.
+        ValueError: not a run directory, no such checkpoint, or `out` exists.
         TrainerCheckpointError: the checkpoint is damaged. OSError: no room or no permission.
     """
     config = _trainer_config(directory)
     checkpoint = _checkpoint(directory / "checkpoints", step)
     out = out or directory / "export" / checkpoint.name
     if out.exists():
-        raise ExportError(f"--out is {out}, which exists; remove it or give another folder")
+        raise ValueError(f"--out is {out}, which exists; remove it or give another folder")
     _export(checkpoint / "trainer", out, like=directory / "model", config=config)
     return out
 
@@ -80,16 +76,16 @@ def _trainer_config(directory: Path) -> TrainerConfig:
     """That of the run, for one rank on any device.
 
     Raises:
-        ExportError: not a run directory.
+        ValueError: not a run directory.
     """
     for name in ("config.yaml", "model"):
         if not (directory / name).exists():
-            raise ExportError(f"{directory} has no {name}; give the output_dir of a run that was started")
+            raise ValueError(f"{directory} has no {name}; give the output_dir of a run that was started")
     try:
         values: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())["trainer"]
         config = TypeAdapter(TrainerConfig).validate_python(values)
     except (yaml.YAMLError, KeyError, TypeError, ValidationError) as error:
-        raise ExportError(f"{directory / 'config.yaml'} is not the config of a run: {error}") from error
+        raise ValueError(f"{directory / 'config.yaml'} is not the config of a run: {error}") from error
     return replace(
         config,
         ranks=1,
@@ -105,7 +101,7 @@ def _checkpoint(checkpoints: Path, step: int | None) -> Path:
     """The folder of one step, or of the newest.
 
     Raises:
-        ExportError: there is none; names those that there are.
+        ValueError: there is none; names those that there are.
     """
     from async_rl.controller.checkpoints import CheckpointConfig, Checkpoints
 
@@ -115,7 +111,7 @@ def _checkpoint(checkpoints: Path, step: int | None) -> Path:
     if step is None or step not in steps:
         asked = "" if step is None else f" of step {step} (--step)"
         there = f"there are steps {', '.join(map(str, sorted(steps)))}" if steps else "it has saved none yet"
-        raise ExportError(f"{checkpoints} has no whole checkpoint{asked}; {there}")
+        raise ValueError(f"{checkpoints} has no whole checkpoint{asked}; {there}")
     return steps[step]
 
 

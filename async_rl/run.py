@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
         config = load_config(
-            [*recipe, *arguments.overrides],
+            [*recipe, *task_overrides(arguments.task), *arguments.overrides],
             config_name=arguments.config_name,
             config_dir=arguments.config_dir or CONFIGS,
         )
@@ -66,9 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def task_overrides(task: str | None) -> list[str]:
+    """Overrides for `--task FILE` or `--task FILE:NAME`."""
+    if task is None:
+        return []
+    file, _, name = task.rpartition(":") if not task.endswith(".py") else (task, "", "task")
+    return ["task=python", f"task.factory={_hydra_value(f'{Path(file).resolve()}:{name}')}"]
+
+
 def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
     """Shell command that continues the run in `output_dir` with everything that `arguments` gave it."""
-    names = ("recipe", "config_name", "config_dir")
+    names = ("recipe", "config_name", "config_dir", "task")
     given = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
     options = [word for option, value in given if value is not None for word in (option, str(value))]
     own = ("output_dir", "resume")
@@ -127,6 +135,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-name", default="run", help="top-level config, default: run")
     parser.add_argument("--config-dir", type=Path, default=None, help="folder of configs, default: the project's")
     parser.add_argument("--recipe", default=None, help="name of a folder under recipes/; its overrides come first")
+    parser.add_argument("--task", default=None, help="FILE.py or FILE.py:NAME of a Task; the default name is task")
     parser.add_argument("--show", action="store_true", help="print all values of the run as YAML and exit")
     parser.add_argument("overrides", nargs="*", help="for instance total_train_steps=5 staleness.max_staleness=2")
     return parser.parse_args(argv)

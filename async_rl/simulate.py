@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.seed is None:
         return _run_many(range(arguments.start, arguments.start + arguments.seeds), jobs=arguments.jobs)
     outcome = run_seed(arguments.seed, faults=arguments.faults)
-    _print(*(outcome.trace() if arguments.trace else ()), *_told(outcome))
+    _print(*(outcome.trace() if arguments.trace else ()), *_report(outcome))
     return 1 if outcome.invariant else 0
 
 
@@ -45,11 +45,11 @@ def _run_many(seeds: range, *, jobs: int) -> int:
     _print(*summary(outcomes))
     _print(f"{len(seeds)} seeds from {seeds.start} in {seconds:.1f} s, {len(seeds) / seconds:.1f} a second")
     for fewest in map(shrink, failed[:3]):
-        _print("", *_told(fewest), f"  replay: {fewest.command}", *list(fewest.trace())[-LAST_EVENTS:])
+        _print("", *_report(fewest), f"  replay: {fewest.command}", *list(fewest.trace())[-LAST_EVENTS:])
     return 1 if failed else 0
 
 
-def _told(outcome: Outcome) -> Iterator[str]:
+def _report(outcome: Outcome) -> Iterator[str]:
     """What a person reads of one seed."""
     yield f"seed {outcome.seed}: trace {outcome.trace_hash}, {len(outcome.events)} events"
     yield from (f"  fault {fault}" for fault in outcome.fired)

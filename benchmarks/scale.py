@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.cluster.actors import MAX_ROLLOUTS, start_ray
 from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
-from async_rl.cluster.queue_client import QueueHandle, start_queue
+from async_rl.cluster.queue_client import QueueClient, start_queue
 from async_rl.cluster.rollout_workers import WorkerHandle, addresses
 from async_rl.config import ClusterConfig, RunConfig, load_config
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
@@ -64,7 +64,6 @@ from benchmarks.scale_processes import (
     LagMeter,
     MeteredRolloutHost,
     ScriptedReplicaHost,
-    Silent,
     percentile,
 )
 from benchmarks.support import markdown_table, save_calculator, say, show
@@ -131,7 +130,7 @@ class QueueOfSize:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    async def start_queue(self) -> QueueHandle:
+    async def start_queue(self) -> QueueClient:
         config = self._config
         return start_queue(
             batch_groups=config.rollout.groups_per_batch,
@@ -173,7 +172,7 @@ async def start_parts(
     )
     hosts = [actor(ScriptedReplicaHost, max_concurrency=1000) for _ in range(num_replicas)]
     replicas = [
-        ReplicaHandle(ReplicaAddress(actor=host, name=f"replica-{i}", control_timeout_s=LONGEST_S))
+        ReplicaHandle(ReplicaAddress(actor=host, name=f"replica-{i}", timeout_s=LONGEST_S))
         for i, host in enumerate(hosts)
     ]
     served = [
@@ -227,10 +226,12 @@ class Steps:
         self._meter = meter
 
     async def measure(self, *, steps: int) -> Seen:
-        """Fill, measure the idle driver, then make the steps."""
+        """Fill, measure the driver while it only asks for the requests in flight as in a step, then make the steps."""
         await self._all_in_flight()
         cpu, started = time.process_time(), time.monotonic()
-        await asyncio.sleep(IDLE_S)
+        while time.monotonic() < started + IDLE_S:
+            await self._in_flight()
+            await asyncio.sleep(POLL_S)
         idle_rate = (time.process_time() - cpu) / (time.monotonic() - started)
         await self._take_lags()  # those of filling
         seen = Seen()
@@ -273,7 +274,7 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
     for replica in parts.replicas:
         await replica.address.actor.begin.remote(tokens=size.tokens)
     pool = ReplicaPool(parts.replicas)
-    recorder = Recorder(directory, console=Silent(), scalars=None)
+    recorder = Recorder(directory, console=None, scalars=None)
     rollouts = Dispatcher(parts.workers[: size.workers], pool=pool, note=say)
 
     async def no_replica(lost: PoolReplica, /, *, slot: int, name: str) -> PoolReplica:

@@ -77,7 +77,7 @@ class ContentWriter:
         Records that arrive while the disk works travel together in the next write. Arrays must not change any more.
 
         Raises:
-            JournalFull: none of the records is written; the call can be made again.
+            JournalUnwritable: none of the records is written; the call can be made again.
             JournalError: the disk failed, or the writer was closed.
         """
         self._waiting += records
@@ -154,8 +154,8 @@ class ContentWriter:
         self._require_open()
         with self._disk_errors("delete rows of", self._path), self._index:
             self._index.executemany("DELETE FROM records WHERE group_id = ?", [(group,) for group in groups])
-        for held in self._groups.values():
-            held -= groups
+        for stored in self._groups.values():
+            stored -= groups
         self._remove_empty()
 
     def _encoded(self, records: Sequence[RolloutRecord]) -> tuple[list[IndexRow], list[memoryview]]:

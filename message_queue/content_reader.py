@@ -17,7 +17,6 @@ import sqlite3
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,15 +34,6 @@ _Numbered = tuple[int, RolloutRecord]  # number among the records of its writer,
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # errors of SQLite, the second for names that are no text
 
 
-class StoredGroups(NamedTuple):
-    """Groups that were read."""
-
-    groups: dict[int, PromptGroup]
-    """All requested groups by id; trajectories without a record are empty."""
-    notes: list[str]
-    """Damage, each with group and file."""
-
-
 def read_groups(
     directory: Path,
     groups: Mapping[int, Admission],
@@ -52,7 +42,7 @@ def read_groups(
     trajectories: int,
     routing: RoutingSpec | None,
     resume_routing: ResumeRouting,
-) -> StoredGroups:
+) -> tuple[dict[int, PromptGroup], list[str]]:
     """Read groups from the files of all writers. A living writer is not disturbed.
 
     A record that is damaged, and the later ones of the same writer and trajectory, are left out with a note.
@@ -60,6 +50,9 @@ def read_groups(
     Args:
         groups: by id.
         trajectories: of each group at least; more if more were written.
+
+    Returns:
+        Group id -> group, in which trajectories without a record are empty; and texts about damage, each with its file.
 
     Raises:
         JournalFormatError: a file of another format.
@@ -102,7 +95,7 @@ def read_groups(
             admitted_update=admission.admitted_update,
             trajectories=made,
         )
-    return StoredGroups(read, notes)
+    return read, notes
 
 
 def remove_settled(directory: Path, live: Collection[int], *, keep: Collection[str]) -> None:

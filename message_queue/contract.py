@@ -68,7 +68,7 @@ class QueueSnapshot:
     """Admissions of all open, ready and taken groups, by id."""
     waiting: tuple[int, ...] = ()
     """Prompts of expired groups that are admitted again, in that order."""
-    recycles: dict[int, int] = field(default_factory=dict[int, int])
+    requeues: dict[int, int] = field(default_factory=dict[int, int])
     """Prompt -> times that it was to be admitted again, for prompts that have not ended."""
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
     """Counts of groups and tokens."""

@@ -26,11 +26,7 @@ class JournalBusy(JournalError):
 
 
 class JournalUnwritable(JournalError):
-    """The directory cannot be written."""
-
-
-class JournalFull(JournalError):
-    """The disk has no room. Nothing of the call is recorded; it can be made again once there is room."""
+    """The directory cannot be written, or the disk has no room. Nothing of the call is recorded; it can be repeated."""
 
 
 class JournalBroken(JournalError):
@@ -66,7 +62,9 @@ def disk_error(error: Exception, *, what: str, path: Path) -> JournalError:
     else:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without the extension
     if number in _FULL or code == sqlite3.SQLITE_FULL:
-        return JournalFull(f"no room to {what} {path} ({cause}); nothing of it is recorded: make room and continue")
+        return JournalUnwritable(
+            f"no room to {what} {path} ({cause}); nothing of it is recorded: make room and continue"
+        )
     if number in _UNWRITABLE or code in _SQLITE_UNWRITABLE:
         return JournalUnwritable(
             f"cannot {what} {path} ({cause}); make the directory writable, or give output_dir another one"

@@ -33,7 +33,7 @@ Settings = Mapping[str, int | str]  # config field -> value
 
 FILE, LOCK = "events.sqlite", "events.lock"
 APPLICATION = 0x6172_6C65
-FORMAT = 4  # 3 had another checksum, and other events of admissions
+FORMAT = 5  # 4 had another name for the number of requeues
 _STATE_ROW = 0
 
 
@@ -82,16 +82,16 @@ class EventJournal:
         self._run = run
         self._settings = dict(settings)
         self._next_seq = 0
-        with disk_errors("open", self.path), ExitStack() as held:
+        with disk_errors("open", self.path), ExitStack() as resources:
             directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            held.callback(os.close, lock)
+            resources.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._connection = held.enter_context(closing(connect(self.path, make=True)))
+            self._connection = resources.enter_context(closing(connect(self.path, make=True)))
             _is_written(self._connection, self.path)
             self._connection.execute("PRAGMA journal_mode=TRUNCATE")
             self._connection.execute(f"PRAGMA synchronous={'FULL' if config.fsync else 'OFF'}")
-            self._held = held.pop_all()
+            self._resources = resources.pop_all()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._turn = asyncio.Lock()
         self._waiting: list[Event | StoredState] = []
@@ -144,7 +144,7 @@ class EventJournal:
 
     def release(self) -> None:
         """Let other processes open the file, without what waits to be stored. Idempotent."""
-        self._held.close()
+        self._resources.close()
 
     # ---- inside
 

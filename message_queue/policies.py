@@ -50,7 +50,7 @@ class DropPolicy:
         self.max_staleness = config.max_staleness
         self.batch_groups = batch_groups
         self.updates_per_batch = updates_per_batch
-        self._max_recycles = config.max_recycles
+        self._max_requeues = config.max_requeues
 
     @property
     def max_outstanding(self) -> int:
@@ -153,19 +153,19 @@ class WaitPolicy(DropPolicy):
         return None
 
 
-class RecyclePolicy(DropPolicy):
+class RequeuePolicy(DropPolicy):
     """As DropPolicy, and the prompt of a group that became too old is admitted again.
 
-    A prompt that is always too slow is dropped after that was done `staleness.max_recycles` times.
+    A prompt that is always too slow is dropped after that was done `staleness.max_requeues` times.
     """
 
     oldest_first = True  # gives up fewest
 
     def end_of_expired(self, reason: str, *, times: int) -> tuple[str, bool]:
-        """Its prompt is admitted again, up to max_recycles times."""
-        if times < self._max_recycles:
-            return f"recycled: {reason}", True
-        return f"{reason}, after its prompt was admitted {times + 1} times (staleness.max_recycles)", False
+        """Its prompt is admitted again, up to max_requeues times."""
+        if times < self._max_requeues:
+            return f"requeued: {reason}", True
+        return f"{reason}, after its prompt was admitted {times + 1} times (staleness.max_requeues)", False
 
 
 class MaskPolicy(DropPolicy):
@@ -188,7 +188,7 @@ class MaskPolicy(DropPolicy):
         return self.staleness(0, next_update=next_update) - self.max_staleness
 
 
-POLICIES = {"wait": WaitPolicy, "drop": DropPolicy, "recycle": RecyclePolicy, "mask": MaskPolicy}
+POLICIES = {"wait": WaitPolicy, "drop": DropPolicy, "recycle": RequeuePolicy, "mask": MaskPolicy}
 
 
 def build_policy(config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> DropPolicy:

@@ -316,7 +316,7 @@ class TrajectoryQueue:
         return Dropped(group=entry.group, reason=reason, segments=segments, tokens=tokens, requeue=requeue)
 
     def _end_of_expired(self, entry: GroupState, reason: str) -> tuple[str, bool]:
-        return self._policy.end_of_expired(reason, times=self._state.recycles.get(entry.admission.prompt, 0))
+        return self._policy.end_of_expired(reason, times=self._state.requeues.get(entry.admission.prompt, 0))
 
     # ---- conditions; called with the condition held
 

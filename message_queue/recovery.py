@@ -31,7 +31,7 @@ from message_queue.queue import TrajectoryQueue
 from message_queue.state import GroupState, QueueState, StoredState
 
 STOPPED = "stopped before it was trained: its prompt is admitted again"
-EXPIRED = "recycled: more groups were in flight than can be trained within the bound after the restart"
+EXPIRED = "requeued: more groups were in flight than can be trained within the bound after the restart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ def state_of_checkpoint(place: JournalPlace) -> QueueState:
             served=snapshot.version,
             versions={snapshot.version: snapshot.update},
             returned=tuple(place.waiting),
-            recycles=dict(snapshot.recycles),
+            requeues=dict(snapshot.requeues),
             ledger=replace(
                 counts,
                 dropped=counts.dropped + unfinished,
@@ -296,7 +296,7 @@ def _given_up(state: QueueState, replayed: set[int], *, policy: DropPolicy, next
         newest = state.newest_update(group.head)
         reason = policy.expiry(group.admitted_update, newest_update=newest, next_update=next_update)
         if reason is not None:
-            reason, again = policy.end_of_expired(reason, times=state.recycles.get(group.admission.prompt, 0))
+            reason, again = policy.end_of_expired(reason, times=state.requeues.get(group.admission.prompt, 0))
             yield Dropped(group=group.group, reason=reason, requeue=again)
 
 

@@ -22,7 +22,7 @@ class StalenessConfig:
     """Treatment of a group that would become older. `wait`: the trainer waits for it, so nothing is given up. `drop`:
     it is given up with a reason. `recycle`: the same, and its prompt is admitted again, ahead of new ones. `mask`: it
     is trained, and its tokens that are older take no gradient."""
-    max_recycles: int = 3
+    max_requeues: int = 3
     """Times that a prompt is admitted again; then its group is dropped."""
 
     def __post_init__(self) -> None:
@@ -32,8 +32,8 @@ class StalenessConfig:
             )
         if self.policy not in get_args(Policy):
             raise ValueError(f"staleness.policy is {self.policy!r}; choose one of {', '.join(get_args(Policy))}")
-        if self.max_recycles < 1:
+        if self.max_requeues < 1:
             raise ValueError(
-                f"staleness.max_recycles is {self.max_recycles}; must be >= 1, or give up at once with "
+                f"staleness.max_requeues is {self.max_requeues}; must be >= 1, or give up at once with "
                 "staleness.policy=drop"
             )

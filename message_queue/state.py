@@ -86,7 +86,7 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts of expired groups that the next admissions are of, in order."""
     returned: tuple[int, ...] = ()
     """Prompts that the last restart gave back to the driver and that were not admitted again yet, in order."""
-    recycles: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    requeues: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     """Prompt -> times that it was to be admitted again, for prompts that have not ended."""
     replay: tuple[tuple[int, ...], ...] = ()
     """Batches of ready groups that are taken first, unchanged."""
@@ -116,7 +116,7 @@ class QueueState:
         self.train_step, self.settled_step = stored.train_step, stored.settled_step
         self.served, self.versions = stored.served, dict(stored.versions)
         self.requeued, self.returned = deque(stored.requeued), dict.fromkeys(stored.returned)
-        self.recycles, self.replay = dict(stored.recycles), deque(stored.replay)
+        self.requeues, self.replay = dict(stored.requeues), deque(stored.replay)
         self._next_turn = stored.next_turn
         self._counts = Counter({name: getattr(stored.ledger, name) for name in _COUNTED})
         self._reasons = Counter(stored.ledger.reasons)
@@ -140,11 +140,11 @@ class QueueState:
     @property
     def counts(self) -> LedgerCounts:
         """The ledger: groups that entered and ended by events, open ones by the groups that are held."""
-        held = (*self.ready.values(), *self.taken.values())
+        groups = (*self.ready.values(), *self.taken.values())
         return LedgerCounts(
             **self._counts,
             open=len(self.open) + len(self.ready) + len(self.taken),
-            open_tokens=sum(group.tokens for group in held),
+            open_tokens=sum(group.tokens for group in groups),
             reasons=dict(self._reasons),
         )
 
@@ -176,7 +176,7 @@ class QueueState:
             replay=len(self.replay),
             unfinished=tuple(group.admission for group in self.live.values()),
             waiting=tuple(self.requeued),
-            recycles=dict(self.recycles),
+            requeues=dict(self.requeues),
             ledger=self.counts,
             closed=closed,
         )
@@ -198,7 +198,7 @@ class QueueState:
             versions=dict(self.versions),
             requeued=tuple(self.requeued),
             returned=tuple(self.returned),
-            recycles=dict(self.recycles),
+            requeues=dict(self.requeues),
             replay=tuple(self.replay),
             ledger=LedgerCounts(**gone, reasons=dict(self._reasons)),
             groups=groups,
@@ -287,7 +287,7 @@ class QueueState:
                 trained_tokens=tokens,
                 replay_update=entry.taken_update,
             )
-            self.recycles.pop(entry.admission.prompt, None)
+            self.requeues.pop(entry.admission.prompt, None)
             self._counts.update(trained=1, trained_tokens=tokens, masked_tokens=entry.masked)
             self._records.append(_record(entry, outcome="trained", train_step=event.train_step))
         self.train_step = max(self.train_step, event.train_step)
@@ -305,10 +305,10 @@ class QueueState:
         self._reasons[event.reason.partition(":")[0]] += 1
         self._records.append(_record(entry, outcome="dropped", reason=event.reason, segments=segments, tokens=tokens))
         if event.requeue:
-            self.recycles[prompt] = self.recycles.get(prompt, 0) + 1
+            self.requeues[prompt] = self.requeues.get(prompt, 0) + 1
             self.requeued.append(prompt)
         else:
-            self.recycles.pop(prompt, None)
+            self.requeues.pop(prompt, None)
 
     def _publish(self, event: Published) -> None:
         newest = max(self.versions)
@@ -340,8 +340,8 @@ class QueueState:
         for entry in [g for g in self.trained.values() if g.train_step is not None and g.train_step <= train_step]:
             self._remove(entry)
         self.settled_step = train_step
-        held = (*self.live.values(), *self.trained.values())
-        oldest = min((self.served, *(group.admission.admitted_version for group in held)))
+        groups = (*self.live.values(), *self.trained.values())
+        oldest = min((self.served, *(group.admission.admitted_version for group in groups)))
         self.versions = {version: update for version, update in self.versions.items() if version >= oldest}
 
     # ---- inside

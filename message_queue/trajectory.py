@@ -2,15 +2,15 @@
 
     observe(prompt) -> extend(segment)* -> observe(tool reply) -> extend(segment)* ... -> close(...)
 
-Merge rule: a segment contributes rows from the first position that is not yet covered. Rows already held are never
+Merge rule: a segment contributes rows from the first position that is not yet covered. Existing rows are never
 replaced, also not after aborts, resumes, new turns or weight updates. A gap is an error, unless the engine states that
 it cannot give the rows; those are -1 and counted.
 
 That is `append`. Rows of a segment for positions already covered are, by `resume_routing`:
 
     append   left out
-    force    left out; the engine is given the held rows, and forwards those positions over them
-    replace  held from the segment's first row on, in place of the held rows (the way of other systems)
+    force    left out; the engine is given the existing rows, and forwards those positions over them
+    replace  taken from the segment's first row on, in place of the existing rows (the way of other systems)
     split    left out if equal; if they differ, the segment starts a training sequence of its own, over its own rows
 
 A segment without tokens brings no rows in `replace` and `split`: nothing was sampled over them.
@@ -140,8 +140,8 @@ class Trajectory:
             raise ContractError("a segment came before the prompt; call observe first")
         rows = self._checked_rows(segment)
         if rows is not None and self._rows is not None:
-            held = self._held_before(rows, self._rows)
-            held.add(rows, version=segment.weights.version)
+            existing = self._rows_before(rows, self._rows)
+            existing.add(rows, version=segment.weights.version)
         self.turns[-1].segments.append(segment)
         self._length += len(segment)
         self._num_segments += 1
@@ -155,7 +155,7 @@ class Trajectory:
         self._require_open()
         self._checked_rows(segment)
 
-    async def begin_call(self, call: str) -> None:
+    async def start_call(self, call: str) -> None:
         """Announce an outside call that must happen once; the recorder of the trajectory notes it."""
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
@@ -219,19 +219,19 @@ class Trajectory:
                 at += len(segment)
         return placed
 
-    def _held_before(self, rows: RoutedExperts, held: TrajectoryRows) -> TrajectoryRows:
+    def _rows_before(self, rows: RoutedExperts, existing: TrajectoryRows) -> TrajectoryRows:
         """The held rows that stay; the merge adds the part of `rows` after them."""
         match self.resume_routing:
             case "append" | "force":
-                return held
+                return existing
             case "replace":
-                kept = held.first(rows.first_position)
+                kept = existing.first(rows.first_position)
                 self._branches[-1] = self._branches[-1]._replace(rows=kept)
                 return kept
             case "split":
-                if not held.differ(rows):
-                    return held
-                kept = held.first(rows.first_position - rows.unavailable)
+                if not existing.differ(rows):
+                    return existing
+                kept = existing.first(rows.first_position - rows.unavailable)
                 self._branches.append(SequenceBranch(self._num_segments, kept))
                 return kept
 

@@ -335,9 +335,9 @@ class RolloutHost:
 
     @_method(num_returns=2)
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory], *, handout: int
+        self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory], *, handout: int
     ) -> tuple[RolledGroup, GroupContent | None]:
-        return await self._worker.roll(prompt, admission, held, handout=handout)
+        return await self._worker.roll(prompt, admission, existing, handout=handout)
 
     async def stop(self, group: int) -> None:
         """End the rollouts of a group whose caller is gone."""

@@ -48,8 +48,8 @@ class ReplicaAddress:
     """Handle of a `ReplicaHost`."""
     name: str
     """Of the replica."""
-    control_timeout_s: float
-    """Bound on a control call but a drain, and silence after which the replica counts as dead."""
+    timeout_s: float
+    """Silence after which the replica counts as dead."""
     log: Path | None = None
     """File with the output of its process; its end becomes a note of an error of a start or a death."""
 
@@ -57,7 +57,8 @@ class ReplicaAddress:
 class ReplicaHandle:
     """Calls the `EngineReplica` in another process: an Engine, and the control calls of the publisher.
 
-    If a caller is cancelled or out of time, its call is cancelled in the replica too.
+    A call takes as long as the replica gives signs of life: the replica bounds its control calls by
+    `engine.load_timeout_s`, callers bound the rest. If a caller is cancelled, its call is cancelled in the replica too.
 
     Args:
         address: of the replica.
@@ -76,7 +77,7 @@ class ReplicaHandle:
             address.actor,
             name=client,
             server=address.name,
-            timeout_s=address.control_timeout_s,
+            timeout_s=address.timeout_s,
             lost=ReplicaLostError,
         )
 
@@ -100,7 +101,7 @@ class ReplicaHandle:
         """
         environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
-        handle = cls(ReplicaAddress(actor=actor, name=name, control_timeout_s=config.load_timeout_s, log=log))
+        handle = cls(ReplicaAddress(actor=actor, name=name, timeout_s=config.load_timeout_s, log=log))
         started = actor.start.remote(
             config,
             name=name,
@@ -117,69 +118,53 @@ class ReplicaHandle:
         return handle
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """See `agent_loop.engine.Engine`; the caller bounds it."""
+        """See `agent_loop.engine.Engine`."""
         return await self._call(EngineReplica.generate, request)
 
     async def pause(self) -> None:
-        await self._control(self.address.control_timeout_s, EngineReplica.pause)
+        await self._call(EngineReplica.pause)
 
     async def abort(self) -> int:
-        return await self._control(self.address.control_timeout_s, EngineReplica.abort)
+        return await self._call(EngineReplica.abort)
 
     async def drain(self) -> None:
-        await self._call(EngineReplica.drain)  # as long as the longest generation; sync.timeout_s bounds it
+        await self._call(EngineReplica.drain)
 
     async def freeze(self) -> int:
-        return await self._control(self.address.control_timeout_s, EngineReplica.freeze)
+        return await self._call(EngineReplica.freeze)
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
-        return await self._control(self.address.control_timeout_s, EngineReplica.load, update, kv=kv)
+        return await self._call(EngineReplica.load, update, kv=kv)
 
     async def checksum(self) -> str:
-        return await self._control(self.address.control_timeout_s, EngineReplica.checksum)
+        return await self._call(EngineReplica.checksum)
 
     async def resume(self) -> None:
-        await self._control(self.address.control_timeout_s, EngineReplica.resume)
+        await self._call(EngineReplica.resume)
 
     async def stats(self) -> ReplicaStats:
-        return await self._control(self.address.control_timeout_s, EngineReplica.stats)
+        return await self._call(EngineReplica.stats)
 
     async def pid(self) -> int:
         """Process id of the actor."""
-        return await self._answer_of_host("pid", self.address.actor.pid.remote(), self.address.control_timeout_s)
+        return await self._answer_of_host("pid", self.address.actor.pid.remote(), self.address.timeout_s)
 
     async def forget_client(self, client: str) -> None:
         """Abort the requests of a client that died; they are gone from the engine when this returns."""
-        actor, timeout_s = self.address.actor, self.address.control_timeout_s
+        actor, timeout_s = self.address.actor, self.address.timeout_s
         await self._answer_of_host("forget_client", actor.forget_client.remote(client), timeout_s)
 
     async def close(self, *, timeout_s: float) -> None:
         """Close the engine, and end the process whether it answers or not."""
         try:
-            await self._control(timeout_s, EngineReplica.close)
+            async with asyncio.timeout(timeout_s):
+                await self._call(EngineReplica.close)
         finally:
             self.kill()
 
     def kill(self) -> None:
         """End the process."""
         ray.kill(self.address.actor)
-
-    async def _control(
-        self,
-        timeout_s: float,
-        method: Callable[Concatenate[EngineReplica[Any], P], Coroutine[Any, Any, T]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """A call without whose answer in time the replica counts as dead."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._call(method, *args, **kwargs)
-        except TimeoutError as cause:
-            error = ReplicaLostError(f"{self.name}: {method.__name__} took longer than {timeout_s} s")
-            self._explain(error)
-            raise error from cause
 
     async def _call(
         self,

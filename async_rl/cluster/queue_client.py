@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from async_rl.cluster.actors import QueueActor
@@ -105,6 +104,14 @@ class QueueClient:
     async def close(self) -> None:
         await self._calls.call(TrajectoryQueue.close)
 
+    async def pid(self, *, timeout_s: float) -> int:
+        """Process id, once the process runs."""
+        return await self._bounded("start", self._handle.pid.remote(), timeout_s)
+
+    def kill(self) -> None:
+        """End the process."""
+        ray.kill(self._handle)
+
     async def _bounded(self, what: str, answer: Any, timeout_s: float) -> Any:
         try:
             async with asyncio.timeout(timeout_s):
@@ -117,22 +124,6 @@ class QueueClient:
             raise QueueUnavailable(f"the queue died before it could {what} ({first_line(error)})") from error
 
 
-class QueueHandle(QueueClient):
-    """The queue as a Ray actor."""
-
-    def __init__(self, actor: ActorHandle[Any], *, timeout_s: float) -> None:
-        super().__init__(actor, timeout_s=timeout_s)
-        self._actor = actor
-
-    async def pid(self, *, timeout_s: float) -> int:
-        """Process id, once the process runs."""
-        return await self._bounded("start", self._actor.pid.remote(), timeout_s)
-
-    def kill(self) -> None:
-        """End the process."""
-        ray.kill(self._actor)
-
-
 def start_queue(
     *,
     batch_groups: int,
@@ -142,8 +133,8 @@ def start_queue(
     timeout_s: float,
     options: dict[str, Any],
     log: Path | None = None,
-) -> QueueHandle:
-    """Start the queue's actor; `QueueHandle.open` comes first.
+) -> QueueClient:
+    """Start the queue's actor; `QueueClient.open` comes first.
 
     Args:
         options: Ray options of the actor.
@@ -156,4 +147,4 @@ def start_queue(
         updates_per_batch=updates_per_batch,
         open_log=None if log is None else partial(open_log, log),
     )
-    return QueueHandle(actor, timeout_s=timeout_s)
+    return QueueClient(actor, timeout_s=timeout_s)

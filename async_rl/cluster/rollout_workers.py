@@ -178,10 +178,10 @@ class WorkerHandle:
         return handle
 
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
+        self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, ContentOrRef]:
         """The second value is a reference to the content, which stays on the node of the worker."""
-        rolled, content = cast(list[Any], self._actor.roll.remote(prompt, admission, list(held), handout=handout))
+        rolled, content = cast(list[Any], self._actor.roll.remote(prompt, admission, list(existing), handout=handout))
         try:
             return await self._answer("roll", rolled), content
         except asyncio.CancelledError:

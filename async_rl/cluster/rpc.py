@@ -65,27 +65,13 @@ class RemoteError(RuntimeError):
     """A call failed in the other process; the message is its traceback."""
 
 
-class _Method(Protocol):
-    def remote(self, *args: Any) -> Awaitable[Sequence[Reply]]: ...
-
-
 class ServerHandle(Protocol):
     """Handle of a Ray actor with the calls of `BatchingServer`."""
 
-    @property
-    def exchange(self) -> _Method: ...
-    @property
-    def collect(self) -> _Method: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A call without a reply."""
-
-    method: str
-    """Name of the method."""
-    future: asyncio.Future[Any]
-    """Result of the call."""
+    exchange: Any
+    """Ray's method, whose `remote` returns an awaitable of replies."""
+    collect: Any
+    """The same."""
 
 
 class BatchingClient(Generic[S]):
@@ -110,7 +96,7 @@ class BatchingClient(Generic[S]):
         self._numbers = itertools.count(time.time_ns())  # a later process may have the same name
         self._outbox: list[Call] = []
         self._cancelled: list[int] = []
-        self._waiting: dict[int, _Waiting] = {}  # by number
+        self._waiting: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # number of a call -> method, result
         self._sent: set[int] = set()  # waiting calls that were sent
         self._messages: set[asyncio.Task[None]] = set()
         self._send_scheduled = False
@@ -131,7 +117,7 @@ class BatchingClient(Generic[S]):
         """
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._outbox.append(Call(number, method.__name__, args, kwargs))
-        self._waiting[number] = _Waiting(method.__name__, future)
+        self._waiting[number] = (method.__name__, future)
         self._schedule_send()
         try:
             return await future
@@ -150,7 +136,7 @@ class BatchingClient(Generic[S]):
 
     def _send(self) -> None:
         self._send_scheduled = False
-        calls = [c for c in self._outbox if (w := self._waiting.get(c.number)) is not None and not w.future.done()]
+        calls = [call for call in self._outbox if self._is_pending(call.number)]
         self._outbox = []
         cancelled, self._cancelled = self._cancelled, []
         if not calls and not cancelled:
@@ -212,12 +198,17 @@ class BatchingClient(Generic[S]):
     def _settled(self, number: int) -> asyncio.Future[Any] | None:
         """Remove a call from the waiting ones; returns its future if that was pending."""
         self._sent.discard(number)
-        waiting = self._waiting.pop(number, None)
-        return None if waiting is None or waiting.future.done() else waiting.future
+        pending = self._is_pending(number)
+        _, future = self._waiting.pop(number, ("", None))
+        return future if pending else None
+
+    def _is_pending(self, number: int) -> bool:
+        """Whether the caller still waits."""
+        return number in self._waiting and not self._waiting[number][1].done()
 
     def _fail_sent(self, what: str, cause: Exception) -> None:
         numbers = sorted(self._sent)
-        methods = ", ".join(sorted({self._waiting[number].method for number in numbers}))
+        methods = ", ".join(sorted({self._waiting[number][0] for number in numbers}))
         for number in numbers:
             error = self._lost(f"{self._server} {what} while {methods} of {self._name} waited for a reply")
             error.__cause__ = cause

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folde
 from async_rl.metrics.recorder import Recorder
 from message_queue.contract import QueueSnapshot
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +40,6 @@ class RunState:
     """Indices of prompts handed out, but neither trained nor dropped."""
     queue: QueueSnapshot = field(default_factory=QueueSnapshot)
     """State of the queue; its unfinished groups end as dropped when it is restored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
-    format: int
-    state: RunState
 
 
 class Checkpoints:
@@ -67,7 +62,7 @@ class Checkpoints:
         final = self._directory / f"step-{state.train_step:06d}"
         partial = partial_folder(final)
 
-        def begin() -> None:
+        def prepare() -> None:
             self.recover()
             make_folder(self._directory)
             partial.mkdir()
@@ -76,10 +71,10 @@ class Checkpoints:
             records.sync()
             publish_folder(final)
 
-        await asyncio.to_thread(begin)
+        await asyncio.to_thread(prepare)
         try:
             await trainer.save(partial / "trainer")
-            document = msgspec.json.encode(_Document(format=FORMAT, state=state))
+            document = msgspec.json.encode({"format": FORMAT, "state": state})
             await asyncio.to_thread((partial / "run.json").write_bytes, document)
             await asyncio.to_thread(publish)
         except OSError:
@@ -114,12 +109,12 @@ def read_run_state(checkpoint: Path) -> RunState:
     """
     path = checkpoint / "run.json"
     try:
-        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if (found := document.get("format")) == FORMAT:
+            return msgspec.convert(document.get("state"), RunState, str_keys=True)
     except (OSError, msgspec.DecodeError) as error:
         raise ValueError(
             f"resume: {checkpoint} is not a checkpoint of format {FORMAT} ({error}); "
             "give a folder checkpoints/step-NNNNNN, or resume=never"
         ) from error
-    if document.format != FORMAT:
-        raise ValueError(f"resume: {checkpoint} has format {document.format}; this version reads format {FORMAT}")
-    return document.state
+    raise ValueError(f"resume: {checkpoint} has format {found}; this version reads format {FORMAT}")

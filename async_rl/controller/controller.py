@@ -7,7 +7,7 @@
 
     stage     consumes              produces              waits for                     is unblocked by
     feed      prompts, first the    admitted prompts      the staleness budget          publish, drops
-              recycled ones
+              requeued ones
     rollout   admitted prompts      prompt groups         engines, tools                (nothing: it never blocks feed)
     train     batches of groups     gradients, versions   a batch the bound allows      rollout
     publish   versions              loaded replicas       every replica to load         train
@@ -156,21 +156,21 @@ class Controller:
         timeout_s = self._config.replica_timeout_s
         async with asyncio.TaskGroup() as background:
 
-            def begin(name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+            def start(name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
                 stages[name] = background.create_task(run_stage(name, work), name=name)
 
             stages: dict[str, asyncio.Task[None]] = {}
-            begin("workers", self._rollouts.watch)
+            start("workers", self._rollouts.watch)
             if (restored := self._restored) is not None:
                 await run_stage("catch up", lambda: self._replay_batches(restored))
             if self._train_step == 0 and (self._restored is None or self._restored.began):
                 await self._validations.now(0)
-            begin("feed", self._feed)
-            begin("rollout", self._rollout)
-            begin("expire", self._expire)
-            begin("publish", self._publish)
-            begin("validate", self._validations.run)
-            begin("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
+            start("feed", self._feed)
+            start("rollout", self._rollout)
+            start("expire", self._expire)
+            start("publish", self._publish)
+            start("validate", self._validations.run)
+            start("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
             try:
                 await run_stage("train", self._train)
             except StageError:
@@ -203,7 +203,7 @@ class Controller:
 
     async def _replay_batches(self, restored: Restored) -> None:
         """Replay the batches trained after the checkpoint, then load the weights into the replicas."""
-        self._schedule_replay.begin(
+        self._schedule_replay.resume(
             list(self._contents.unfinished.values()),
             train_step=self._train_step,
             cursor=self._prompts.cursor,
@@ -245,15 +245,15 @@ class Controller:
         async with asyncio.TaskGroup() as groups:
             for admission in self._restored.open if self._restored is not None else ():
                 prompt, group = self._prompts.at(admission.prompt), self._contents.unfinished.get(admission.group)
-                held = () if group is None else group.trajectories
-                groups.create_task(self._roll(prompt, admission, held=held), name=f"group-{admission.group}")
+                existing = () if group is None else group.trajectories
+                groups.create_task(self._roll(prompt, admission, existing=existing), name=f"group-{admission.group}")
             while True:
                 prompt, admission = await self._admitted.get()
                 groups.create_task(self._roll(prompt, admission), name=f"group-{admission.group}")
 
-    async def _roll(self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()) -> None:
+    async def _roll(self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = ()) -> None:
         with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
-            outcome, content = await self._rollouts.roll(prompt, admission, held=held)
+            outcome, content = await self._rollouts.roll(prompt, admission, existing=existing)
         if isinstance(outcome, DroppedGroup):
             too_many = not outcome.expired and self._count_failed(prompt)
             self._schedule_replay.dropped(outcome.group, reason=outcome.reason)
@@ -338,7 +338,7 @@ class Controller:
         """Train on a batch, publish the weights if due, and record the step and the wait for the batch."""
         config = self._config
         self._schedule_replay.taken()
-        await self._begin_probe(batch)
+        await self._start_probe(batch)
         with self._trace.span("train", f"step {self._train_step + config.updates_per_batch}", groups=len(batch.groups)):
             prepared, metrics = await self._train_on(batch)
         due = is_due(self._train_step, every=config.publish_every, per_batch=config.updates_per_batch)
@@ -380,7 +380,7 @@ class Controller:
         await self._snapshot_weights(update)
         await self._updates.put(update)
 
-    async def _begin_probe(self, batch: Batch) -> None:
+    async def _start_probe(self, batch: Batch) -> None:
         """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
         if self._probe is None or self._probe.has_prompts or self._train_step < self._replayed:
             return

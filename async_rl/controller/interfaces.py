@@ -1,4 +1,4 @@
-"""Interfaces and settings of the pipeline."""
+"""Interfaces and settings of the controller."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GroupQueue(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
-    """Settings of the pipeline; see the run config for the meaning of each value."""
+    """Settings of the controller; see the run config for the meaning of each value."""
 
     total_train_steps: int
     publish_every: int

@@ -12,10 +12,15 @@ import contextlib
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 import ray
 from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoTokenizer
 
+from agent_loop.engine import Engine
+from agent_loop.functions import describe_error
+from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import Placement, start_ray
 from async_rl.cluster.clients import ReplicaHandle, TrainerHandle
 from async_rl.cluster.rollout_workers import build_worker
@@ -29,7 +34,7 @@ from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
 from async_rl.files.atomic_dir import make_folder
 from async_rl.inference.pool import ReplicaPool
-from async_rl.metrics.console import open_console
+from async_rl.metrics.console import RunConsole
 from async_rl.metrics.recorder import Console, Recorder
 from async_rl.metrics.report import read_run, write_report
 from async_rl.metrics.trace import Trace
@@ -57,6 +62,9 @@ class Launcher:
         self._resume_command = resume_command
         self._task: Task = build_task(config.task, seed=config.seed)
         self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
+        self._order.train_prompt(0)  # reads and checks the prompts
+        self._held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
+        _check_task(self._task, config)
         self._schedule_replay: NoReplay = NoReplay()
         if config.schedule is not None:
             schedule = _read_schedule(config)
@@ -76,7 +84,7 @@ class Launcher:
         async with contextlib.AsyncExitStack() as stack:
             logs = self._directory.resolve() / "logs"
             make_folder(logs)
-            console = open_console(total_train_steps=config.total_train_steps, log=logs / "driver.log")
+            console = RunConsole(total_train_steps=config.total_train_steps, log=logs / "driver.log")
             recorder = Recorder(
                 self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
             )
@@ -116,13 +124,14 @@ class Launcher:
             return finished
 
     async def _run_with(self, processes: Processes, *, console: Console, recorder: Recorder, trace: Trace) -> bool:
-        """Start the processes, and run the pipeline to its end."""
+        """Start the processes, and run the controller to its end."""
         trainer, replicas, checkpoint = await processes.start(console)
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.remove_updates(self._weights_directory)  # those of a killed run
         run_parts = await self._build_parts(processes, replicas, checkpoint, recorder, trace)
-        held_out = self._task.validation_prompts(count) if (count := self._config.validation.prompts) else ()
-        recovery = RecoveryLoop(self._config, run_parts, order=self._order, held_out=held_out, resume=self._resume)
+        recovery = RecoveryLoop(
+            self._config, run_parts, order=self._order, held_out=self._held_out, resume=self._resume
+        )
         async with stop_on_interrupt(recovery.request_stop, note=recorder.note):
             return await recovery.run(trainer)
 
@@ -226,6 +235,31 @@ class Launcher:
                 f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in {self._directory}"
             )
         return f"stopped; continue with: {self._resume_command}"
+
+
+def _check_task(task: Task, config: RunConfig) -> None:
+    """Build the agent loop on the tokenizer of the checkpoint, as the rollout workers do.
+
+    Raises:
+        ValueError: there is no model, its tokenizer cannot be loaded, or the task cannot use it.
+    """
+    checkpoint = config.model.checkpoint
+    if checkpoint is None:
+        if type(task).save_initial_checkpoint is Task.save_initial_checkpoint:
+            raise ValueError("model.checkpoint is not set, and the task builds no model; set model.checkpoint=PATH")
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"model.checkpoint is {checkpoint}, whose tokenizer cannot be loaded: {error}") from error
+    engine, sampling, limits = cast(Engine, None), config.rollout.sampling, config.rollout.limits
+    try:
+        task.build_loop(engine=engine, tokenizer=tokenizer, sampling=sampling, limits=limits, gate=PauseGate())
+    except Exception as error:
+        raise ValueError(
+            f"the agent loop of task.factory={config.task.factory} cannot be built on the tokenizer of {checkpoint}: "
+            f"{describe_error(error)}"
+        ) from error
 
 
 def _read_schedule(config: RunConfig) -> RunSchedule:

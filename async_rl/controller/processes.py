@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, cast
 from agent_loop.engine import EngineError
 from async_rl.cluster.actors import Placement
 from async_rl.cluster.clients import ReplicaHandle, TrainerHandle, TrainerLostError
-from async_rl.cluster.queue_client import QueueHandle, start_queue
+from async_rl.cluster.queue_client import QueueClient, start_queue
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import RunConfig
@@ -141,7 +142,7 @@ class Processes:
         await self._wait_for_node(name, options, timeout_s=timeout_s, error=WorkerLostError)
         return await self._start_worker(slot=slot, name=name)
 
-    async def start_queue(self) -> QueueHandle:
+    async def start_queue(self) -> QueueClient:
         """The queue; `open` comes first."""
         config = self._config
         queue = start_queue(
@@ -244,7 +245,7 @@ class Processes:
         for name in processes:
             log = self._logs / f"{name}.log"
             if self._console is not None and not log.exists():
-                self._console.note(f"warning: {name} has no log at {log}: its node cannot write there")
+                self._console.note(f"{name} has no log at {log}: its node cannot write there", level=logging.WARNING)
 
     def _closing(self, close: Callable[..., Awaitable[None]]) -> Callable[[], Awaitable[None]]:
         """Close a part; its errors must not hide why the run ended."""

@@ -1,6 +1,6 @@
 """Restarts trainer and queue after either fails; replicas and agent loops are reused.
 
-open the journal -> truncate the records -> restore the trainer -> run the pipeline ----> done, or stopped
+open the journal -> truncate the records -> restore the trainer -> run the controller ----> done, or stopped
      ^                                                                |
      +---- from the last checkpoint and the journal <---- trainer or queue fails
 """
@@ -79,7 +79,7 @@ class RunParts(Generic[T]):
 def supervised(
     config: RunConfig, pool: ReplicaPool, *, rollouts: Dispatcher, start: ReplicaFactory, recorder: Recorder
 ) -> tuple[Publisher, Supervisor]:
-    """The trainer's and the pipeline's view of the replicas."""
+    """The trainer's and the controller's view of the replicas."""
     publisher = Publisher(
         pool,
         on_update=config.rollout.on_update,
@@ -92,7 +92,7 @@ def supervised(
 
 
 class RecoveryLoop(Generic[T]):
-    """Runs the pipeline until its end.
+    """Runs the controller until its end.
 
     Args:
         order: order of the prompts.

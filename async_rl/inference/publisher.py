@@ -106,7 +106,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()  # a replica must not join during a publish
         self._newest: WeightUpdate | None = None
-        self._held: _Load | None = None  # first load of the newest version, which later loads must equal
+        self._first_load: _Load | None = None  # first load of the newest version, which later loads must equal
 
     async def publish(self, update: WeightUpdate, *, probe: Callable[[Member], None] | None = None) -> PublishReport:
         """Return when every remaining replica serves `update`.
@@ -183,7 +183,7 @@ class Publisher:
 
     async def _publish(self, update: WeightUpdate, probe: Callable[[Member], None] | None) -> PublishReport:
         started = time.monotonic()
-        self._held = None
+        self._first_load = None
         await self._rollouts.pause()
         try:
             async with asyncio.TaskGroup() as loads:
@@ -250,11 +250,11 @@ class Publisher:
             EngineError: two replicas have different parameters.
         """
         for load in loads:
-            held = self._held = self._held or load
-            if load.checksum != held.checksum:
+            first = self._first_load = self._first_load or load
+            if load.checksum != first.checksum:
                 raise EngineError(
                     f"{load.replica} has parameters with checksum {load.checksum} for version "
-                    f"{update.weights.version}, but {held.replica} has {held.checksum}; one replica does not serve "
+                    f"{update.weights.version}, but {first.replica} has {first.checksum}; one replica does not serve "
                     "the published weights"
                 )
 

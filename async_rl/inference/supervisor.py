@@ -64,7 +64,7 @@ class ReplicaFactory(Protocol):
 
 
 class Supervisor:
-    """The pipeline's view of the replicas; replaces failed ones.
+    """The controller's view of the replicas; replaces failed ones.
 
     Args:
         note: called with each text for the user.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -76,8 +77,8 @@ class Console(Protocol):
         """Show the result of a validation that was requested after `train_step`."""
         ...
 
-    def note(self, text: str) -> None:
-        """Show a message."""
+    def note(self, text: str, *, level: int = logging.INFO) -> None:
+        """Show a message. level: of Python's logging."""
         ...
 
     def close(self) -> None:
@@ -93,14 +94,14 @@ class Recorder:
 
     Args:
         directory: of the run; created if it does not exist.
-        console: gets every record except those of the ledger.
+        console: gets every record except those of the ledger; None shows nothing.
         scalars: TensorBoard writer for the finite metrics; None for no TensorBoard.
 
     Attributes:
         lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
     """
 
-    def __init__(self, directory: Path, *, console: Console, scalars: SummaryWriter | None) -> None:
+    def __init__(self, directory: Path, *, console: Console | None, scalars: SummaryWriter | None) -> None:
         make_folder(directory)
         self._directory = directory
         self._open()
@@ -157,7 +158,8 @@ class Recorder:
         for key, value in metrics.items():
             if math.isfinite(value):
                 self._scalar(key, value, step)
-        self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
+        if self._console is not None:
+            self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
         """Record one round over the held-out prompts, requested after `train_step`."""
@@ -177,27 +179,30 @@ class Recorder:
         )
         if math.isfinite(result.success_rate):
             self._scalar("validation/success", result.success_rate, train_step)
-        self._console.validation(train_step, result)
+        if self._console is not None:
+            self._console.validation(train_step, result)
 
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append the outcomes of groups."""
         for record in records:
             self._ledger.write(_json_line(record))
 
-    def note(self, text: str) -> None:
-        """Show a message on the console."""
-        self._console.note(text)
+    def note(self, text: str, *, level: int = logging.INFO) -> None:
+        """Show a message on the console. level: of Python's logging."""
+        if self._console is not None:
+            self._console.note(text, level=level)
 
     def warn(self, text: str) -> None:
         """Show a warning on the console about a fault that does not stop the run."""
-        self._console.note(f"warning: {text}")
+        self.note(text, level=logging.WARNING)
 
     def close(self) -> None:
         """Flush and close every sink."""
         self._close_files()
         if self._scalars is not None:
             self._scalars.close()
-        self._console.close()
+        if self._console is not None:
+            self._console.close()
 
     def _scalar(self, key: str, value: float, train_step: int) -> None:
         if self._scalars is not None:

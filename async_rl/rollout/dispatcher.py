@@ -51,7 +51,7 @@ class Worker(Protocol):
 
     async def open(self, place: ContentPlace, *, writer: str) -> None: ...
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
+        self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, ContentOrRef]: ...
     async def cancel(self, group: int, *, reason: str) -> None: ...
     async def flush(self) -> None: ...
@@ -122,7 +122,7 @@ class Dispatcher:
         self._pool = pool
         self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
-        self._held: dict[int, Sequence[Trajectory]] = {}  # content of groups of failed workers, once read
+        self._recovered: dict[int, Sequence[Trajectory]] = {}  # content of groups of failed workers, once read
         self._changed = Notifier()
         self._place: ContentPlace | None = None
         self._num_writers = self._num_awaited = 0
@@ -152,7 +152,7 @@ class Dispatcher:
         await asyncio.to_thread(remove_settled, place.directory, live, keep=keep)
 
     async def roll(
-        self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = ()
+        self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = ()
     ) -> tuple[GroupHead | DroppedGroup, ContentOrRef]:
         """Roll out a group; see `Rollouter.roll`. If its worker fails, another one continues from the records.
 
@@ -164,10 +164,10 @@ class Dispatcher:
             member = await self._least()
             member.groups[group] = admission
             try:
-                rolled, content = await member.worker.roll(prompt, admission, held, handout=next(self._handouts))
+                rolled, content = await member.worker.roll(prompt, admission, existing, handout=next(self._handouts))
             except WorkerLostError as error:
                 self._lose(member, error)
-                held = await self._stored(group)
+                existing = await self._stored(group)
             else:
                 self.tokens.add(group, rolled.generated)
                 return rolled.outcome, content
@@ -232,7 +232,7 @@ class Dispatcher:
     async def end(self) -> None:
         """End all rollouts immediately, and close the files of their content."""
         await self._all(lambda worker: worker.end())
-        self._held.clear()
+        self._recovered.clear()
         for _ in range(self._lost.qsize()):
             member, _, error = self._lost.get_nowait()
             self._lost.put_nowait((member, {}, error))  # a restart reads the groups
@@ -246,9 +246,9 @@ class Dispatcher:
 
     async def _stored(self, group: int) -> Sequence[Trajectory]:
         """The stored trajectories of a group whose worker failed."""
-        while group not in self._held:
+        while group not in self._recovered:
             await self._changed.wait()
-        return self._held.pop(group)
+        return self._recovered.pop(group)
 
     async def _validate(self, prompts: Sequence[tuple[int, Prompt]], number: int, slot: int) -> ValidationRound:
         while True:
@@ -353,9 +353,9 @@ class Dispatcher:
             for line in stored.notes:
                 self._note(line)
             for group in groups:
-                self._held[group] = stored.groups[group].trajectories if group in stored.groups else ()
+                self._recovered[group] = stored.groups[group].trajectories if group in stored.groups else ()
         else:
-            self._held |= dict.fromkeys(groups, ())
+            self._recovered |= dict.fromkeys(groups, ())
         self._changed.notify_all()
 
     async def _all(self, call: Callable[[Worker], Awaitable[None]]) -> None:

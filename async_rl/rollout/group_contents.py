@@ -69,7 +69,7 @@ async def read_stored(place: ContentPlace, admissions: Iterable[Admission]) -> S
     wanted = {admission.group: admission for admission in admissions}
     if not wanted or not place.directory.is_dir():
         return StoredContent()
-    found = await asyncio.to_thread(
+    groups, notes = await asyncio.to_thread(
         read_groups,
         place.directory,
         wanted,
@@ -78,7 +78,7 @@ async def read_stored(place: ContentPlace, admissions: Iterable[Admission]) -> S
         routing=place.routing,
         resume_routing=place.resume_routing,
     )
-    return StoredContent(groups=found.groups, notes=tuple(found.notes))
+    return StoredContent(groups=groups, notes=tuple(notes))
 
 
 class GroupContents:

@@ -72,46 +72,30 @@ class StoredRolloutLog(RolloutLog):
             self._progress.notify_all()
 
 
-class CountedTrajectory(Trajectory):
-    """A trajectory that reports the number of its sampled tokens.
-
-    Args:
-        held: initial content; this object takes it over.
-        count: called with the number of tokens of each segment.
-    """
-
-    def __init__(self, held: Trajectory, *, count: Callable[[int], None]) -> None:
-        vars(self).update(vars(held))
-        self._count = count
-
-    def extend(self, segment: TokenOutput) -> None:
-        """See Trajectory."""
-        super().extend(segment)
-        self._count(len(segment))
-
-
-class RecordedTrajectory(CountedTrajectory):
+class RecordedTrajectory(Trajectory):
     """A trajectory that reports everything appended to it.
 
     Args:
-        held, count: see CountedTrajectory.
+        existing: initial content; this object takes it over.
         record: called with the number of tokens before each appended step, and the step.
         flush: returns once all recorded steps are stored.
+        count: called with the number of tokens of each segment.
     """
 
     def __init__(
         self,
-        held: Trajectory,
+        existing: Trajectory,
         *,
         record: Callable[[int, RolloutStep], None],
         flush: Callable[[], Awaitable[None]] | None = None,
         count: Callable[[int], None] = lambda _tokens: None,
     ) -> None:
-        super().__init__(held, count=count)
+        vars(self).update(vars(existing))
         self._record = record
         self._flush = flush
+        self._count = count
 
-    async def begin_call(self, call: str) -> None:
+    async def start_call(self, call: str) -> None:
         """See Trajectory. The call is stored when this returns."""
         self._record(len(self), CallStarted(call))
         if self._flush is not None:
@@ -127,6 +111,7 @@ class RecordedTrajectory(CountedTrajectory):
         """See Trajectory."""
         at = len(self)
         super().extend(segment)
+        self._count(len(segment))
         self._record(at, segment)
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
-from async_rl.rollout.recorded import CountedTrajectory, RecordedTrajectory, RolloutLog, RolloutLogError
+from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, RolloutStep
@@ -142,12 +142,12 @@ class Rollouter:
         await self._log.flush()
 
     async def roll(
-        self, prompt: Prompt, admission: Admission, *, held: Sequence[Trajectory] = (), handout: int = 0
+        self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = (), handout: int = 0
     ) -> PromptGroup | DroppedGroup:
         """Run all trajectories of one prompt. Failed ones stay in the group, with stop reason `ERROR`.
 
         Args:
-            held: trajectories of the group from before a restart; open ones continue, closed ones stay unchanged.
+            existing: trajectories of the group from before a restart; open ones continue, closed ones stay unchanged.
             handout: number of this hand-out of the group, written into each of its records.
 
         Raises:
@@ -157,7 +157,7 @@ class Rollouter:
         task = asyncio.current_task()
         assert task is not None
         roll = self._rolls[admission.group] = _Roll(task, handout)
-        trajectories = self._trajectories(admission.group, held)
+        trajectories = self._trajectories(admission.group, existing)
         expired = False
         try:
             failure = await self._run_all(prompt, admission, trajectories)
@@ -187,10 +187,10 @@ class Rollouter:
             trajectories=trajectories,
         )
 
-    def _trajectories(self, group: int, held: Sequence[Trajectory]) -> list[Trajectory]:
-        """All trajectories of a group, with their held content."""
-        self.tokens.add(group, sum(t.num_sampled for t in held))
-        started = held or [self._new_trajectory() for _ in range(self._n)]
+    def _trajectories(self, group: int, existing: Sequence[Trajectory]) -> list[Trajectory]:
+        """All trajectories of a group, with their existing content."""
+        self.tokens.add(group, sum(t.num_sampled for t in existing))
+        started = existing or [self._new_trajectory() for _ in range(self._n)]
         return [self._watched(group, number, trajectory) for number, trajectory in enumerate(started)]
 
     def _new_trajectory(self) -> Trajectory:
@@ -207,8 +207,6 @@ class Rollouter:
         def record(at: int, what: RolloutStep) -> None:
             self._log.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what))
 
-        if type(self._log) is RolloutLog:
-            return CountedTrajectory(trajectory, count=count)
         return RecordedTrajectory(trajectory, record=record, flush=self._log.flush, count=count)
 
     async def _run_all(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]) -> str | None:

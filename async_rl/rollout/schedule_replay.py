@@ -34,7 +34,9 @@ class NoReplay:
     free = True
     """Whether events happen as early as possible, so that there is a schedule to record."""
 
-    def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
+    def resume(
+        self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]
+    ) -> None:
         """Continue open `groups`, after `train_step` and the admission of all prompts before `cursor`.
 
         Args:
@@ -104,9 +106,11 @@ class ScheduleReplay(NoReplay):
         self._finished = False
         self._parts: dict[str, list[_Part]] = {}
 
-    # ---- calls of the pipeline
+    # ---- calls of the controller
 
-    def begin(self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]) -> None:
+    def resume(
+        self, groups: Sequence[PromptGroup], *, train_step: int, cursor: int, updates: Mapping[int, int]
+    ) -> None:
         """See NoReplay."""
         self._num_taken, self._num_admitted = train_step // self._schedule.updates_per_batch, cursor
         self._parts.clear()
@@ -115,7 +119,7 @@ class ScheduleReplay(NoReplay):
                 if not trajectory.closed:
                     sampled = spans_of(((s.weights.version, len(s)) for s in trajectory.segments), updates)
                     spans = _rest(self._groups[group.prompt].spans[number], sampled)
-                    self._begin_session(group.group, number, spans, admitted_update=group.admitted_update)
+                    self._start_session(group.group, number, spans, admitted_update=group.admitted_update)
 
     async def may_admit(self, prompt: int) -> None:
         """Return when the weights of the scheduled admission at this position serve; never after the last position."""
@@ -126,7 +130,7 @@ class ScheduleReplay(NoReplay):
         scheduled = self._groups[admission.prompt]
         self._num_admitted = max(self._num_admitted, admission.prompt + 1)
         for number, spans in enumerate(scheduled.spans):
-            self._begin_session(admission.group, number, spans, admitted_update=admission.admitted_update)
+            self._start_session(admission.group, number, spans, admitted_update=admission.admitted_update)
         self._changed.notify_all()
 
     async def may_put(self, prompt: int) -> None:
@@ -197,7 +201,7 @@ class ScheduleReplay(NoReplay):
 
     # ---- inside
 
-    def _begin_session(self, group: int, number: int, spans: Sequence[Span], *, admitted_update: int) -> None:
+    def _start_session(self, group: int, number: int, spans: Sequence[Span], *, admitted_update: int) -> None:
         parts = [_Part(update, tokens) for update, tokens in spans] or [_Part(admitted_update, 0)]
         self._parts[self._session(group, number)] = parts
 

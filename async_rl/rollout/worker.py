@@ -31,7 +31,7 @@ class RolledGroup:
     outcome: GroupHead | DroppedGroup
     """Head of a finished group, or a DroppedGroup."""
     generated: int
-    """Number of sampled tokens, including those held from before the hand-out."""
+    """Number of sampled tokens, including those from before the hand-out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +94,14 @@ class RolloutWorker:
         self._rollouter = self._make_rollouter(StoredRolloutLog(self._writer))
 
     async def roll(
-        self, prompt: Prompt, admission: Admission, held: Sequence[Trajectory] = (), *, handout: int
+        self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, GroupContent | None]:
         """Roll out a group; see `Rollouter.roll`. The second value is the content of a finished group."""
         task = asyncio.current_task()
         assert task is not None
         self._rolls[admission.group] = task
         try:
-            outcome = await self._rollouter.roll(prompt, admission, held=held, handout=handout)
+            outcome = await self._rollouter.roll(prompt, admission, existing=existing, handout=handout)
         finally:
             del self._rolls[admission.group]
             generated = self._rollouter.tokens.pop(admission.group)

@@ -195,13 +195,13 @@ class SimulatedReplica:
     def _segments(self, decode: _Decode, reason: StopReason) -> list[TokenOutput]:
         """The answer: tokens, logprobs, kept tokens and rows of the weights that made them."""
         request, context = decode.request, decode.context
-        start, held, rows = len(request.token_ids), request.existing_rows, None
+        start, existing, rows = len(request.token_ids), request.existing_rows, None
         samplers = [by for _, by in decode.sampled]
         if samplers:
-            owners = [samplers[max(0, p + 1 - start)] for p in range(held, len(context) - 1)]
-            experts = [model.weights(by.digest).row(c) for by, c in zip(owners, context[held:-1], strict=True)]
+            owners = [samplers[max(0, p + 1 - start)] for p in range(existing, len(context) - 1)]
+            experts = [model.weights(by.digest).row(c) for by, c in zip(owners, context[existing:-1], strict=True)]
             shape = (len(experts), *model.ROUTING.row_shape)
-            rows = RoutedExperts(first_position=held, experts=np.array(experts, model.ROUTING.dtype).reshape(shape))
+            rows = RoutedExperts(first_position=existing, experts=np.array(experts, model.ROUTING.dtype).reshape(shape))
         sampled = enumerate(decode.sampled, start)
         made = [(model.weights(by.digest), context[p - 1], token) for p, (token, by) in sampled]
         kept = [weights.kept(before, token) for weights, before, token in made] if request.sampling.is_cut else None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
 End = Literal["trained", "dropped", "requeued"]
-_REASONS = {"wait": (), "drop": ("expired",), "mask": ("expired",), "recycle": ("expired", "recycled")}
+_REASONS = {"wait": (), "drop": ("expired",), "mask": ("expired",), "recycle": ("expired", "requeued")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class GroupAccount:
                 if not event.requeue and cause == "expired" and self._config.staleness.policy == "recycle":
                     prompt = self.admissions[event.group].prompt
                     times = self._times_requeued(prompt)
-                    enough = times >= self._config.staleness.max_recycles
+                    enough = times >= self._config.staleness.max_requeues
                     require("exactly once", enough, "prompt {} given up after {} times", prompt, times)
                 if event.requeue:
                     self._requeued.append(self.admissions[event.group].prompt)
@@ -124,8 +124,8 @@ class GroupAccount:
         self._ends[group] = "requeued" if requeue else "dropped"
         if requeue and not expired:
             prompt = self.admissions[group].prompt
-            times, most = self._times_requeued(prompt), self._config.staleness.max_recycles
-            require("exactly once", times <= most, "prompt {} recycled {} times", prompt, times)
+            times, most = self._times_requeued(prompt), self._config.staleness.max_requeues
+            require("exactly once", times <= most, "prompt {} requeued {} times", prompt, times)
 
     def _times_requeued(self, prompt: int) -> int:
         return self._prompts_that("requeued").count(prompt) + self._times_before.get(prompt, 0)
@@ -179,8 +179,8 @@ class GroupAccount:
         require("ledger", counts.error == 0, "ledger/error is {}: {}", counts.error, counts)
         require("ledger", counts.token_error == 0, "ledger/token_error is {}: {}", counts.token_error, counts)
         require("ledger", counts.admitted == snapshot.next_group, "{}; ids up to {}", counts, snapshot.next_group)
-        held = snapshot.ready + snapshot.open + snapshot.taken
-        require("ledger", counts.open == held, "{}; held are {}", counts, held)
+        open_groups = snapshot.ready + snapshot.open + snapshot.taken
+        require("ledger", counts.open == open_groups, "{}; open are {}", counts, open_groups)
 
     def check_checkpoint(self, state: RunState) -> None:
         """Every prompt up to the cursor was trained once, dropped, or is to be admitted again."""
@@ -227,9 +227,9 @@ class GroupAccount:
             updates: by version, as the trainer counts them.
         """
         restored, live, open_groups, step = found.restored, found.live, found.open, found.state.train_step
-        for group, held in open_groups.items():
+        for group, existing in open_groups.items():
             if group not in self._ends:
-                self.check_stored(group, held, notes=found.stored.notes)
+                self.check_stored(group, existing, notes=found.stored.notes)
         self._check_answered(found)
         self._ends = {g: end for g, end in self._ends.items() if g < restored.next_group and g not in live}
         if restored.began:  # the checkpoint counts the requeues before it
@@ -238,7 +238,7 @@ class GroupAccount:
                 for group, end in self._ends.items()
                 if end != "requeued" and self.admissions[group].prompt not in restored.waiting
             }
-            self._times_before = found.state.queue.recycles
+            self._times_before = found.state.queue.requeues
         self._check_given_up(found, updates)
         self.check_ledger(found.snapshot)
         for version, update in restored.version_updates.items():
@@ -253,11 +253,13 @@ class GroupAccount:
         self._next_prompt = restored.prompt_cursor
         self._answered = {group: "admitted" if group in open_groups else "ready" for group in live}
         self._answered_step, self._answered_version = found.end, restored.version
-        self._stored = {g: {n: (len(t), t.closed) for n, t in enumerate(held)} for g, held in open_groups.items()}
+        self._stored = {
+            g: {n: (len(t), t.closed) for n, t in enumerate(existing)} for g, existing in open_groups.items()
+        }
 
-    def check_stored(self, group: int, held: Sequence[Trajectory], *, notes: Sequence[str]) -> None:
+    def check_stored(self, group: int, existing: Sequence[Trajectory], *, notes: Sequence[str]) -> None:
         """Everything of a group that was stored is there; if it was damaged, one of the notes says so."""
-        have_of = dict(enumerate((len(t), t.closed) for t in held))
+        have_of = dict(enumerate((len(t), t.closed) for t in existing))
         noted = group in self._damaged and any(f"group {group}:" in note for note in notes)
         for number, stored in self._stored.get(group, {}).items():
             have = have_of.get(number, (0, False))
@@ -298,8 +300,8 @@ class GroupAccount:
         ended = (group for group, end in self._ends.items() if end != "trained")
         gone = restored.given_up.union(self._answered).difference(found.live, ended, self._settled(step))
         for group in gone:
-            told = group in restored.given_up or found.attempts > 1
-            require("exactly once", told, "group {} was acknowledged and is lost", group)
+            known = group in restored.given_up or found.attempts > 1
+            require("exactly once", known, "group {} was acknowledged and is lost", group)
             admission, per_batch = self.admissions[group], self._config.trainer.updates_per_batch
             policy, bound = self._config.staleness.policy, self._config.staleness.max_staleness
             age = found.end - min(found.end, updates[admission.admitted_version]) + per_batch - 1

@@ -90,17 +90,17 @@ class Oracle:
     def _continue_rollouts(self, found: Reopened) -> None:
         before, self._rollouts = self._rollouts, {}
         for group in found.live:
-            held = found.open.get(group)
+            existing = found.open.get(group)
             for i in range(2 * self._config.rollout.trajectories_per_group):  # with those that make up for failed ones
                 rollout = self._rollouts[session_name(group, i)] = before.get(session_name(group, i), Rollout())
                 rollout.interrupted = True
-                trajectory = held[i] if held is not None and i < len(held) else None
+                trajectory = existing[i] if existing is not None and i < len(existing) else None
                 kept = 0 if trajectory is None else len(trajectory)
-                if held is None or (trajectory is not None and trajectory.closed):
+                if existing is None or (trajectory is not None and trajectory.closed):
                     kept = _FINISHED
                 rollout.kept = kept if self._new_driver else min(kept, rollout.kept)
                 damaged = group in self._world.disk.damaged_groups
-                if held is not None and damaged:  # calls that are forgotten are made again
+                if existing is not None and damaged:  # calls that are forgotten are made again
                     turns = [] if trajectory is None else trajectory.turns[:-1]
                     answered = (segment.token_ids for turn in turns for segment in turn.segments)
                     calls = sum(int((ids == model.CALL).sum()) for ids in answered)
@@ -111,8 +111,8 @@ class Oracle:
         for group in groups:
             for i in range(2 * self._config.rollout.trajectories_per_group):
                 self._of(session_name(group, i)).interrupted = True
-            held = stored.groups[group].trajectories if group in stored.groups else ()
-            self.groups.check_stored(group, held, notes=stored.notes)
+            existing = stored.groups[group].trajectories if group in stored.groups else ()
+            self.groups.check_stored(group, existing, notes=stored.notes)
 
     # ---- messages between the parts
 

@@ -154,16 +154,16 @@ class Process:
         except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
             error = RayTaskError(method, "", cause).as_instanceof_cause()
         if method not in ("exchange", "collect"):
-            self.told_of(method, args, result=result, error=error)
+            self.observed(method, args, result=result, error=error)
         if self.dead:
             error = RayActorError()
         if not self.hung:
             self._answer(reply, result=result, error=error)
 
-    def told_of(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
+    def observed(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
         """Report a result to the world, if it will be received."""
         if not self.dead and not self.hung:
-            self._world.note(self.process_name, method, _told(result) if error is None else type(error).__name__)
+            self._world.note(self.process_name, method, _shown(result) if error is None else type(error).__name__)
             if error is None:
                 self._world.called(self.process_name, method, args, result)
 
@@ -187,9 +187,9 @@ class Observed:
             try:
                 result = await getattr(self._service, method)(*args, **kwargs)
             except Exception as error:
-                process.told_of(method, args, result=None, error=error)
+                process.observed(method, args, result=None, error=error)
                 raise
-            process.told_of(method, args, result=result, error=None)
+            process.observed(method, args, result=result, error=None)
             return result
 
         return call
@@ -217,7 +217,7 @@ def _settle(reply: asyncio.Future[Any], result: Any, error: BaseException | None
         reply.exception()  # a caller may not be waiting any more
 
 
-def _told(result: object) -> object:
+def _shown(result: object) -> object:
     """What the trace shows of an answer."""
     if result is None or isinstance(result, int | str):
         return result

@@ -18,7 +18,7 @@ from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.replica import EngineReplica
-from async_rl.metrics.recorder import Recorder, StepRecord, ValidationResult
+from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.schedule_replay import NoReplay
@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
 CALL_S, STOP_S, START_S, LINGER_S = 30.0, 20.0, 2.0, 2.0
-
-
-class _Silent:
-    """A console and TensorBoard writer that show nothing."""
-
-    def step(self, record: StepRecord) -> None: ...
-    def validation(self, train_step: int, result: ValidationResult) -> None: ...
-    def note(self, text: str) -> None: ...
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class _Queue(QueueClient):
@@ -86,7 +76,7 @@ class Run:
         task = TaskConfig(factory=f"{SimulatedTask.__module__}:{SimulatedTask.__name__}", options={"world": world})
         self._config = config = replace(scenario.config, output_dir=world.directory, task=task)
         resume = Resume(config)
-        self.recorder = Recorder(world.directory, console=_Silent(), scalars=None)
+        self.recorder = Recorder(world.directory, console=None, scalars=None)
         self.trainer = SimulatedTrainer(world)
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(len(scenario.token_s))]
         self.pool = ReplicaPool(replicas, on_lost=self.recorder.warn)
@@ -187,7 +177,7 @@ class Run:
         host = ReplicaHost()
         replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
         host._serve(cast(EngineReplica[Any], Observed(replica)))  # pyright: ignore[reportPrivateUsage]
-        return ReplicaHandle(ReplicaAddress(actor=self._process(name, host), name=name, control_timeout_s=CALL_S))
+        return ReplicaHandle(ReplicaAddress(actor=self._process(name, host), name=name, timeout_s=CALL_S))
 
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.config.seed}")

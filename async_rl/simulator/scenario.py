@@ -235,7 +235,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     steps, group_size = draw.randint(2, 6) * per_batch, draw.randint(1, 3)
     max_staleness = draw.choice((0, 1, 1, 2, 4)) * per_batch + publish_every - 1 + beyond_batches
     policy = policies.choice((draw.choice(("wait", "drop")), "recycle", "mask"))
-    max_recycles = policies.choice((1, 1, 3))
+    max_requeues = policies.choice((1, 1, 3))
     settings = {
         "seed": seed,
         "total_train_steps": steps,
@@ -244,7 +244,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         "advantage": AdvantageConfig(name="reinforce_plus_plus") if group_size == 1 else AdvantageConfig(),
         "staleness.max_staleness": max_staleness,
         "staleness.policy": policy,
-        **({"staleness.max_recycles": max_recycles} if policy == "recycle" else {}),
+        **({"staleness.max_requeues": max_requeues} if policy == "recycle" else {}),
         "rollout.workers": workers,
         "rollout.groups_per_batch": batch_groups,
         "rollout.trajectories_per_group": group_size,

@@ -1,4 +1,4 @@
-"""The world of one seed: the real pipeline among simulated processes, and a run that is started again when it breaks.
+"""The world of one seed: the real controller among simulated processes, and a run that is started again when it breaks.
 
 driver     RecoveryLoop, Resume, Controller, Dispatcher, Publisher, Supervisor, Recorder, Checkpoints         (real)
 worker     RolloutHost, Rollouter, agent loops, router, ContentWriter (real) -> files, with faults of Disk

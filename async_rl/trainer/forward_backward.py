@@ -73,9 +73,9 @@ class ForwardBackward:
             micro_batch.context.routing = None
         with reference.loaded():
             logprobs = self.logprobs(micro_batches)
-        for micro_batch, found, held in zip(micro_batches, logprobs, routing, strict=True):
+        for micro_batch, found, rows in zip(micro_batches, logprobs, routing, strict=True):
             micro_batch.columns["reference_logprobs"] = found
-            micro_batch.context.routing = held
+            micro_batch.context.routing = rows
 
     def train(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> None:
         """Run forward and backward; sets `sums` of each micro-batch to the results of the objective."""

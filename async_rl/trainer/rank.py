@@ -70,7 +70,7 @@ class TrainerRank:
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
-        self._held: ReferenceWeights | None = None  # weights of `score`
+        self._snapshot: ReferenceWeights | None = None  # weights of `score`
         self._planner = Planner(config=config, loss=loss)
         self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -99,7 +99,7 @@ class TrainerRank:
             batch: with the content of all groups, or a plan with the content of the groups that this rank needs.
 
         Raises:
-            RoutingError: router replay is on, and the routing rows do not fit the model or the batch.
+            BatchError: router replay is on, and the routing rows do not fit the model or the batch.
             FloatingPointError: the gradient of an update is not finite; previous updates of the batch remain.
         """
         plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
@@ -154,17 +154,17 @@ class TrainerRank:
         return list(found.to(torch.float32).split(batch.num_loss_tokens.tolist()))
 
     def snapshot_weights(self) -> None:
-        """Copy the current weights for `score`, until the next `hold`."""
-        if self._held is None:
-            self._held = ReferenceWeights(self._model.chunks)
+        """Copy the current weights for `score`, until the next call."""
+        if self._snapshot is None:
+            self._snapshot = ReferenceWeights(self._model.chunks)
         else:
-            self._held.renew()
+            self._snapshot.renew()
 
     def score(self, batch: TrainingBatch) -> list[Tensor]:
-        """As `logprobs`, under the weights of the last `hold`, or the current weights if there was none."""
-        if self._held is None:
+        """As `logprobs`, under the weights of the last `snapshot_weights`, or the current weights if there was none."""
+        if self._snapshot is None:
             return self.logprobs(batch)
-        with self._held.loaded():
+        with self._snapshot.loaded():
             return self.logprobs(batch)
 
     # ---- weights and state

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from async_rl.trainer.batch.routed_experts import RoutingError
+from async_rl.trainer.batch.training_batch import BatchError
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -94,7 +94,7 @@ class LayerReplay:
             (scores [rows, K], experts int64 [rows, K]).
 
         Raises:
-            RoutingError: in replay, the table of this layer is missing or has another shape.
+            BatchError: in replay, the table of this layer is missing or has another shape.
         """
         assert default_compute_topk is not None
         live_scores, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -133,11 +133,11 @@ class LayerReplay:
     def _table(self, routing: MicroBatchRouting, *, rows: int, topk: int) -> Tensor:
         table = routing.tables.get(self.layer)
         if table is None:
-            raise RoutingError(
+            raise BatchError(
                 f"layer {self.layer} has experts but no routing rows; rows exist for layers {sorted(routing.tables)}"
             )
         if tuple(table.shape) != (rows, topk):
-            raise RoutingError(
+            raise BatchError(
                 f"layer {self.layer} routes {rows} tokens to {topk} experts each, but its routing rows have shape "
                 f"{list(table.shape)}"
             )

@@ -140,7 +140,7 @@ class MicroBatchBuilder:
         """Build the micro-batch of the sequences `numbers` of the batch; without sequences it has only padding.
 
         Raises:
-            RoutingError: routing rows cannot be replayed.
+            BatchError: routing rows cannot be replayed.
             ContractError: a token in the loss is not among the tokens that the sampler kept at its position.
         """
         sequences, to = [self._batch.sequence(number) for number in numbers], self._device

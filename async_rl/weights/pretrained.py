@@ -81,8 +81,8 @@ class _Shards:
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_bytes = 0
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
         self._written: list[list[str]] = []
         self._bytes_of: dict[torch.dtype, int] = {}
 
@@ -93,10 +93,10 @@ class _Shards:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a CPU tensor."""
-        if self._held and self._held_bytes + tensor.nbytes > self._max_bytes:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self._write()
-        self._held[name] = tensor
-        self._held_bytes += tensor.nbytes
+        self._pending[name] = tensor
+        self._pending_bytes += tensor.nbytes
         self._bytes_of[tensor.dtype] = self._bytes_of.get(tensor.dtype, 0) + tensor.nbytes
 
     def finish(self) -> None:
@@ -114,11 +114,11 @@ class _Shards:
         (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
-        self._written.append(list(self._held))
+        self._written.append(list(self._pending))
         path = self._path(len(self._written))
-        save_file(self._held, path, metadata={"format": "pt"})
+        save_file(self._pending, path, metadata={"format": "pt"})
         path.chmod((self._folder / "config.json").stat().st_mode)  # safetensors makes it readable by the owner only
-        self._held, self._held_bytes = {}, 0
+        self._pending, self._pending_bytes = {}, 0
 
     def _path(self, number: int) -> Path:
         return self._folder / f"shard-{number}.safetensors"

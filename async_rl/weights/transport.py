@@ -47,13 +47,13 @@ def write_update(directory: Path, *, version: int, tensors: Iterable[tuple[str, 
 
     directory.mkdir(parents=True, exist_ok=True)
     digest = WeightsDigest()
-    held: dict[str, torch.Tensor] = {}
+    written: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        held[name] = tensor.detach().to("cpu").contiguous()
-        digest.update(name, held[name])
+        written[name] = tensor.detach().to("cpu").contiguous()
+        digest.update(name, written[name])
     path = directory / f"weights-{version}.safetensors"
     partial = path.with_suffix(".partial")
-    save_file(held, partial)
+    save_file(written, partial)
     partial.replace(path)
     return WeightUpdate(path=path, weights=WeightVersion(version, digest.hexdigest()), modules=digest.modules())
 

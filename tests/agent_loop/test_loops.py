@@ -1,21 +1,26 @@
+"""Agent loops: tokens, loss mask, logprobs, versions and rows stay aligned, and a tool runs once for each call."""
+
 import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.chat import Chat
-from agent_loop.engine import EngineError, SamplingConfig
-from agent_loop.loop import Message, Prompt, PromptError, RolloutError, TurnLimits
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import Message, Prompt, RolloutError, TurnLimits
 from agent_loop.reward import RewardError
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import PauseGate, ToolRunner, describe_tool
-from message_queue.tokens import ContractError, StopReason
+from agent_loop.tools import ToolError, ToolRunner, describe_tool
+from async_rl.rollout.recorded import RecordedTrajectory
+from async_rl.rollout.validator import Validator
+from message_queue.progress import CallStarted, TrajectoryClosed
+from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
-from tests.helpers.dense import loss_mask, row_versions
+from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions
 from tests.helpers.fakes import (
     SPEC,
     FakeEngine,
@@ -23,17 +28,17 @@ from tests.helpers.fakes import (
     FakeTool,
     Interruption,
     TurnScript,
-    fake_weights,
+    fake_logprob,
     true_rows,
 )
+from tests.helpers.faults import FAULTS
+from tests.message_queue.test_content import same_trajectory
 
 TOKENIZER = build_tokenizer()
 PROMPT = Prompt(index=0, messages=(Message(role="user", content="6*7="),))
 CALL = '<tool_call>\n{"name": "tool", "arguments": {"x": 1}}\n</tool_call>'
 ANSWER = "<answer>42</answer>"
 LIMITS = TurnLimits(max_turns=6, max_tokens=224, tool_timeout_s=1.0, generate_timeout_s=5.0)
-
-
 UNDISTURBED = {"aborts": 0, "refused_answers": 0}
 
 
@@ -41,40 +46,77 @@ def ids(text):
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
+def turn(text):
+    return text + END_OF_TURN
+
+
 def make_engine(*turns, **options):
     return FakeEngine(TurnScript([ids(turn) for turn in turns], opening=ids("<|im_start|>assistant\n")), **options)
 
 
-def make_loop(engine, *, tool=None, reward=None, limits=LIMITS, gate=None):
+def make_loop(engine, *, tool=None, reward=None, limits=LIMITS, stop_strings=()):
     tool = tool or FakeTool(behave=lambda _: "42")
     return ToolUseLoop(
         engine=engine,
-        chat=Chat(TOKENIZER, end_of_turn=END_OF_TURN, tools=[describe_tool(tool)], stop_tokens=(PAD, TURN_START)),
-        tools=ToolRunner([tool], timeout_s=limits.tool_timeout_s, gate=gate),
+        chat=Chat(
+            TOKENIZER,
+            end_of_turn=END_OF_TURN,
+            tools=[describe_tool(tool)],
+            stop_tokens=(PAD, TURN_START),
+            stop_strings=stop_strings,
+        ),
+        tools=ToolRunner([tool], timeout_s=limits.tool_timeout_s),
         reward=reward or FakeReward(),
         limits=limits,
         sampling=SamplingConfig(),
     )
 
 
-async def roll(engine, **options):
-    trajectory = Trajectory(routing=SPEC)
+def make_single_turn(engine, *, reward=None, stop_strings=("</answer>",)):
+    return SingleTurnLoop(
+        engine=engine,
+        chat=Chat(TOKENIZER, end_of_turn=END_OF_TURN, stop_strings=stop_strings),
+        reward=reward or FakeReward(),
+        limits=LIMITS,
+        sampling=SamplingConfig(),
+    )
+
+
+async def roll(engine, *, resume_routing="append", **options):
+    trajectory = Trajectory(routing=SPEC, resume_routing=resume_routing)
     await make_loop(engine, **options).run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
+    check_aligned(trajectory)
     return trajectory
+
+
+def check_aligned(trajectory):
+    """Every array against a slow model."""
+    tokens, mask = trajectory.token_ids(), loss_mask(trajectory)
+    versions, logprobs = param_versions(trajectory), behaviour_logprobs(trajectory)
+    assert len(tokens) == len(mask) == len(versions) == len(logprobs) == len(trajectory)
+    assert ((versions >= 0) == mask).all()
+    for at, token in enumerate(tokens):
+        expected = fake_logprob(int(token), at, int(versions[at])) if mask[at] else 0.0
+        assert logprobs[at] == pytest.approx(expected)
+    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
+    received = sum(len(s.routed_experts.experts) for s in trajectory.segments)
+    assert received == trajectory.num_rows  # each row came once
+    sampled = np.flatnonzero(mask)
+    assert trajectory.num_rows == (sampled[-1] if len(sampled) else 0)
 
 
 def text_of(trajectory):
     return TOKENIZER.decode(trajectory.token_ids().tolist())
 
 
-def turn(text):
-    return text + END_OF_TURN
+def sampled_text(trajectory):
+    return TOKENIZER.decode(trajectory.token_ids()[loss_mask(trajectory)].tolist())
 
 
 # ---- the conversation
 
 
-async def test_a_call_is_executed_and_its_reply_shown_then_the_answer_ends_the_trajectory():
+async def test_tool_use_loop_shows_replies_and_ends_with_the_answer():
     reward = FakeReward(value=0.5)
     trajectory = await roll(make_engine(turn(CALL), turn(ANSWER)), reward=reward)
     assert text_of(trajectory) == (
@@ -82,251 +124,275 @@ async def test_a_call_is_executed_and_its_reply_shown_then_the_answer_ends_the_t
         "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
         f"<|im_start|>assistant\n{ANSWER}<|im_end|>"
     )
-    sampled = trajectory.token_ids()[loss_mask(trajectory)].tolist()
-    assert sampled == ids(turn(CALL)) + ids(turn(ANSWER))
+    assert sampled_text(trajectory) == turn(CALL) + turn(ANSWER)
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.STOP, 0.5)
     assert trajectory.info == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "truncated_replies": 0} | UNDISTURBED
     assert reward.seen[0].turns == (CALL, ANSWER)
-    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
-async def test_malformed_calls_and_failing_tools_come_back_to_the_model_and_are_counted():
+async def test_tool_use_loop_shows_errors_to_the_model_and_counts_them():
     def fail(_):
-        raise OSError("down")
+        raise ToolError("x must be even")
 
-    engine = make_engine(turn("<tool_call>{</tool_call>"), turn(CALL + CALL), turn(ANSWER))
+    turns = (turn("<tool_call>{</tool_call>"), turn(CALL + CALL), turn(ANSWER))
     limits = TurnLimits(max_turns=6, max_tokens=400)
-    trajectory = await roll(engine, tool=FakeTool(behave=fail), limits=limits)
+    trajectory = await roll(make_engine(*turns), tool=FakeTool(behave=fail), limits=limits)
     assert trajectory.info == {"turns": 3, "tool_calls": 3, "tool_errors": 3, "truncated_replies": 0} | UNDISTURBED
-    assert text_of(trajectory).count("<tool_response>\nerror: ") == 3
+    assert text_of(trajectory).count("<tool_response>\nerror: x must be even") == 2
+    assert sampled_text(trajectory) == "".join(turns), "errors are not trained"
+
+
+async def test_tool_use_loop_cuts_long_replies_and_counts_them():
+    limits = TurnLimits(max_turns=6, max_tokens=500, max_tool_reply_chars=8)
+    tool = FakeTool(behave=lambda _: "0123456789abc")
+    trajectory = await roll(make_engine(turn(CALL), turn(ANSWER)), tool=tool, limits=limits)
+    assert "<tool_response>\n01234567... (5 " in text_of(trajectory)
+    assert (trajectory.info["truncated_replies"], trajectory.info["tool_errors"]) == (1, 0)
+
+
+async def test_single_turn_loop_ends_with_its_answer_and_reads_no_calls():
+    reward, trajectory = FakeReward(), Trajectory(routing=SPEC)
+    engine = make_engine(turn(CALL), interruptions=[Interruption(after=4, load=1)])
+    loop = make_single_turn(engine, reward=reward)
+    await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
+    check_aligned(trajectory)
+    assert reward.seen[0].turns == (CALL,)
+    assert trajectory.info == {"turns": 1, "aborts": 1, "refused_answers": 0}
+
+
+# ---- the end of a trajectory
+
+PROMPTED = len(ids("<|im_start|>user\n6*7=<|im_end|>\n<|im_start|>assistant\n"))
+CALLED = len(ids(turn(CALL)))
+REPLIED = (
+    PROMPTED
+    + CALLED
+    + len(ids("\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"))
+)
+
+
+@pytest.mark.parametrize(
+    ("second", "limits", "stop_reason", "sampled", "num_calls"),
+    [
+        (turn(CALL), {"max_turns": 2}, StopReason.TOOL_CALL, [CALLED, CALLED], 1),
+        (turn(ANSWER), {"max_new_tokens_per_turn": CALLED - 1}, StopReason.LENGTH, [CALLED - 1], 0),
+        (turn("4" * 99), {"max_new_tokens_per_turn": CALLED}, StopReason.LENGTH, [CALLED, CALLED], 1),
+        (turn(ANSWER), {"max_tokens": REPLIED}, StopReason.LENGTH, [CALLED], 1),
+        (turn(ANSWER), {"max_tokens": REPLIED + 1}, StopReason.LENGTH, [CALLED, 1], 1),
+        (CALL + PAD, {}, StopReason.STOP, [CALLED, CALLED], 1),
+        (END_OF_TURN, {}, StopReason.STOP, [CALLED, 1], 1),
+    ],
+    ids=[
+        "turns used up",
+        "cut off in a call",
+        "cut off in an answer",
+        "no room for an answer",
+        "room for one token",
+        "call that ends with another stop token",
+        "empty answer",
+    ],
+)
+async def test_tool_use_loop_ends_a_trajectory(second, limits, stop_reason, sampled, num_calls):
+    tool, reward = FakeTool(behave=lambda _: "42"), FakeReward()
+    limits = TurnLimits(**{"max_turns": 6, "max_tokens": 500} | limits)
+    trajectory = await roll(make_engine(turn(CALL), second), tool=tool, reward=reward, limits=limits)
+    assert (trajectory.stop_reason, reward.seen[0].stop_reason) == (stop_reason, stop_reason)
+    assert [t.num_sampled for t in trajectory.turns] == sampled
+    assert len(tool.calls) == num_calls
+    assert trajectory.info["turns"] == len(sampled)
+
+
+async def test_turn_without_tokens_leaves_its_observation_without_rows():
+    trajectory = await roll(make_engine(turn(CALL), turn(ANSWER), context_length=REPLIED))
+    assert (trajectory.stop_reason, [len(t.segments) for t in trajectory.turns]) == (StopReason.LENGTH, [1, 0])
+    assert (len(trajectory), trajectory.num_rows) == (REPLIED, PROMPTED + CALLED - 1)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_stop_string_inside_a_token_ends_the_turn_and_its_call_is_made(interrupted):
+    tool = FakeTool(behave=lambda _: "42")
+    spoken = f"{CALL} and now I make up a reply: 43"
+    schedule = [Interruption(after=n, load=n) for n in (3, 4, 5)] if interrupted else ()
+    engine = make_engine(turn(spoken), turn(ANSWER), interruptions=schedule)
+    trajectory = await roll(engine, tool=tool, stop_strings=("</tool_call> and",))
+    assert len(tool.calls) == 1
+    assert sampled_text(trajectory) == f"{CALL} and{turn(ANSWER)}"
+    assert f"and{END_OF_TURN}\n<|im_start|>user\n<tool_response>\n42" in text_of(trajectory)
     assert trajectory.stop_reason is StopReason.STOP
 
 
-async def test_a_tool_that_takes_too_long_does_not_end_the_rollout():
-    limits = TurnLimits(max_turns=6, max_tokens=224, tool_timeout_s=0.01)
-    trajectory = await roll(make_engine(turn(CALL), turn(ANSWER)), tool=FakeTool(seconds=30), limits=limits)
-    assert "gave no answer in 0.01 s" in text_of(trajectory)
-    assert (trajectory.stop_reason, trajectory.info["tool_errors"]) == (StopReason.STOP, 1)
-
-
-async def test_one_loop_serves_many_rollouts_at_once():
-    engine, tool = make_engine(turn(CALL), turn(ANSWER)), FakeTool(behave=lambda _: "42", seconds=0.001)
-    loop, trajectories = make_loop(engine, tool=tool), [Trajectory(routing=SPEC) for _ in range(50)]
-    async with asyncio.TaskGroup() as rollouts:
-        for i, trajectory in enumerate(trajectories):
-            rollouts.create_task(loop.run(PROMPT, trajectory=trajectory, session=f"g0-t{i}", cache_salt="v0"))
-    assert len({text_of(t) for t in trajectories}) == 1
-    assert len(tool.calls) == 50
-
-
-# ---- limits
-
-
-async def test_the_calls_of_the_last_turn_are_not_executed():
-    tool = FakeTool()
-    limits = TurnLimits(max_turns=2, max_tokens=224)
-    trajectory = await roll(make_engine(turn(CALL), turn(CALL)), tool=tool, limits=limits)
-    assert trajectory.stop_reason is StopReason.TOOL_CALL
-    assert (len(tool.calls), trajectory.info["turns"]) == (1, 2)
-
-
-async def test_a_turn_cut_off_by_its_own_limit_ends_the_trajectory():
-    tool, reward = FakeTool(), FakeReward(value=0.0)
-    limits = TurnLimits(max_turns=6, max_tokens=224, max_new_tokens_per_turn=3)
-    trajectory = await roll(make_engine(turn(CALL)), tool=tool, reward=reward, limits=limits)
-    assert (trajectory.stop_reason, trajectory.num_sampled, tool.calls) == (StopReason.LENGTH, 3, [])
-    assert reward.seen[0].stop_reason is StopReason.LENGTH
-
-
-@settings(deadline=None)
-@given(max_tokens=st.integers(14, 70))
-def test_no_trajectory_is_longer_than_its_limit_and_none_ends_with_a_reply(max_tokens):
-    engine = make_engine(turn(CALL), turn(ANSWER))
-    trajectory = asyncio.run(roll(engine, limits=TurnLimits(max_turns=6, max_tokens=max_tokens)))
-    assert len(trajectory) <= max_tokens
-    assert loss_mask(trajectory)[-1]
-    assert trajectory.num_rows == len(trajectory) - 1
-
-
-async def test_a_reply_that_leaves_no_room_to_answer_is_not_appended():
-    full = len(ids(f"<|im_start|>user\n6*7=<|im_end|>\n<|im_start|>assistant\n{turn(CALL)}"))
-    tool = FakeTool(behave=lambda _: "42")
-    limits = TurnLimits(max_turns=6, max_tokens=full + 10)
-    trajectory = await roll(make_engine(turn(CALL), turn(ANSWER)), tool=tool, limits=limits)
-    assert (trajectory.stop_reason, len(trajectory), len(tool.calls)) == (StopReason.LENGTH, full, 1)
-    assert trajectory.info["tool_calls"] == 1
-
-
-async def test_a_prompt_that_does_not_fit_fails_before_any_request():
-    engine = make_engine()
-    with pytest.raises(PromptError, match="prompt 0 has 12 tokens"):
-        await roll(engine, limits=TurnLimits(max_turns=6, max_tokens=12))
-    assert engine.requests == []
-
-
-async def test_a_call_that_ends_with_another_stop_token_is_not_executed():
-    tool = FakeTool()
-    trajectory = await roll(make_engine(CALL + PAD), tool=tool)
-    assert (trajectory.stop_reason, tool.calls) == (StopReason.STOP, [])
-
-
-async def test_an_empty_generation_is_an_empty_turn():
-    reward = FakeReward(value=0.0)
-    trajectory = await roll(make_engine(END_OF_TURN), reward=reward)
-    assert (trajectory.stop_reason, reward.seen[0].turns) == (StopReason.STOP, ("",))
+async def test_stop_string_without_a_call_ends_the_trajectory():
+    trajectory = await roll(make_engine(turn(ANSWER + " more")), stop_strings=("</answer>",))
+    assert (trajectory.stop_reason, sampled_text(trajectory)) == (StopReason.STOP, ANSWER)
 
 
 # ---- interruptions
 
 
-@settings(deadline=None)
 @given(
-    schedule=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 2)), max_size=10),
-    max_tokens=st.sampled_from([40, 60, 75, 224]),
+    schedule=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 2), st.booleans()), max_size=10),
+    faults=st.lists(st.none() | st.sampled_from(sorted(FAULTS)), max_size=8),
+    max_tokens=st.integers(14, 100) | st.just(224),
+    resume_routing=st.sampled_from(["append", "force"]),
 )
-def test_whatever_is_interrupted_tools_run_once_and_the_trajectory_is_the_uninterrupted_one(schedule, max_tokens):
+def test_interruptions_and_bad_answers_leave_the_trajectory_unchanged(schedule, faults, max_tokens, resume_routing):
     turns = (turn(CALL), turn("<tool_call>{"), turn(CALL + CALL), turn(ANSWER))
-    limits = TurnLimits(max_turns=6, max_tokens=max_tokens)
+    limits = TurnLimits(max_turns=6, max_tokens=max_tokens, max_refused_answers=8)
     version, interruptions = 0, []
-    for after, publishes in schedule:
+    for after, publishes, goes_on in schedule:
         version += publishes
-        interruptions.append(Interruption(after=after, load=version))
+        interruptions.append(Interruption(after=after, load=version, goes_on=goes_on))
+    engine = make_engine(*turns, interruptions=interruptions, faults=[name and FAULTS[name] for name in faults])
+    once, again = FakeTool(behave=lambda _: "42"), FakeTool(behave=lambda _: "42")
 
-    async def both():
-        once, again = FakeTool(behave=lambda _: "42"), FakeTool(behave=lambda _: "42")
-        plain = await roll(make_engine(*turns), tool=once, limits=limits)
-        broken = await roll(make_engine(*turns, interruptions=interruptions), tool=again, limits=limits)
-        return plain, broken, once, again
+    plain = asyncio.run(roll(make_engine(*turns), tool=once, limits=limits))
+    broken = asyncio.run(roll(engine, tool=again, limits=limits, resume_routing=resume_routing))
 
-    plain, broken, once, again = asyncio.run(both())
-
+    assert len(plain) <= max_tokens and loss_mask(plain)[-1], "it ends with a sampled token"
     assert broken.token_ids().tolist() == plain.token_ids().tolist()
     assert loss_mask(broken).tolist() == loss_mask(plain).tolist()
     assert broken.stop_reason is plain.stop_reason
     assert len(again.calls) == len(once.calls)
-    assert broken.info | {"aborts": 0} == plain.info
-    assert sum(len(s.routed_experts.experts) for s in broken.segments) == broken.num_rows == len(broken) - 1
-    assert broken.sequences()[-1].routed_experts.tolist() == true_rows(broken).tolist()
-    owners = row_versions(broken.sequences()[-1])
-    assert (np.diff(owners[:-1]) >= 0).all()
-    assert owners[-1] == -1
+    assert broken.info | UNDISTURBED == plain.info
+    assert (np.diff(param_versions(broken)[loss_mask(broken)]) >= 0).all()
 
 
-async def test_an_update_in_the_middle_of_a_tool_call_neither_repeats_nor_loses_it():
-    engine, tool = make_engine(turn(CALL), turn(ANSWER)), FakeTool(behave=lambda _: "42", seconds=0.05)
-    rollout = asyncio.create_task(roll(engine, tool=tool))
-    await tool.started.wait()
-    await engine.pause()
-    assert await engine.abort() == 0
-    await engine.load(fake_weights(1))
-    await asyncio.sleep(0.1)  # the tool is done; its reply waits for the engine
-    assert engine.in_flight == 0
-    await engine.resume()
-    trajectory = await rollout
-    assert (len(tool.calls), trajectory.stop_reason) == (1, StopReason.STOP)
-    assert [s.weights.version for s in trajectory.segments] == [0, 1]
-    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
-
-
-async def test_aborts_by_the_life_cycle_resume_with_the_rows_that_were_held():
-    engine = make_engine(turn(CALL), turn(ANSWER), token_s=0.0005)
-    rollout = asyncio.create_task(roll(engine))
-    for version in range(1, 6):
-        await asyncio.sleep(0.003)
-        await engine.pause()
-        await engine.abort()
-        await engine.load(fake_weights(version))
-        await engine.resume()
-    trajectory = await rollout
-    assert trajectory.info["aborts"] >= 1
-    assert len({s.weights.version for s in trajectory.segments}) > 1
-    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
-    assert trajectory.token_ids()[loss_mask(trajectory)].tolist() == ids(turn(CALL)) + ids(turn(ANSWER))
-
-
-async def test_a_pause_covers_the_tool_phase():
-    gate, tool = PauseGate(), FakeTool(behave=lambda _: "42")
-    gate.pause()
-    rollout = asyncio.create_task(roll(make_engine(turn(CALL), turn(ANSWER)), tool=tool, gate=gate))
-    await asyncio.sleep(0.02)
-    assert tool.calls == []
-    gate.resume()
-    assert (await rollout).stop_reason is StopReason.STOP
-    assert len(tool.calls) == 1
-
-
-async def test_cancelled_in_a_tool_the_tool_is_cancelled_and_the_trajectory_ends_with_whole_turns():
-    engine, tool = make_engine(turn(CALL), turn(ANSWER)), FakeTool(seconds=30)
+@pytest.mark.parametrize("in_tool", [True, False])
+async def test_cancelled_rollout_frees_tool_and_engine_and_keeps_complete_turns(in_tool):
+    engine, tool = make_engine(turn(CALL), token_s=0.0 if in_tool else 30.0), FakeTool(seconds=30)
     trajectory = Trajectory(routing=SPEC)
     run = make_loop(engine, tool=tool).run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
     rollout = asyncio.create_task(run)
-    await tool.started.wait()
+    while not (tool.calls if in_tool else engine.in_flight):  # noqa: ASYNC110 - the fake has no event for it
+        await asyncio.sleep(0)
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout
-    assert (tool.cancelled, trajectory.closed, len(trajectory.turns)) == (1, False, 1)
-    assert text_of(trajectory).endswith(turn(CALL))
+    assert (tool.cancelled, engine.in_flight, trajectory.closed) == (in_tool, 0, False)
+    assert [t.num_sampled for t in trajectory.turns] == [CALLED if in_tool else 0]
 
 
-async def test_cancelled_in_a_decode_the_engine_is_free_again():
-    engine = make_engine(turn(CALL), token_s=0.01)
-    rollout = asyncio.create_task(roll(engine))
-    await asyncio.sleep(0.03)
-    assert engine.in_flight == 1
-    rollout.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await rollout
-    assert engine.in_flight == 0
+@pytest.mark.parametrize(
+    ("failing", "text", "error"),
+    [("tool", CALL, RolloutError("sandbox gone")), ("reward", ANSWER, RewardError("no verifier"))],
+)
+async def test_failed_tool_or_reward_leaves_the_trajectory_open(failing, text, error):
+    def fail(_):
+        raise error
 
-
-# ---- failures
-
-
-async def test_a_failed_reward_leaves_the_trajectory_open_for_the_caller_to_drop():
     trajectory = Trajectory(routing=SPEC)
-    loop = make_loop(make_engine(turn(ANSWER)), reward=FakeReward(error=OSError("no verifier")))
-    with pytest.raises(RewardError, match="no verifier"):
-        await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
-    assert not trajectory.closed
-    assert trajectory.num_sampled == len(ids(turn(ANSWER)))
+    tool, reward = FakeTool(behave=fail), FakeReward(error=error if failing == "reward" else None)
+    with pytest.raises(type(error)):
+        await make_loop(make_engine(turn(text)), tool=tool, reward=reward).run(
+            PROMPT, trajectory=trajectory, session="s", cache_salt="v0"
+        )
+    assert (trajectory.closed, trajectory.num_sampled) == (False, len(ids(turn(text))))
 
 
-async def test_an_engine_that_dies_is_an_engine_error():
-    engine = make_engine(turn(CALL), token_s=0.005)
-    rollout = asyncio.create_task(roll(engine))
-    await asyncio.sleep(0.02)
-    engine.die()
-    with pytest.raises(EngineError, match="replica fake-0 is dead: killed"):
-        await rollout
+async def test_tool_use_loop_serves_many_rollouts_at_once():
+    tool = FakeTool(behave=lambda _: "42", seconds=0.001)
+    loop = make_loop(make_engine(turn(CALL), turn(ANSWER)), tool=tool)
+    trajectories = [Trajectory(routing=SPEC) for _ in range(50)]
+    async with asyncio.TaskGroup() as rollouts:
+        for i, trajectory in enumerate(trajectories):
+            rollouts.create_task(loop.run(PROMPT, trajectory=trajectory, session=f"g0-t{i}", cache_salt="v0"))
+    for trajectory in trajectories:
+        check_aligned(trajectory)
+        assert sampled_text(trajectory) == turn(CALL) + turn(ANSWER)
+    assert len(tool.calls) == 50
 
 
-async def test_a_tool_out_of_order_ends_the_rollout():
-    def gone(_):
-        raise RolloutError("sandbox gone")
-
-    with pytest.raises(RolloutError, match="sandbox gone"):
-        await roll(make_engine(turn(CALL)), tool=FakeTool(behave=gone))
-
-
-async def test_a_trajectory_that_is_closed_is_refused():
-    trajectory = await roll(make_engine(turn(ANSWER)))
-    with pytest.raises(ContractError, match="trajectory of prompt 0 is closed"):
-        await make_loop(make_engine()).run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
+async def test_validator_merges_rows_as_training_does():
+    engine = make_engine(turn(ANSWER), interruptions=[Interruption(after=2)])
+    validator = Validator(loop=make_loop(engine, limits=LIMITS), routing=SPEC, resume_routing="force")
+    assert (await validator.run([(0, PROMPT)], number=1)).rewards == [1.0]
+    assert engine.requests[1].forced_experts is not None
 
 
-# ---- single turn
+# ---- restarts: a rollout that is cut off after any record resumes from the records
+
+TOOL_USE = (turn(CALL), turn("two " + CALL), turn(ANSWER))
+COUNTS = ("turns", "tool_calls")
+SHORT_TURNS = TurnLimits(max_turns=6, max_tokens=224, max_new_tokens_per_turn=30)
 
 
-async def test_a_single_turn_ends_with_its_answer_and_reads_no_calls():
-    reward, trajectory = FakeReward(), Trajectory(routing=SPEC)
-    loop = SingleTurnLoop(
-        engine=make_engine(turn(CALL), interruptions=[Interruption(after=4, load=1)]),
-        chat=Chat(TOKENIZER, end_of_turn=END_OF_TURN),
-        reward=reward,
-        limits=LIMITS,
-        sampling=SamplingConfig(),
-    )
+async def recorded(loop, trajectory, records):
+    made = RecordedTrajectory(trajectory, record=lambda *record: records.append(record))
+    await loop.run(PROMPT, trajectory=made, session="s", cache_salt="v0")
+    return made
+
+
+def rebuilt(records):
+    """The trajectory that a journal gives back."""
+    trajectory = Trajectory(routing=SPEC)
+    for at, record in records:
+        assert at == len(trajectory)
+        match record:
+            case TokenOutput():
+                trajectory.extend(record)
+            case CallStarted():
+                pass
+            case TrajectoryClosed():
+                trajectory.close(stop_reason=record.stop_reason, reward=record.reward, info=dict(record.info))
+            case _:
+                trajectory.observe(np.array(record))
+    return trajectory
+
+
+@pytest.mark.parametrize(
+    ("make", "turns"),
+    [
+        (make_loop, TOOL_USE),
+        (lambda engine: make_loop(engine, limits=SHORT_TURNS), (turn(CALL), "x" * 90)),
+        (make_single_turn, (turn("6 times 7 is 42, so " + ANSWER + " and"),)),
+    ],
+    ids=["tools", "budget-per-turn", "stop-string"],
+)
+async def test_rollout_resumes_after_any_record_without_sampling_a_token_again(make, turns):
+    records, pieces = [], [Interruption(after=n) for n in (5, 4, 7, 3) * 30]
+    whole = await recorded(make(make_engine(*turns, interruptions=pieces)), Trajectory(routing=SPEC), records)
+    assert len(whole.segments) > 4
+    same_trajectory(rebuilt(records), whole)
+    for cut in range(len(records)):
+        held, more = rebuilt(records[:cut]), []
+        engine = make_engine(*turns)
+        tokens, sampled = len(held), held.num_sampled
+        found = await recorded(make(engine), held, more)
+        assert all(len(request.token_ids) >= tokens for request in engine.requests)
+        beyond = 0 if sampled == whole.num_sampled else len(ids(turns[-1])) - whole.turns[-1].num_sampled
+        assert engine.num_tokens == whole.num_sampled - sampled + (beyond if make is make_single_turn else 0), cut
+        assert found.token_ids().tolist() == whole.token_ids().tolist()
+        assert behaviour_logprobs(found).tolist() == behaviour_logprobs(whole).tolist()
+        assert found.sequences()[-1].routed_experts.tolist() == true_rows(found).tolist()
+        assert (found.stop_reason, found.reward) == (whole.stop_reason, whole.reward)
+        assert [found.info.get(name) for name in COUNTS] == [whole.info.get(name) for name in COUNTS]
+        same_trajectory(rebuilt([*records[:cut], *more]), found)
+
+
+async def test_tool_call_that_was_started_is_not_made_again_but_reported():
+    records, tool = [], FakeTool(behave=lambda _: "42")
+    await recorded(make_loop(make_engine(*TOOL_USE), tool=tool), Trajectory(routing=SPEC), records)
+    assert len(tool.calls) == 2
+    (first, _) = (at for at, (_, record) in enumerate(records) if isinstance(record, CallStarted))
+    held, again = rebuilt(records[: first + 1]), FakeTool(behave=lambda _: "42")
+    held.unsure_call = records[first][1].call
+    found = await recorded(make_loop(make_engine(*TOOL_USE), tool=again), held, [])
+    assert len(again.calls) == 1, "only the second call is made"
+    assert "<tool_response>\nerror: the call was interrupted" in text_of(found)
+    assert (found.info["tool_errors"], found.stop_reason) == (1, StopReason.STOP)
+
+
+async def test_tool_call_is_recorded_before_it_is_made():
+    order = []
+
+    async def flush():
+        order.append("written")
+
+    def call(_):
+        order.append("called")
+        return "42"
+
+    trajectory = RecordedTrajectory(Trajectory(routing=SPEC), record=lambda *_: None, flush=flush)
+    loop = make_loop(make_engine(*TOOL_USE), tool=FakeTool(behave=call))
     await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
-    assert reward.seen[0].turns == (CALL,)
-    assert trajectory.info == {"turns": 1, "aborts": 1, "refused_answers": 0}
-    assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
+    assert order == ["written", "called"] * 2

@@ -16,7 +16,7 @@ class Size:
     """A measured size."""
 
     name: str
-    """What is counted."""
+    """Name of the counted things."""
     value: float
     """Its size now."""
     bound: float

@@ -15,6 +15,7 @@ SERVER_SIDE = (
 )  # run in the virtualenv of the SGLang server
 DISTRIBUTIONS = {  # if the name differs from that of the import
     "annotated_types": "annotated-types",
+    "docstring_parser": "docstring-parser",
     "hydra": "hydra-core",
     "megatron": "megatron-core",
     "yaml": "pyyaml",
@@ -23,7 +24,7 @@ DISTRIBUTIONS = {  # if the name differs from that of the import
 
 def declared() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [r for name in ("vllm", "sglang") for r in project["optional-dependencies"][name]]
+    extras = [r for name in ("data", "vllm", "sglang") for r in project["optional-dependencies"][name]]
     return {re.split(r"[\[<>=!~ ;]", requirement)[0].lower() for requirement in [*project["dependencies"], *extras]}
 
 

@@ -44,7 +44,7 @@ def foreign(name: str, tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_stay_where_they_belong(path):
+def test_imports_of_a_module_are_allowed_there(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert not misplaced(name_of(path), tree)
     assert not foreign(name_of(path), tree)

@@ -11,7 +11,7 @@ ACTORS = "async_rl/cluster/actors.py"
 
 
 def aliases(tree: ast.AST) -> dict[str, str]:
-    """Local name -> what it was imported as, dotted."""
+    """Local name -> dotted name in its module."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

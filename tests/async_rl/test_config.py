@@ -46,46 +46,28 @@ def test_every_top_level_config_builds_a_run(name):
 
 @pytest.mark.parametrize(("group", "choice"), GROUPS)
 def test_every_choice_of_every_group_builds_a_run(group, choice, dense_checkpoint):
-    extra = (
-        [f"model.checkpoint={dense_checkpoint}", "trainer.router_replay=none"]
-        if (group, choice) == ("model", "hugging_face")
-        else []
-    )
-    load_config([f"{group}={choice}", *extra])
+    dense = [f"model.checkpoint={dense_checkpoint}", "trainer.router_replay=none"]
+    needed = {"hugging_face": dense, "python": ["task.factory=task.py:task"]}
+    load_config([f"{group}={choice}", *needed.get(choice, [])])
 
 
 @pytest.mark.parametrize(
-    "override",
+    "overrides",
     [
-        "output_dir=somewhere",
-        "total_train_steps=3",
-        "seed=4",
-        "engine=vllm",
-        "engine.replicas=2",
-        "staleness.max_staleness=3",
-        "staleness.policy=drop",
-        "rollout.on_update=drain",
-        "rollout.on_update=keep",
-        "rollout.resume_routing=append",
-        "rollout.resume_routing=force",
-        "rollout.resume_routing=replace",
-        "rollout.resume_routing=split",
-        "rollout.limits.max_refused_answers=0",
-        "journal.fsync=true",
-        "engine=sglang",
-        "sync.every=2",
-        "sync.transport=shm",
-        "trainer.router_replay=R2",
-        "trainer.router_replay=none",
-        "trainer.recompute=full",
-        "trainer.packing=false",
-        "loss=ppo_clip",
-        "resume=never",
-        "resume=auto",
+        *(f"rollout.resume_routing={mode}" for mode in ("append", "force", "replace", "split")),
+        *(f"trainer.router_replay={mode}" for mode in ("R2", "none")),
+        "total_train_steps=0 rollout.on_update=drain rollout.limits.max_refused_answers=0",
+        "warm_start.steps=0 rollout.on_update=keep rollout.failure.max_retries=0 validation.prompts=0",
+        "rollout.failure.max_fills=2 rollout.failure.on_failed=fill",
+        "staleness=recycle staleness.max_requeues=2 sync.every=2 resume=never",
+        "sync.directory=/tmp sync.transport=disk",
+        "trainer.ranks=2 trainer.parallel.tensor=2 trainer.recompute=full trainer.packing=false",
+        "loss.kl_estimator=k2 loss.kl_coefficient=0.1",
+        "loss=gspo loss.name=decoupled_ppo",
     ],
 )
-def test_the_documented_overrides_exist(override):
-    load_config([override])
+def test_overrides_that_have_an_effect_are_accepted(overrides):
+    load_config(overrides.split())
 
 
 def repeated(kind, values, prefix=""):
@@ -146,6 +128,7 @@ def values_of(config):
         ),
         ("~checkpoint.every", {"checkpoint": {"every": 0}}),
         ("cluster.rank_env.NCCL_DEBUG=INFO", {"cluster": {"rank_env": {"NCCL_DEBUG": "INFO"}}}),
+        ("+cluster.rank_env.NCCL_NTHREADS=64", {"cluster": {"rank_env": {"NCCL_NTHREADS": "64"}}}),
     ],
 )
 def test_an_override_changes_its_field_and_no_other(override, changed):
@@ -163,26 +146,6 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
     config.write_text(config.read_text().replace("defaults:\n", "defaults:\n  - optional journal: null\n"))
     assert load_config(["journal=safe"], config_dir=tmp_path).journal.fsync
     assert not load_config(["journal.fsync=false"], config_dir=tmp_path).journal.fsync
-
-
-@pytest.mark.parametrize("override", ["total_train_steps=0", "warm_start.steps=0"])
-def test_no_steps_suit_the_default_schedule(override):
-    config = load_config([override])
-    assert 0 in (config.total_train_steps, config.warm_start.steps)
-
-
-def test_a_decay_without_steps_is_refused_in_a_run_that_trains():
-    with pytest.raises(ConfigError, match=r"optimizer\.decay .*decay_steps=0"):
-        load_config(["optimizer.decay_steps=0"])
-    with pytest.raises(ConfigError, match=r"optimizer\.decay .*decay_steps=0"):
-        load_config(["warm_start.optimizer.decay_steps=0", "total_train_steps=0"])
-
-
-def test_a_parallel_layout_can_be_asked_for():
-    config = load_config(["trainer.ranks=2", "trainer.parallel.tensor=2"])
-    assert config.trainer.parallel.tensor == 2
-    for field in ("pipeline", "virtual_pipeline", "expert", "expert_tensor", "context"):
-        load_config([f"trainer.parallel.{field}=1"])
 
 
 @pytest.mark.parametrize(
@@ -216,15 +179,12 @@ def test_a_parallel_layout_can_be_asked_for():
         (["engine=sglang", "rollout.sampling.top_k=20000"], ["rollout.sampling.top_k", "20000", "sglang"]),
         (["rollout.limits.max_tokens=100000"], ["rollout.limits.max_tokens", "100000", "engine.max_model_len"]),
         (["sync.every=3", "staleness.max_staleness=1"], ["staleness.max_staleness", "1", "sync.every=3"]),
-        (["staleness.policy=recycle", "staleness.max_recycles=0"], ["staleness.max_recycles", "0", "drop"]),
-        (
-            ["rollout.failure.on_failed=fill", "rollout.failure.max_fills=9"],
-            ["rollout.failure.max_fills is 9", "trajectories_per_group=8"],
-        ),
+        (["staleness.policy=recycle", "staleness.max_requeues=0"], ["staleness.max_requeues", "0", "drop"]),
+        (["rollout.failure.on_failed=fill", "rollout.failure.max_fills=9"], ["max_fills is 9", "per_group=8"]),
         (["sync.transport=disk"], ["sync.transport", "sync.directory"]),
         (["sync.directory=/tmp"], ["sync.directory", "/tmp", "sync.transport=disk"]),
-        (["staleness.max_recycles=2"], ["staleness.max_recycles is 2", "staleness=recycle"]),
-        (["staleness=drop", "staleness.max_recycles=2"], ["staleness.max_recycles is 2"]),
+        (["staleness.max_requeues=2"], ["staleness.max_requeues is 2", "staleness=recycle"]),
+        (["staleness=drop", "staleness.max_requeues=2"], ["staleness.max_requeues is 2"]),
         (["rollout.failure.max_fills=2"], ["rollout.failure.max_fills is 2", "rollout.failure.on_failed=fill"]),
         (["mismatch.prompts=0", "mismatch.tokens=8"], ["mismatch.tokens is 8", "mismatch.prompts"]),
         (["cluster=ray", "cluster.num_cpus=8"], ["cluster.num_cpus is 8", "cluster.address"]),
@@ -241,10 +201,7 @@ def test_a_parallel_layout_can_be_asked_for():
         (["engine.device=cuda", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=cuda"]),
         (["cluster=ray", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=auto"]),
         (["cluster.gpus_per_replica=1", "engine.tensor_parallel=2"], ["gpus_per_replica is 1", "tensor_parallel=2"]),
-        (
-            ["cluster.gpus_per_replica=2.5", "engine.tensor_parallel=2"],
-            ["gpus_per_replica is 2.5", "tensor_parallel=2"],
-        ),
+        (["cluster.gpus_per_replica=2.5", "engine.tensor_parallel=2"], ["replica is 2.5", "tensor_parallel=2"]),
         (["cluster.gpus_per_replica=1.5"], ["cluster.gpus_per_replica is 1.5"]),
         (["cluster.gpus_per_replica=-1"], ["cluster.gpus_per_replica is -1"]),
         (["+cluster.rank_env.OMP_NUM_THREADS=4"], ["cluster.rank_env", "OMP_NUM_THREADS"]),
@@ -253,6 +210,8 @@ def test_a_parallel_layout_can_be_asked_for():
         (["+cluster.rank_env.NCCL_DEBUG=[1]"], ["cluster.rank_env.NCCL_DEBUG"]),
         (["engine.block_size=33"], ["block_size", "33"]),
         (["optimizer.decay=wavy"], ["decay", "wavy"]),
+        (["optimizer.decay_steps=0"], ["optimizer.decay", "decay_steps=0"]),
+        (["warm_start.optimizer.decay_steps=0", "total_train_steps=0"], ["optimizer.decay", "decay_steps=0"]),
         (["loss.name=wish"], ["loss.name", "wish", "decoupled_ppo"]),
         (["loss.clip_low=wish"], ["loss.clip_low", "wish"]),
         (["engine.block_size=wish"], ["engine.block_size", "wish"]),
@@ -260,10 +219,7 @@ def test_a_parallel_layout_can_be_asked_for():
         (["trainer.updates_per_batch=2", "staleness.max_staleness=0"], ["max_staleness is 0", "per_batch=2", "to 3"]),
         (["trainer.updates_per_batch=2", "sync.every=3"], ["sync.every is 3", "trainer.updates_per_batch=2"]),
         (["trainer.updates_per_batch=2", "total_train_steps=3"], ["total_train_steps is 3", "updates_per_batch=2"]),
-        (
-            ["trainer.updates_per_batch=5", "staleness.max_staleness=9"],
-            ["rollout.groups_per_batch is 32", "trainer.updates_per_batch=5"],
-        ),
+        (["trainer.updates_per_batch=5", "staleness.max_staleness=9"], ["groups_per_batch is 32", "per_batch=5"]),
         (
             ["trainer.updates_per_batch=32", "total_train_steps=64", "staleness.max_staleness=31", "trainer.ranks=16"],
             ["trainer.updates_per_batch=32", "16 data-parallel ranks"],
@@ -280,8 +236,7 @@ def test_a_parallel_layout_can_be_asked_for():
 def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
     with pytest.raises(ConfigError) as caught:
         load_config(overrides)
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2, "one clear error, not a page"
 
 
@@ -322,7 +277,7 @@ def test_cuda_graphs_are_allowed_with_routing_replay_off_the_cpu(overrides):
 
 def test_rules_about_the_device_wait_for_a_device_of_another_machine(moe_checkpoint):
     model = ["model=hugging_face", f"model.checkpoint={moe_checkpoint}", "engine.block_size=48"]
-    with pytest.raises(ConfigError, match=r"engine\.block_size is 48"):
+    with pytest.raises(ConfigError, match=r"engine\.block_size"):
         load_config([*model, "engine.device=cpu", "cluster=ray"])
     load_config([*model, "cluster=ray"])
 
@@ -334,11 +289,6 @@ def test_the_documented_cluster_command_is_accepted():
         command[-1:] = next(lines).split()
     config = load_config(command[3:])
     assert config.sync.transport == "disk", "it asks for more GPUs than one node has"
-
-
-def test_environment_variables_of_ranks_and_replicas_are_text():
-    config = load_config(["+cluster.rank_env.NCCL_DEBUG=INFO", "+cluster.rank_env.CUDA_DEVICE_MAX_CONNECTIONS=1"])
-    assert config.cluster.rank_env == {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def paths_of(config, prefix=""):
@@ -374,24 +324,6 @@ def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
     }
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["sync.directory=/tmp", "sync.transport=disk"],
-        ["staleness=recycle", "staleness.max_recycles=2"],
-        ["rollout.failure.max_fills=2", "rollout.failure.on_failed=fill"],
-        ["rollout.failure.max_retries=0"],
-        ["journal.fsync=true"],
-        ["loss.kl_estimator=k2", "loss.kl_coefficient=0.1"],
-        ["loss=gspo", "loss.name=decoupled_ppo"],
-        ["validation.prompts=0"],
-    ],
-    ids="+".join,
-)
-def test_an_option_that_has_an_effect_is_accepted(overrides):
-    load_config(overrides)
-
-
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)
 def test_every_recipe_builds_a_run(recipe):
     assert load_config(recipe_overrides(recipe)).total_train_steps > 0
@@ -407,19 +339,13 @@ def test_a_recipe_that_is_none_is_refused_with_its_path(tmp_path, content):
 
 
 def test_routing_replay_of_a_dense_model_is_refused(dense_checkpoint):
-    with pytest.raises(ConfigError, match=r"trainer\.router_replay is R3.*dense.*trainer\.router_replay=none"):
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay"):
         load_config(["model=hugging_face", f"model.checkpoint={dense_checkpoint}"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "granitemoe"}, r"model\.checkpoint: .*model_type 'granitemoe'"),
-        ({"hidden_act": "gelu"}, r"model\.checkpoint: .*hidden_act='gelu'"),
-    ],
-)
-def test_a_model_that_the_trainer_does_not_build_is_refused(moe_checkpoint, changes, message):
+@pytest.mark.parametrize(("field", "value"), [("model_type", "granitemoe"), ("hidden_act", "gelu")])
+def test_a_model_that_the_trainer_does_not_build_is_refused(moe_checkpoint, field, value):
     path = moe_checkpoint / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ConfigError, match=message):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=rf"model\.checkpoint: .*{field}.*'{value}'"):
         load_config(["model=hugging_face", f"model.checkpoint={moe_checkpoint}"])

@@ -1,4 +1,4 @@
-"""`python -m async_rl.export`: what is refused before any weight is read."""
+"""`python -m async_rl.export`: refusals before any weight is read."""
 
 import json
 from dataclasses import asdict
@@ -22,29 +22,22 @@ def run(tmp_path):
 
 
 def refused(capsys, *arguments):
-    """The one line that says why."""
+    """The one line of the error."""
     assert main([str(argument) for argument in arguments]) == EXIT_REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     return line
 
 
-def test_export_refuses_a_folder_that_is_no_run_directory(capsys, tmp_path):
+def test_export_refuses_a_folder_that_is_no_run_directory(capsys, tmp_path, run):
     assert str(tmp_path / "nowhere") in refused(capsys, tmp_path / "nowhere")
     assert "config.yaml" in refused(capsys, tmp_path)
-
-
-def test_export_refuses_a_config_that_is_not_of_a_run(capsys, run):
     (run / "config.yaml").write_text("trainer: 3")
     assert "config.yaml" in refused(capsys, run)
 
 
 def test_export_refuses_a_step_without_a_whole_checkpoint(capsys, run):
-    line = refused(capsys, run, "--step", 4)
-    assert "--step" in line and "steps 2" in line
-
-
-def test_export_refuses_a_run_without_checkpoints(capsys, run):
+    assert "--step" in refused(capsys, run, "--step", 4)
     (run / "checkpoints" / "step-000002" / "run.json").unlink()
     assert str(run / "checkpoints") in refused(capsys, run)
 

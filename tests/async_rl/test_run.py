@@ -30,7 +30,7 @@ from message_queue.state import StoredState
     ],
     ids=" ".join,
 )
-def test_bad_input_exits_with_2_and_one_error_before_any_process(arguments, capsys, tmp_path, monkeypatch):
+def test_bad_input_of_a_run_exits_with_2_and_one_error(arguments, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([f"output_dir={tmp_path / 'run'}", *arguments]) == EXIT_REFUSED
     error = capsys.readouterr().err.strip()
@@ -41,12 +41,11 @@ def test_bad_input_exits_with_2_and_one_error_before_any_process(arguments, caps
 @pytest.mark.parametrize(
     ("line", "key"),
     [
-        ('{"messages": [{"role": "user", "content": "1+1="}]}', "target.answer is missing"),
-        ('{"messages": [{"role": "user", "content": "1+1="}], "target": {"answer": 2}}', "target.answer is 2"),
-        ('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}', "answer is an unknown key"),
+        ('{"messages": [{"role": "user", "content": "1+1="}], "target": {"answer": 2}}', "target.answer"),
+        ('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}', "answer"),
     ],
 )
-def test_a_prompt_without_its_target_is_refused_before_any_process(capsys, tmp_path, line, key):
+def test_a_run_refuses_a_prompt_without_its_target(capsys, tmp_path, line, key):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"messages": [{{"role": "user", "content": "1="}}], "target": {{"answer": "1"}}}}\n{line}\n')
     assert main([f"output_dir={tmp_path / 'run'}", f"task.prompt_file={path}"]) == EXIT_REFUSED
@@ -55,29 +54,25 @@ def test_a_prompt_without_its_target_is_refused_before_any_process(capsys, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_that_cannot_be_written_is_refused_with_the_way_out(capsys, tmp_path):
+def test_a_run_refuses_a_directory_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main([f"output_dir={tmp_path / 'file' / 'run'}"]) == EXIT_REFUSED
-    error = capsys.readouterr().err
-    assert "which cannot be written (Not a directory); make it writable, make room, or give another one" in error
+    assert "output_dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"run": "other seed 0"}, "is of run 'other seed 0', this run is 'calculator seed 0'"),
-        ({"format": 99}, f"has format 99, this program reads format {FORMAT}"),
-    ],
+    ("run", "format_number", "named"),
+    [("other seed 0", FORMAT, "'other seed 0'"), ("calculator seed 0", 99, "format 99")],
+    ids=["run", "format"],
 )
-def test_journal_of_another_run_or_format_is_refused_before_any_process(capsys, tmp_path, monkeypatch, damage, message):
-    monkeypatch.setattr("message_queue.journal.FORMAT", damage.get("format", FORMAT))
-    run = damage.get("run", "calculator seed 0")
+def test_a_run_refuses_a_journal_of_another_run_or_format(capsys, tmp_path, monkeypatch, run, format_number, named):
+    monkeypatch.setattr("message_queue.journal.FORMAT", format_number)
     journal = EventJournal(tmp_path / "journal", run=run, settings={}, config=JournalConfig())
     journal._write([StoredState()])
     journal.release()
     monkeypatch.undo()
     assert main([f"output_dir={tmp_path}"]) == EXIT_REFUSED
-    assert message in capsys.readouterr().err
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -132,40 +127,26 @@ def test_a_misspelt_override_is_refused_without_torch():
     assert "rollout.wokers" in done.stderr and "rollout.workers" in done.stderr
 
 
-def test_show_prints_all_values_of_the_run_and_starts_nothing(capsys, tmp_path):
+def test_show_prints_all_values_of_a_run_without_starting_it(capsys, tmp_path):
     assert main(["--show", f"output_dir={tmp_path / 'run'}", "rollout.workers=2"]) == 0
     values = yaml.safe_load(capsys.readouterr().out)
     assert build_config(values) == load_config([f"output_dir={tmp_path / 'run'}", "rollout.workers=2"])
     assert not (tmp_path / "run").exists()
 
 
-def test_help_works_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "async_rl.run", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "overrides" in done.stdout
-
-
-def test_a_cause_is_one_line_from_stage_to_root():
-    root = ExceptionGroup("rollouts", [OSError("disk full")])
-    error = ExceptionGroup("stages", [_chained(RuntimeError("stage rollout failed"), root)])
-    assert list(causes(error)) == ["stage rollout failed: disk full"]
-
-
-def test_every_leaf_has_its_line():
-    error = ExceptionGroup("all", [ValueError("a"), ExceptionGroup("inner", [KeyError("b"), ValueError("c")])])
-    assert list(causes(error)) == ["a", "'b'", "c"]
-
-
-def test_log_ends_are_found_in_groups_and_causes_each_once():
+def test_causes_and_log_ends_are_found_in_groups_each_once():
     lost = OSError("replica-0 died")
     lost.add_note("the end of replica-0.log:\n    out of memory")
     noted = ValueError("rank 0 failed")
     noted.add_note("the end of trainer-0.log:")
-    error = ExceptionGroup("all", [_chained(RuntimeError("stage publish failed"), lost), lost, noted])
+    rollouts = _chained(RuntimeError("stage rollout failed"), ExceptionGroup("rollouts", [KeyError("b")]))
+    error = ExceptionGroup("all", [_chained(RuntimeError("stage publish failed"), lost), lost, noted, rollouts])
     assert log_ends(error) == ["the end of replica-0.log:\n    out of memory", "the end of trainer-0.log:"]
     assert list(causes(error)) == [
         "stage publish failed: OSError: replica-0 died",
         "replica-0 died",
         "rank 0 failed",
+        "stage rollout failed: 'b'",
     ]
 
 

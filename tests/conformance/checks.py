@@ -1,4 +1,4 @@
-"""Whether what an engine answered is true, and whether a trajectory holds what was answered."""
+"""Whether answers of an engine are true, and whether a trajectory holds its answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from async_rl.inference.spans import cut_into_segments
 from message_queue.tokens import RoutedExperts
 from message_queue.training_sequence import TrainingSequence
 from message_queue.trajectory import Trajectory
-from tests.conformance.engines import EngineUnderTest, Exchange
-from tests.conformance.reference import Reference, logprob_gap, routing_mismatches, settled_rows
+from tests.conformance.engines import EngineUnderTest, Exchange, Rollout
+from tests.conformance.reference import (
+    Reference,
+    differing_rows,
+    gap_with_rows,
+    logprob_gap,
+    logprob_gaps,
+    settled_rows,
+)
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
 from tests.helpers.groups import sets_of
 
@@ -23,9 +30,10 @@ from tests.helpers.groups import sets_of
 def gap_of(tested: EngineUnderTest, exchange: Exchange, *, strict: bool = False) -> float:
     """Largest |dlogp| of any token against its own version, over its bound; infinite if a row differs or is elsewhere.
 
-    strict: a numerical tie that was decided the other way differs too, where it otherwise ends the comparison.
+    A numerical tie that was decided the other way ends the comparison; if `strict`, it differs too.
     """
-    return max(_gap_of_segment(tested, exchange, at, strict=strict) for at in range(len(exchange.answer)))
+    gaps = [gaps_of_segment(tested, exchange, at, strict=strict) for at in range(len(exchange.answer))]
+    return float(np.concatenate(gaps).max())
 
 
 def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> None:
@@ -33,22 +41,36 @@ def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> None:
     assert exchanges, "nothing was asked"
     for exchange in exchanges:
         gap = gap_of(tested, exchange)
-        assert gap <= 1, (
-            f"{tested.name}: request {exchange.request.request_id} is off by {gap} bounds "
-            f"(versions {versions_of(exchange)}, {[len(s) for s in exchange.answer]} tokens)"
-        )
+        assert gap <= 1, f"{tested.name}: {exchange.request.request_id} is off by {gap} bounds {versions_of(exchange)}"
+
+
+def assert_whole(tested: EngineUnderTest, *rollouts: Rollout) -> None:
+    """Each trajectory holds its answers, which are true, and each of its rows came once."""
+    for rollout in rollouts:
+        assert_sent_once(tested, rollout.name, rollout.trajectory)
+    assert_true(tested, tested.exchanges)
+
+
+def assert_sent_once(tested: EngineUnderTest, name: str, trajectory: Trajectory) -> None:
+    """A trajectory holds its answers, and each of its rows came once."""
+    exchanges = tested.of_session(name)
+    assert_merged(trajectory, [exchange for exchange in exchanges if sampled_of(exchange)])
+    assert rows_sent(exchanges) == list(range(len(trajectory) - 1)), "each row once, in order"
 
 
 @dataclass(frozen=True, slots=True)
 class CutGaps:
-    """How far the logprobs of cut answers are from those of the same weights, and how many sets are beyond doubt."""
+    """Differences of the logprobs of cut answers from those of the same weights."""
 
     over_sets: list[float]
     """The engine's logprob of each token, less that over its kept set."""
     over_all: list[float]
     """The same, less that over the whole vocabulary."""
     settled: int
-    """Tokens whose set does not hang on rounding."""
+    """Tokens whose set does not depend on rounding."""
+
+
+FAR = 10  # bounds: a prefix under other experts moves some logprob by more than this
 
 
 def k3(differences: Sequence[float]) -> float:
@@ -58,7 +80,7 @@ def k3(differences: Sequence[float]) -> float:
 
 
 def assert_cut(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> CutGaps:
-    """Kept sets are those of the definition, and logprobs are of the distribution over them."""
+    """Kept sets are those of the definition, and logprobs are of the distribution over the sets."""
     over_sets: list[float] = []
     over_all: list[float] = []
     settled = 0
@@ -88,7 +110,7 @@ def assert_cut(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> CutGap
 
 
 def _kept_by_definition(row: Any, sampling: SamplingConfig, *, bound: float) -> list[int] | None:
-    """Kept ids by `SamplingConfig`; None if a border of it is within rounding.
+    """Kept ids by `SamplingConfig`; None if one of its borders is within rounding.
 
     row: float64 [vocab], logprobs up to a constant, each known to `bound`.
     """
@@ -130,34 +152,62 @@ def sampled_of(exchange: Exchange) -> int:
 
 
 def whole(exchange: Exchange) -> np.ndarray[Any, Any]:
-    """int32 [T]: what was asked and what was sampled."""
+    """int32 [T]: tokens of the request and sampled tokens."""
     return np.concatenate([exchange.request.token_ids, *(s.token_ids for s in exchange.answer)])
 
 
-def _gap_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int, *, strict: bool) -> float:
+def gaps_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int, *, strict: bool = False) -> Any:
+    """float64 [tokens]: |dlogp| of each token of segment `at` over its bound; infinite after a row that differs.
+
+    strict: see `gap_of`.
+    """
     request, answer = exchange.request, exchange.answer
     segment, rows = answer[at], answer[at].routed_experts
     starts = np.cumsum([len(request.token_ids), *map(len, answer)]).tolist()
     first_row = starts[at] - 1 if at else request.existing_rows
     if not len(segment):
-        return 0.0 if rows is None and len(answer) == 1 else np.inf
+        return np.array([0.0 if rows is None and len(answer) == 1 else np.inf])
     if rows is None or (rows.first_position, rows.end_position) != (first_row, starts[at + 1] - 1):
-        return np.inf
+        return np.full(len(segment), np.inf)
     if segment.weights != tested.update(segment.weights.version).weights:
-        return np.inf
+        return np.full(len(segment), np.inf)
     expected = _expected(tested, exchange, at)
     seen = np.concatenate([s.routed_experts.experts for s in answer[: at + 1] if s.routed_experts is not None])
     settled = rows.end_position if strict else settled_rows(expected, seen, start=request.existing_rows)
-    if routing_mismatches(expected, rows.experts, start=first_row, settled=settled):
-        return np.inf
-    return logprob_gap(expected, whole(exchange), segment.logprobs, start=starts[at], settled=settled)
+    gaps = logprob_gaps(expected, whole(exchange), segment.logprobs, start=starts[at])
+    gaps[max(0, settled + 1 - starts[at]) :] = 0.0
+    wrong = first_row + np.flatnonzero(differing_rows(expected, rows.experts, start=first_row).any(-1))
+    gaps[np.maximum(0, wrong[wrong < settled] + 1 - starts[at])] = np.inf
+    return gaps
+
+
+def gap_of_late_start(tested: EngineUnderTest, exchange: Exchange) -> tuple[float, int]:
+    """`gap_of` an answer of one segment, and how many of its rows are of the weights before.
+
+    A load that keeps K/V may come between two chunks of a prefill. A chunk ends at the token budget of a step, which
+    other requests share, so the border is the one that fits.
+    """
+    [segment], ids = exchange.answer, whole(exchange)
+    version, rows = segment.weights.version, segment.routed_experts
+    if version == 0 or tested.kept[version] == "recompute":
+        return gap_of(tested, exchange), 0
+    assert rows is not None
+    prompt = len(exchange.request.token_ids)
+    before = tested.truth([(version - 1, len(ids))], ids, forced=None)
+    differs = differing_rows(before, rows.experts[:prompt], start=0).any(-1)
+    for border in range(int(np.argmax(differs)) if differs.any() else prompt - 1, -1, -1):
+        expected = tested.truth([(version - 1, border), (version, len(ids))], ids, forced=None)
+        gap = gap_with_rows(expected, ids, segment.logprobs, rows.experts, start=prompt, first_row=0)
+        if gap <= 1:
+            return gap, border
+    return np.inf, 0
 
 
 def _expected(tested: EngineUnderTest, exchange: Exchange, at: int) -> Reference:
-    """A forward pass over the K/V that segment `at` was sampled on.
+    """A forward pass over the K/V of segment `at`.
 
-    It begins with the request or with the last load that had the K/V computed again, under the rows recorded by then.
-    What loads after that one kept is of the weights before them: a segment's last token is forwarded by the next.
+    It starts with the request or with the last load that recomputed the K/V, under the rows recorded by then. K/V that
+    later loads kept is of the weights before them: a segment's last token is forwarded by the next.
     """
     request, answer = exchange.request, exchange.answer
     starts = np.cumsum([len(request.token_ids), *map(len, answer)]).tolist()
@@ -181,8 +231,31 @@ def _table(blocks: Sequence[RoutedExperts]) -> Any:
     return table
 
 
+def odd_rows(tested: EngineUnderTest, count: int, *, seed: int = 0) -> RoutedExperts:
+    """Rows that no router chose, in no order."""
+    layers, top_k = tested.routing.row_shape
+    ranks = np.random.default_rng(seed).random((count, layers, tested.routing.num_experts))
+    return RoutedExperts(first_position=0, experts=np.argsort(ranks, axis=-1)[..., :top_k].astype(np.uint8))
+
+
+def assert_forced(tested: EngineUnderTest, *exchanges: Exchange) -> None:
+    """Rows are the forced ones, in their order, and answers are true under them, though not without them."""
+    assert_true(tested, exchanges)
+    sorted_by_engine = bool(tested.probe.retractions)  # SGLang
+    for exchange in exchanges:
+        forced, [segment] = exchange.request.forced_experts, exchange.answer
+        if forced is None:
+            continue
+        rows, held, ids = segment.routed_experts, exchange.request.existing_rows, whole(exchange)
+        assert rows is not None
+        given = forced.experts[held:]
+        assert (rows.experts[: len(given)] == given).all() or sorted_by_engine, "in their order"
+        free = tested.truth([(segment.weights.version, len(ids))], ids, forced=None)
+        assert logprob_gap(free, ids, segment.logprobs, start=len(exchange.request.token_ids)) > FAR
+
+
 def with_boundary_moved(exchange: Exchange, *, by: int) -> Exchange:
-    """The same answer with `by` more tokens said to be of its first version."""
+    """The same answer with `by` more tokens attributed to its first version."""
     counts = [len(segment) for segment in exchange.answer]
     counts[0], counts[1] = counts[0] + by, counts[1] - by
     rows = [s.routed_experts for s in exchange.answer if s.routed_experts is not None]
@@ -199,7 +272,7 @@ def with_boundary_moved(exchange: Exchange, *, by: int) -> Exchange:
 
 
 def assert_merged(trajectory: Trajectory, exchanges: Sequence[Exchange]) -> None:
-    """A trajectory that ends with an answer holds what the answers said, by the slow and obvious rule.
+    """A trajectory that ends with an answer holds the content of its answers, by the slow and obvious rule.
 
     With append and force a row is of the first answer that covered its position, with replace of the last.
     """
@@ -207,7 +280,7 @@ def assert_merged(trajectory: Trajectory, exchanges: Sequence[Exchange]) -> None
     sampled: dict[int, tuple[float, int]] = {}
     for before, after in pairwise(exchanges):
         held = whole(before)
-        assert after.request.token_ids[: len(held)].tolist() == held.tolist(), "a request begins with all that was held"
+        assert after.request.token_ids[: len(held)].tolist() == held.tolist(), "a request starts with all held tokens"
     for exchange in exchanges:
         at = len(exchange.request.token_ids)
         for segment in exchange.answer:

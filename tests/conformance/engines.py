@@ -1,13 +1,14 @@
-"""One interface to every engine of the suite: a replica, what a scenario does with it, what is seen of it."""
+"""One interface to every engine of the suite: a replica, the actions of a scenario, and its observed state."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import pytest
 
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
@@ -31,11 +32,17 @@ MODES: dict[str, tuple[OnUpdate, KVPolicy]] = {
 }
 TIMEOUT_S = 100.0  # of one call; only a hang takes that long
 STEP_S = 0.02  # of an engine that is slowed down
+VOCAB = 117
+MARKS = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
+# The fake has no K/V, hence no prefix cache, no chunks of a prefill and no preemption, and a place for every request.
+WITH_KV = pytest.mark.parametrize("server", ["vllm", "sglang"], indirect=True)
+ON_VLLM = pytest.mark.parametrize("server", ["vllm"], indirect=True)
+ON_SGLANG = pytest.mark.parametrize("server", ["sglang"], indirect=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """A request and what the engine answered."""
+    """A request and its answer."""
 
     request: GenerateRequest
     answer: tuple[TokenOutput, ...]
@@ -53,14 +60,14 @@ class Truth(Protocol):
 
 
 class Probe(Protocol):
-    """What is seen of an engine beside its answers.
-
-    cached_tokens: prompt tokens that each request found in the prefix cache, in order of completion.
-    kv_tokens: room for K/V; None where there is none.
-    """
+    """State of an engine beside its answers."""
 
     cached_tokens: list[int]
+    """Prompt tokens that each request found in the prefix cache, in order of completion."""
+    retractions: list[int]
+    """How often each request was preempted, in order of completion; empty if the engine does not report it."""
     kv_tokens: int | None
+    """Room for K/V; None for an engine without K/V."""
 
     async def sampled(self, running: Sequence[GenerateRequest]) -> int:
         """Tokens that the engine has sampled for `running`, all that is in flight."""
@@ -68,6 +75,10 @@ class Probe(Protocol):
 
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
         """Whether the engine has all of `running`, so that `sampled` counts them all."""
+        ...
+
+    async def idle(self) -> bool:
+        """Whether the engine has no request, now or a moment later."""
         ...
 
     async def slow_down(self, step_s: float | None) -> None:
@@ -79,13 +90,11 @@ class Probe(Protocol):
 
 
 class EngineUnderTest:
-    """A replica that notes what it is asked and what it answers.
+    """A replica that records its requests and answers.
 
     Args:
-        updates: the two sets of weights; version v is set v % 2. Version 0 is loaded when `start` returns.
-        exchanges: where answers are noted, in order of completion; shared where a trajectory moves between replicas.
-
-    kept: version -> what its load did to the K/V of requests in flight.
+        updates: the two sets of weights; version v is set v % 2.
+        exchanges: list of the answers, in order of completion; replicas share it if trajectories move between them.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class EngineUnderTest:
         self.probe = probe
         self.exchanges = [] if exchanges is None else exchanges
         self.kept: dict[int, KVPolicy] = {}
+        """Version -> treatment of the K/V of requests in flight by its load."""
         self._updates = updates
         self._version = -1
         self._running: list[GenerateRequest] = []
@@ -115,7 +125,7 @@ class EngineUnderTest:
     # ---- generating
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        """As `agent_loop.engine.Engine.generate`; noted."""
+        """As `agent_loop.engine.Engine.generate`; recorded."""
         self._running.append(request)
         try:
             answer = await self.replica.generate(request)
@@ -135,9 +145,16 @@ class EngineUnderTest:
         """A trajectory on this engine."""
         return Rollout(name, engine=self, routing=self.routing, **options)
 
+    def start_rollouts(
+        self, prompts: Sequence[Any], *, max_new_tokens: int, name: str = "rollout", **options: Any
+    ) -> tuple[list[Rollout], list[asyncio.Task[StopReason]]]:
+        """Trajectories `name`-0, `name`-1, ..., which decode beside the test."""
+        rollouts = [self.rollout(f"{name}-{i}", **options) for i in range(len(prompts))]
+        turns = zip(rollouts, prompts, strict=True)
+        return rollouts, [self.start(rollout.turn(ids, max_new_tokens=max_new_tokens)) for rollout, ids in turns]
+
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work` beside the test, on an engine that is slow until a publish."""
-
         if self._slow is None:
             self._slow = asyncio.create_task(self.probe.slow_down(STEP_S))
         slow = self._slow
@@ -151,13 +168,14 @@ class EngineUnderTest:
         return task
 
     async def end(self) -> None:
-        """Cancel what a failed test left behind, so that it reaches no other test."""
+        """Cancel the work of a failed test, so that it reaches no other test."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._full_speed()
+        await self.full_speed()
 
-    async def _full_speed(self) -> None:
+    async def full_speed(self) -> None:
+        """Slow the engine down no longer."""
         if self._slow is not None:
             await self._slow
             await self.probe.slow_down(None)
@@ -173,7 +191,7 @@ class EngineUnderTest:
             await self._pause(f"{tokens} tokens were in flight")
 
     async def until_more(self, tokens: int) -> None:
-        """As `until_sampled`, of tokens that come after the last load."""
+        """As `until_sampled`, of tokens after the last load."""
         while not await self.probe.all_at_work(self._running):
             await self._pause("all were at work again")
         await self.until_sampled(await self.probe.sampled(self._running) + tokens)
@@ -191,21 +209,36 @@ class EngineUnderTest:
     def update(self, version: int) -> WeightUpdate:
         """A version as the trainer would publish it."""
         source = self._updates[version % 2]
-        return WeightUpdate(source.path, WeightVersion(version, source.weights.digest))
+        return replace(source, weights=WeightVersion(version, source.weights.digest))
+
+    async def freeze(self) -> int:
+        """Pause and freeze; returns how many requests are frozen."""
+        await self.replica.pause()
+        return await self.replica.freeze()
+
+    async def load(self, version: int, *, kv: KVPolicy = "recompute") -> None:
+        """Load a version into a paused replica."""
+        await self.replica.load(self.update(version), kv=kv)
+        self._version, self.kept[version] = version, kv
+
+    async def resume(self) -> None:
+        """Resume at full speed."""
+        await self.replica.resume()
+        await self.full_speed()
 
     async def publish(
         self, mode: str = "resume", *, version: int | None = None, stays_slow: bool = False
     ) -> PublishReport:
-        """Bring in the next version, or a given one, by the publisher of a run.
+        """Load the next version, or a given one, by the publisher of a run.
 
-        stays_slow: another publish follows that has to find the requests in flight.
+        stays_slow: another publish follows that must find the requests in flight.
         """
         on_update, kv = MODES[mode]
         self._version = self._version + 1 if version is None else version
         publisher = Publisher([self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), timeout_s=TIMEOUT_S)
         report = await publisher.publish(self.update(self._version))
         if not stays_slow:
-            await self._full_speed()
+            await self.full_speed()
         self.kept[self._version] = kv
         return report
 
@@ -249,7 +282,7 @@ class Rollout:
         return await self.decoder.decode(self.trajectory, max_new_tokens=max_new_tokens)
 
     def move(self, engine: Engine, *, trajectory: Trajectory) -> None:
-        """Go on elsewhere, with what was kept of the trajectory."""
+        """Continue on another engine, with the stored trajectory."""
         self.trajectory = trajectory
         self.decoder = self._decoder(engine)
 
@@ -264,6 +297,11 @@ class Rollout:
         )
 
 
-def tokens(count: int, *, seed: int = 0, vocab_size: int = 117) -> np.ndarray[Any, Any]:
+def tokens(count: int, *, seed: int = 0) -> np.ndarray[Any, Any]:
     """int32 [count], any but the first few ids."""
-    return np.random.default_rng(seed).integers(3, vocab_size, count).astype(np.int32)
+    return np.random.default_rng(seed).integers(3, VOCAB, count).astype(np.int32)
+
+
+def prompts(count: int, *, length: int = 20, step: int = 0) -> list[np.ndarray[Any, Any]]:
+    """Different prompts, each `step` tokens longer than the one before."""
+    return [tokens(length + step * i, seed=i) for i in range(count)]

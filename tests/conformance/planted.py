@@ -1,7 +1,7 @@
 """Loads that go wrong although everything was read: planted below the digest of a vLLM worker or an SGLang server.
 
 The server of SGLang loads this file as a plugin, from a folder that `plugin_folder` makes. Its processes have no
-`async_rl` and no `tests`, so nothing of them is imported at module level.
+`async_rl` and no `tests`, so neither is imported at module level.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 Tensors = Sequence[tuple[str, Any]]
 Planted = Literal["none", "half", "stale", "swapped"]
-PLANTED: tuple[Planted, ...] = get_args(Planted)
 PLUGIN, FAULT = "planted_loads", "fault"
 
 
 class Loads:
-    """What a loader hands to the model in place of what it read."""
+    """Tensors that a loader hands to the model in place of those that it read."""
 
     def __init__(self) -> None:
         self._before: Tensors = ()
 
     def spoiled(self, fault: str, tensors: Tensors) -> Tensors:
-        """What the model is given. stale: the tensors of the load before. swapped: two layers trade a projection."""
+        """Tensors for the model. stale: the tensors of the load before. swapped: two layers trade a projection."""
         before, self._before = self._before, [(name, tensor.clone()) for name, tensor in tensors]
         match fault:
             case "none":
@@ -46,7 +45,7 @@ LOADS = Loads()
 
 
 def plugin_folder(parent: Path) -> Path:
-    """A folder for PYTHONPATH in which SGLang finds this file as a plugin; its file `fault` says what goes wrong."""
+    """A folder for PYTHONPATH in which SGLang finds this file as a plugin; its file `fault` names the fault."""
     folder = parent / PLUGIN
     info = folder / f"{PLUGIN}-1.0.dist-info"
     info.mkdir(parents=True)

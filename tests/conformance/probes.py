@@ -1,7 +1,8 @@
-"""What is seen of each engine, and what is true of the models that it serves."""
+"""Probes into each engine, and references of the models that it serves."""
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -32,9 +33,9 @@ class TransformersTruth:
 
 
 class FakeTruth:
-    """What the fake engine says of a token and a row: it follows from token, position and version alone.
+    """Tokens and rows of the fake engine, which follow from token, position and version alone.
 
-    Forced rows are taken as they are; they change no logprob.
+    Forced rows are used unchanged; they change no logprob.
     """
 
     def __init__(self, routing: RoutingSpec, *, vocab_size: int) -> None:
@@ -82,6 +83,7 @@ class FakeProbe:
 
     def __init__(self, engine: FakeEngine, *, script: CountingScript) -> None:
         self.cached_tokens: list[int] = []
+        self.retractions: list[int] = []
         self._engine = engine
         self._script = script
 
@@ -90,6 +92,9 @@ class FakeProbe:
 
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
         return self._engine.in_flight == len(running)
+
+    async def idle(self) -> bool:
+        return not self._engine.in_flight
 
     async def slow_down(self, step_s: float | None) -> None:
         """Nothing: the fake runs on the event loop of the test."""
@@ -105,6 +110,7 @@ class VllmProbe:
     def __init__(self, replica: VllmReplica, *, kv_tokens: int, patch: pytest.MonkeyPatch) -> None:
         self.kv_tokens: int | None = kv_tokens
         self.cached_tokens: list[int] = []
+        self.retractions: list[int] = []
         self._replica = replica
         translate = vllm_engine.to_segments
 
@@ -123,21 +129,16 @@ class VllmProbe:
         states: Any = self._replica.backend.engine.output_processor.request_states
         return len(states) == len(running)
 
+    async def idle(self) -> bool:
+        return self._replica.backend.engine.output_processor.get_num_unfinished_requests() == 0
+
     async def slow_down(self, step_s: float | None) -> None:
-        await slow_down(self._replica, step_s)
-
-
-async def slow_down(replica: VllmReplica, step_s: float | None) -> None:
-    """Of an engine with the worker of `tests.conformance.planted_vllm`."""
-    engine: Any = replica.backend.engine
-    await engine.collective_rpc("slow_down", args=(step_s,))
+        """Needs the worker of `tests.conformance.planted_vllm`."""
+        await self._replica.backend.engine.collective_rpc("slow_down", args=(step_s,))
 
 
 class SglangProbe:
-    """Listens to SGLang's answers and asks for its load.
-
-    retractions: of each request, in order of completion.
-    """
+    """Listens to SGLang's answers and asks for its load."""
 
     def __init__(self, replica: SglangReplica, *, kv_tokens: int, patch: pytest.MonkeyPatch) -> None:
         self.kv_tokens: int | None = kv_tokens
@@ -164,6 +165,15 @@ class SglangProbe:
 
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
         return (await loads(self._replica))["num_running_reqs"] == len(running)
+
+    async def idle(self) -> bool:
+        """SGLang hears of a cancellation by a call, and answers before it counts."""
+        for _ in range(100):
+            figures = await loads(self._replica)
+            if not figures["num_running_reqs"] and not figures["num_waiting_reqs"]:
+                return True
+            await asyncio.sleep(0.05)
+        return False
 
     async def slow_down(self, step_s: float | None) -> None:
         await self._replica.backend.server.post("/slow_down", {"forward_sleep_time": step_s})

@@ -1,4 +1,4 @@
-"""What an engine must agree with: one float64 forward of transformers over the trajectory, and how close is equal.
+"""The reference of an engine: one float64 forward of transformers over the trajectory, and how close is equal.
 
 How close is up to the trajectory: transformers makes the same forward in float32, too, and is as far from float64 as
 float32 is on these tokens (up to 6e-5 in Qwen3-MoE, up to 3e-4 in Mixtral). `tests/helpers/numerics.py` says how much
@@ -21,15 +21,14 @@ from tests.helpers import numerics
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """logprobs: float64 [T - 1, vocab], row p is the distribution of token p + 1 at temperature 1.
-
-    experts: int [T, moe_layers, top_k], ascending ids. margins: float [T, moe_layers], how much the scores of the last
-    chosen and the first rejected expert differ.
-    """
+    """Logprobs and routing of a trajectory."""
 
     logprobs: np.ndarray[Any, Any]
+    """float64 [T - 1, vocab]: row p is the distribution of token p + 1 at temperature 1."""
     experts: np.ndarray[Any, Any]
+    """int [T, moe_layers, top_k]: ascending ids."""
     margins: np.ndarray[Any, Any]
+    """float [T, moe_layers]: difference between the scores of the last chosen and the first rejected expert."""
     logprob_bound: float
     """How far a float32 implementation may be from `logprobs`."""
     score_errors: np.ndarray[Any, Any]
@@ -39,7 +38,7 @@ class Reference:
 def reference(model: Any, token_ids: np.ndarray[Any, Any], *, forced: Any = None) -> Reference:
     """Forward `token_ids` int32 [T] through a transformers model whose routers return (logits, weights, indices).
 
-    forced: int [T', moe_layers, top_k] or None, the experts of positions 0..T'-1; -1 and what is behind route freely.
+    forced: int [T', moe_layers, top_k] or None, the experts of positions 0..T'-1; -1 and later positions route freely.
     """
     return reference_of_parts([(model, len(token_ids))], token_ids, forced=forced)
 
@@ -80,7 +79,7 @@ def _forward(
         if end == start:
             continue
         ids = torch.from_numpy(token_ids[start:end].astype(np.int64))[None]
-        with torch.no_grad(), _watched(model, None if forced is None else forced[start:end]) as layers:
+        with torch.no_grad(), watched_routers(model, None if forced is None else forced[start:end]) as layers:
             output = model(ids, past_key_values=cache, use_cache=True)
         cache, start = output.past_key_values, end
         logits.append(output.logits[0])
@@ -124,25 +123,24 @@ def gap_with_rows(
 def routing_mismatches(expected: Reference, experts: Any, *, start: int, settled: int | None = None) -> int:
     """Entries (position, layer) of `experts` [rows, moe_layers, top_k] from position `start` on that choose otherwise.
 
-    Numerical ties, and what they decide, do not count. settled: from `settled_rows`, where more rows are known.
+    Numerical ties, and rows after them, do not count. settled: from `settled_rows`, if more rows are known.
     """
     if settled is None:
         settled = settled_rows(expected, experts, start=start)
-    return int(_differs(expected, experts, start=start)[: max(0, settled - start)].sum())
+    return int(differing_rows(expected, experts, start=start)[: max(0, settled - start)].sum())
 
 
 def settled_rows(expected: Reference, experts: np.ndarray[Any, Any], *, start: int) -> int:
-    """Rows before the first numerical tie that the engine decided the other way; what it feeds is not wrong, but other.
+    """Rows before the first numerical tie that the engine decided the other way; later rows may be right and differ.
 
-    experts: [rows, moe_layers, top_k] of the engine from position `start` on. Of a close tie before that, which nobody
-    saw, the worst is assumed.
+    experts: [rows, moe_layers, top_k] of the engine from position `start` on. A close tie before `start`, which was not
+    seen, counts as decided the other way.
     """
-    # Two scores of an engine may be off, each of them as much as anywhere in the trajectory; where nothing was seen, as
-    # much as there.
+    # Two scores of an engine may each be off as much as anywhere in the trajectory; before `start`, as much as there.
     margins, errors = expected.margins[: start + len(experts)], expected.score_errors
     tie = margins <= 2 * numerics.FACTOR * errors.max(initial=0.0)
     tie[:start] = margins[:start] <= 2 * numerics.FACTOR * errors[:start]
-    tie[start:] &= _differs(expected, experts, start=start)
+    tie[start:] &= differing_rows(expected, experts, start=start)
     found = np.flatnonzero(tie.any(-1))
     return int(found[0]) if len(found) else start + len(experts)
 
@@ -155,8 +153,8 @@ def logprob_gaps(
     return np.abs(expected.logprobs[at - 1, token_ids[at]] - logprobs) / expected.logprob_bound
 
 
-def _differs(expected: Reference, experts: np.ndarray[Any, Any], *, start: int) -> np.ndarray[Any, Any]:
-    """bool [rows, moe_layers]."""
+def differing_rows(expected: Reference, experts: np.ndarray[Any, Any], *, start: int) -> np.ndarray[Any, Any]:
+    """bool [rows, moe_layers]: whether `experts`, from position `start` on, are others than those of the reference."""
     return (np.sort(experts.astype(np.int64), -1) != expected.experts[start : start + len(experts)]).any(-1)
 
 
@@ -175,13 +173,13 @@ class RoutedLayer:
 
 
 @contextmanager
-def _watched(model: Any, forced: Any) -> Generator[list[RoutedLayer]]:
-    """What every router of `model` does inside the block, in the order of the layers, and `forced` put in its place."""
+def watched_routers(model: Any, forced: Any) -> Generator[list[RoutedLayer]]:
+    """Every router of `model` inside the block, in the order of the layers, with `forced` in place of its choice."""
     seen: list[RoutedLayer] = []
 
     def watch(router: Any, _inputs: Any, output: Any) -> Any:
         logits, weights, experts = output
-        margins = _margins(logits, experts)
+        margins = _margins(logits.detach(), experts)
         if forced is not None:
             rows = torch.from_numpy(np.asarray(forced)[:, len(seen)].astype(np.int64))
             rows = torch.cat([rows, rows.new_full((len(experts) - len(rows), rows.shape[1]), -1)])
@@ -189,11 +187,11 @@ def _watched(model: Any, forced: Any) -> Generator[list[RoutedLayer]]:
             experts = torch.where(free, experts, rows)
             weights = torch.where(free, weights, _gate_weights(router, logits, experts).to(weights.dtype))
             margins = torch.where(free[:, 0], margins, torch.inf)
-        seen.append(RoutedLayer(np.sort(experts.numpy(), -1), margins.numpy(), logits.double().numpy()))
+        scores = logits.detach().double().numpy()
+        seen.append(RoutedLayer(np.sort(experts.numpy(), -1), margins.numpy(), scores))
         return logits, weights, experts
 
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
-    hooks = [router.register_forward_hook(watch) for router in routers]
+    hooks = [router.register_forward_hook(watch) for router in routers_of(model)]
     try:
         yield seen
     finally:
@@ -201,12 +199,18 @@ def _watched(model: Any, forced: Any) -> Generator[list[RoutedLayer]]:
             hook.remove()
 
 
+def routers_of(model: Any) -> list[Any]:
+    """The routers of a transformers model, in the order of the layers."""
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
 def _gate_weights(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """Weights [T, top_k] of given experts, by the equations of the papers."""
-    sigmoid = hasattr(router, "e_score_correction_bias")  # DeepSeek-V3: the bias steers the choice alone
+    # DeepSeek-V3 and GLM-4.5: sigmoid scores; their bias steers the choice alone.
+    sigmoid = hasattr(router, "e_score_correction_bias")
     scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
     weights = scores.gather(1, experts)
-    if getattr(router, "norm_topk_prob", True):
+    if getattr(router, "norm_topk_prob", True):  # Mixtral always norms
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * getattr(router, "routed_scaling_factor", 1.0)
 

@@ -12,13 +12,13 @@ from async_rl.inference.replica import InflightRequest, RequestGate, until_finis
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 
-def segment(tokens: int, stop_reason: StopReason) -> TokenOutput:
+def segment(tokens: int, request: InflightRequest) -> TokenOutput:
     return TokenOutput(
         token_ids=np.zeros(tokens, np.int32),
         logprobs=np.zeros(tokens, np.float32),
         routed_experts=None,
         weights=WeightVersion(0, "d"),
-        stop_reason=stop_reason,
+        stop_reason=StopReason.ABORT if request.abort_requested else StopReason.LENGTH,
         replica="r",
     )
 
@@ -26,90 +26,8 @@ def segment(tokens: int, stop_reason: StopReason) -> TokenOutput:
 async def decode(gate: RequestGate, name: str, until: asyncio.Event) -> InflightRequest:
     async with gate.admit(name) as request:
         await until.wait()
-        request.result = [segment(3, StopReason.ABORT if request.abort_requested else StopReason.LENGTH)]
+        request.result = [segment(3, request)]
         return request
-
-
-async def test_a_pause_right_after_a_resume_still_holds():
-    gate, go = RequestGate("r"), asyncio.Event()
-    gate.pause()
-    held = asyncio.create_task(decode(gate, "a", go))
-    await asyncio.sleep(0)
-    gate.resume()
-    gate.pause()  # before the held task runs again
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert gate.stats().in_flight == 0
-    gate.resume()
-    go.set()
-    await held
-    assert gate.stats().tokens_sampled == 3
-
-
-async def test_requests_are_marked_for_abort_and_waited_for():
-    gate, go = RequestGate("r"), asyncio.Event()
-    tasks = [asyncio.create_task(decode(gate, str(i), go)) for i in range(3)]
-    await asyncio.sleep(0)
-    requests = gate.request_abort()
-    waiter = asyncio.create_task(until_finished(requests))
-    await asyncio.sleep(0)
-    assert not waiter.done()
-    go.set()
-    await waiter
-    assert [request.aborted for request in requests] == [True] * 3
-    await asyncio.gather(*tasks)
-    gate.pause()
-    gate.require_quiet("load")
-
-
-async def test_a_request_that_fails_is_finished_too():
-    gate = RequestGate("r")
-    with pytest.raises(RuntimeError, match="engine"):
-        async with gate.admit("a") as request:
-            raise RuntimeError("engine")
-    assert request.finished.is_set()
-    assert not request.aborted
-    assert gate.stats().in_flight == 0
-
-
-async def test_a_failure_wakes_everyone_at_the_gate_and_is_what_later_calls_say():
-    gate, go = RequestGate("r"), asyncio.Event()
-    gate.pause()
-    held = [asyncio.create_task(decode(gate, str(i), go)) for i in range(2)]
-    control = asyncio.create_task(gate.unless_failed(go.wait()))
-    await asyncio.sleep(0)
-    gate.fail("engine process 7 died")
-    gate.fail("a later reason")
-    for task in (*held, control):
-        with pytest.raises(EngineError, match="r: engine process 7 died"):
-            await task
-    for call in (gate.pause, gate.resume, gate.check_alive, gate.request_abort):
-        with pytest.raises(EngineError, match="r: engine process 7 died"):
-            call()
-
-
-async def test_a_gate_with_unverified_weights_does_not_open():
-    gate = RequestGate("r")
-    gate.pause()
-    gate.weights_unverified = "version 3 was not loaded whole"
-    with pytest.raises(EngineError, match="cannot resume, version 3 was not loaded whole; load a good version"):
-        gate.resume()
-    gate.weights_unverified = None
-    gate.resume()
-
-
-async def test_a_load_needs_a_pause_and_nothing_in_flight():
-    gate, go = RequestGate("r"), asyncio.Event()
-    with pytest.raises(EngineError, match="load while serving"):
-        gate.require_quiet("load")
-    task = asyncio.create_task(decode(gate, "a", go))
-    await asyncio.sleep(0)
-    gate.pause()
-    with pytest.raises(EngineError, match="load with 1 requests in flight"):
-        gate.require_quiet("load")
-    go.set()
-    await task
-    gate.require_quiet("load")
 
 
 async def parking(gate: RequestGate, name: str) -> InflightRequest:
@@ -122,14 +40,14 @@ async def parking(gate: RequestGate, name: str) -> InflightRequest:
 
     async with gate.admit(name) as request:
         await gate.unless_failed(work(request))
-        request.result = [segment(1, StopReason.ABORT if request.abort_requested else StopReason.LENGTH)]
+        request.result = [segment(1, request)]
         return request
 
 
 async def parked_requests(gate: RequestGate, count: int) -> list[asyncio.Task[InflightRequest]]:
     """`count` requests that are evicted and parked."""
     tasks = [asyncio.create_task(parking(gate, str(i))) for i in range(count)]
-    await asyncio.sleep(0)  # each is past the gate, none has run on
+    await asyncio.sleep(0)  # each is past the gate, and none has run further
     gate.pause()
     assert gate.freeze() == count
     for request in gate.in_flight:
@@ -140,27 +58,108 @@ async def parked_requests(gate: RequestGate, count: int) -> list[asyncio.Task[In
     return tasks
 
 
-async def test_a_freeze_needs_a_pause_and_allows_a_load():
+async def turns_of_the_loop() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_pause_right_after_a_resume_still_holds():
     gate, go = RequestGate("r"), asyncio.Event()
-    with pytest.raises(EngineError, match="r: freeze while serving; call pause"):
-        gate.freeze()
+    gate.pause()
+    held = asyncio.create_task(decode(gate, "a", go))
+    await asyncio.sleep(0)
+    gate.resume()
+    gate.pause()  # before the held task runs again
+    await turns_of_the_loop()
+    assert gate.stats().in_flight == 0
+    gate.resume()
+    go.set()
+    await held
+    assert gate.stats().tokens_sampled == 3
+
+
+async def test_requests_are_marked_for_abort_and_awaited():
+    gate, go = RequestGate("r"), asyncio.Event()
+    tasks = [asyncio.create_task(decode(gate, str(i), go)) for i in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="request 1"):
+        await decode(gate, "1", go)  # an id is unique while it is in flight
+    requests = gate.request_abort()
+    waiter = asyncio.create_task(until_finished(requests))
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    assert gate.stats().in_flight == 3
+    go.set()
+    await waiter
+    assert [request.aborted for request in requests] == [True] * 3
+    await asyncio.gather(*tasks)
+    gate.pause()
+    gate.require_quiet("load")
+    busy = gate.stats().busy_seconds
+    assert busy > 0
+    await asyncio.sleep(0.01)
+    assert gate.stats().busy_seconds == busy, "idle time is not busy time"
+
+
+async def test_a_request_that_fails_is_finished_too():
+    gate = RequestGate("r")
+    with pytest.raises(RuntimeError, match="engine"):
+        async with gate.admit("a") as request:
+            raise RuntimeError("engine")
+    assert request.finished.is_set()
+    assert not request.aborted
+    assert gate.stats().in_flight == 0
+
+
+async def test_a_failure_wakes_all_waiters_and_later_calls_raise_its_reason():
+    gate, go = RequestGate("r"), asyncio.Event()
+    parked = await parked_requests(gate, 2)
+    held = [asyncio.create_task(decode(gate, str(i), go)) for i in range(2)]
+    control = asyncio.create_task(gate.unless_failed(go.wait()))
+    await asyncio.sleep(0)
+    gate.fail("engine process 7 died")
+    gate.fail("a later reason")
+    for task in (*parked, *held, control):
+        with pytest.raises(ReplicaLostError, match="engine process 7"):
+            await task
+    for call in (gate.pause, gate.resume, gate.check_alive, gate.request_abort):
+        with pytest.raises(ReplicaLostError, match="engine process 7"):
+            call()
+
+
+async def test_a_gate_with_unverified_weights_stays_closed():
+    gate = RequestGate("r")
+    (task,) = await parked_requests(gate, 1)
+    gate.weights_unverified = "version 3 was not loaded whole"
+    for call in (gate.require_resumable, gate.resume):
+        with pytest.raises(EngineError, match="version 3"):
+            call()
+    assert not task.done()
+    gate.weights_unverified = None
+    gate.resume()
+    await task
+
+
+async def test_a_load_needs_a_pause_and_no_request_that_is_not_frozen():
+    gate, go = RequestGate("r"), asyncio.Event()
+    for refused in (lambda: gate.require_quiet("load"), gate.freeze):
+        with pytest.raises(EngineError, match="serving"):
+            refused()
     task = asyncio.create_task(decode(gate, "a", go))
     await asyncio.sleep(0)
+    for _ in range(2):
+        gate.pause()
+        with pytest.raises(EngineError, match=r"in flight \(a"):
+            gate.require_quiet("load")
+        assert gate.freeze() == 1
+        gate.require_quiet("load")
+        with pytest.raises(EngineError, match="drain"):
+            await gate.drain()
+        gate.resume()
     gate.pause()
-    with pytest.raises(EngineError, match=r"load with 1 requests in flight \(a, ...\); call abort, drain or freeze"):
-        gate.require_quiet("load")
-    assert gate.freeze() == 1
-    gate.require_quiet("load")
-    with pytest.raises(EngineError, match="drain with 1 frozen requests; call resume or abort first"):
-        await gate.drain()
-    gate.resume()
-    with pytest.raises(EngineError, match="load while serving"):
-        gate.require_quiet("load")
-    gate.pause()
-    with pytest.raises(EngineError, match="load with 1 requests in flight"):
-        gate.require_quiet("load")
     go.set()
     await task
+    gate.require_quiet("load")
 
 
 async def test_parked_requests_wait_until_the_gate_opens():
@@ -169,8 +168,7 @@ async def test_parked_requests_wait_until_the_gate_opens():
     assert gate.stats().in_flight == 3
     gate.resume()
     gate.pause()  # before a parked task runs again
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns_of_the_loop()
     assert not any(task.done() for task in tasks)
     gate.resume()
     assert not any([(await task).aborted for task in tasks])
@@ -186,7 +184,7 @@ async def test_an_abort_finishes_parked_requests():
     gate.require_quiet("load")
 
 
-async def test_a_cancelled_request_is_outside_too():
+async def test_a_cancelled_request_is_outside_whether_it_was_parked_or_not():
     gate = RequestGate("r")
     first, second = await parked_requests(gate, 2)
     first.cancel()
@@ -194,39 +192,12 @@ async def test_a_cancelled_request_is_outside_too():
     assert gate.stats().in_flight == 1
     gate.resume()
     await second
-
-    async def never_parked() -> None:
-        async with gate.admit("c"):
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(never_parked())
+    task = asyncio.create_task(decode(gate, "c", asyncio.Event()))
     await asyncio.sleep(0)
     (request,) = gate.in_flight
     assert not request.outside.is_set()
     task.cancel()
     await request.outside.wait()
-
-
-async def test_a_failure_wakes_parked_requests():
-    gate = RequestGate("r")
-    tasks = await parked_requests(gate, 2)
-    gate.fail("engine process 7 died")
-    for task in tasks:
-        with pytest.raises(ReplicaLostError, match="r: engine process 7 died"):
-            await task
-
-
-async def test_unverified_weights_keep_parked_requests():
-    gate = RequestGate("r")
-    (task,) = await parked_requests(gate, 1)
-    gate.weights_unverified = "version 3 was not loaded whole"
-    for call in (gate.require_resumable, gate.resume):
-        with pytest.raises(EngineError, match="cannot resume, version 3 was not loaded whole"):
-            call()
-    assert not task.done()
-    gate.weights_unverified = None
-    gate.resume()
-    await task
 
 
 async def test_a_cancelled_call_has_cleaned_up_when_it_returns():
@@ -236,8 +207,7 @@ async def test_a_cancelled_call_has_cleaned_up_when_it_returns():
         try:
             await asyncio.Event().wait()
         finally:
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await turns_of_the_loop()
             cleaned.set()
 
     call = asyncio.create_task(gate.unless_failed(work()))

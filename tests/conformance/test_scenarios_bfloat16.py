@@ -1,6 +1,6 @@
-"""bfloat16: how far each engine is from a float32 forward of the same rounded weights. Reported, and within bounds.
+"""bfloat16: distance of each engine from a float32 forward of the same rounded weights, reported and bounded.
 
-Exact agreement is not to be had: two orders of summation give other roundings, and near a tie other experts. The fake
+Exact agreement is impossible: two orders of summation give other roundings, and near a tie other experts. The fake
 computes nothing, so it is not here.
 """
 
@@ -18,14 +18,12 @@ import torch
 
 from async_rl.inference.sglang.engine import start_sglang
 from tests.conformance import sglang_support
-from tests.conformance.checks import assert_merged, rows_sent, versions_of, whole
-from tests.conformance.conftest import CONFIG, Report, sglang_under_test, start_vllm, vllm_under_test
-from tests.conformance.engines import EngineUnderTest, Exchange, tokens
+from tests.conformance.checks import assert_sent_once, versions_of, whole
+from tests.conformance.conftest import Report
+from tests.conformance.engines import EngineUnderTest, Exchange, prompts
+from tests.conformance.served import VLLM, start_vllm, under_test
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
 MEAN_GAP, SAME_EXPERTS = 0.1, 0.8  # a wrong row, token or model is beyond both
 
@@ -37,55 +35,34 @@ def rounded(model: Any) -> Any:
     return copy.to(torch.float32).eval()
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def half(given: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineUnderTest]:
-    """An engine in bfloat16, whose truth is the rounded weights."""
-    engine, models = given
-    if engine == "vllm":
-        config = dataclasses.replace(CONFIG, dtype="bfloat16")
-        vllm = await start_vllm(config, name="half-0", checkpoint=models.first)
-        models = dataclasses.replace(
-            models,
-            reference_first=rounded(models.reference_first),
-            reference_second=rounded(models.reference_second),
-        )
-        replica, tested = vllm, vllm_under_test(vllm, models, patch=monkeypatch)
+@pytest_asyncio.fixture(params=["vllm", "sglang"], loop_scope="package")
+async def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineUnderTest]:
+    """An engine in bfloat16, whose reference has the rounded weights."""
+    models = request.getfixturevalue("models" if request.param == "vllm" else "sglang_models")
+    start: dict[str, Any] = {"name": "half-0", "checkpoint": models.paths[0]}
+    if request.param == "vllm":
+        request.getfixturevalue("environment")
+        replica: Any = await start_vllm(dataclasses.replace(VLLM, dtype="bfloat16"), **start)
     else:
-        sglang = await start_sglang(sglang_support.config(dtype="bfloat16"), name="half-0", checkpoint=models.paths[0])
-        models = dataclasses.replace(models, models=tuple(map(rounded, models.models)))
-        replica, tested = sglang, sglang_under_test(sglang, models, patch=monkeypatch)
+        replica = await start_sglang(sglang_support.config(dtype="bfloat16"), **start)
+    rounded_models = dataclasses.replace(models, models=tuple(map(rounded, models.models)))
+    tested = under_test(replica, rounded_models, patch=monkeypatch)
     await tested.publish(version=0)
     yield tested
     await tested.end()
     await replica.close()
 
 
-@pytest.fixture(params=["vllm", "sglang"])
-def given(request: pytest.FixtureRequest) -> tuple[str, Any]:
-    """An engine and its models; vLLM's environment is set."""
-    if request.param == "vllm":
-        request.getfixturevalue("environment")
-    return request.param, request.getfixturevalue("models" if request.param == "vllm" else "sglang_models")
-
-
 async def test_bfloat16_agrees_nearly_over_an_update(half: EngineUnderTest, report: Report):
     """Prompts of one prefill step, so that all have sampled when the update comes."""
-    rollouts = [half.rollout(f"half-{i}", cache_salt="v0") for i in range(4)]
-    tasks = [half.start(r.turn(tokens(20 + 2 * i, seed=i), max_new_tokens=120)) for i, r in enumerate(rollouts)]
+    rollouts, tasks = half.start_rollouts(prompts(4, step=2), max_new_tokens=120, cache_salt="v0")
     await half.until_sampled(80)
     assert (await half.publish("resume")).aborted == 4
     await asyncio.gather(*tasks)
-    gaps: list[np.ndarray[Any, Any]] = []
-    same: list[np.ndarray[Any, Any]] = []
     for rollout in rollouts:
-        exchanges = half.of_session(rollout.name)
-        assert [versions_of(exchange) for exchange in exchanges] == [[0], [1]]
-        assert_merged(rollout.trajectory, exchanges)
-        assert rows_sent(exchanges) == list(range(len(rollout.trajectory) - 1))
-        for exchange in exchanges:
-            found = differences(half, exchange)
-            gaps.append(found[0])
-            same.append(found[1])
+        assert [versions_of(exchange) for exchange in half.of_session(rollout.name)] == [[0], [1]]
+        assert_sent_once(half, rollout.name, rollout.trajectory)
+    gaps, same = zip(*(differences(half, exchange) for exchange in half.exchanges), strict=True)
     gap, agreed = np.concatenate(gaps), float(np.concatenate(same).mean())
     report(
         f"{type(half.replica).__name__} in bfloat16, {len(gap)} tokens: |dlogp| mean {gap.mean():.2e}, max "

@@ -1,53 +1,68 @@
-"""What every engine answers when nothing interrupts it: each token and row is what its weights give."""
+"""Answers of every engine without an interruption: each token and row is that of its weights."""
 
 from __future__ import annotations
 
 import asyncio
 
 import numpy as np
-import pytest
 
+from agent_loop.engine import SamplingConfig
 from message_queue.tokens import StopReason
-from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of
-from tests.conformance.engines import EngineUnderTest, tokens
+from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, whole
+from tests.conformance.engines import MARKS, ON_SGLANG, WITH_KV, EngineUnderTest, prompts, tokens
 from tests.conformance.probes import SglangProbe
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.filterwarnings("ignore"),
-]
-
-# The fake has no K/V, so there is no prefix cache, no chunk of a prefill, and nothing to preempt.
-WITH_KV = pytest.mark.parametrize("server", ["vllm", "sglang"], indirect=True)
+pytestmark = MARKS
 
 
-async def test_a_fresh_request(tested: EngineUnderTest):
+async def test_a_fresh_request_has_a_row_for_every_position_but_the_last(tested: EngineUnderTest):
     exchange = await tested.ask("fresh", tokens(40))
     [segment] = exchange.answer
     assert (len(segment), segment.stop_reason, segment.replica) == (24, StopReason.LENGTH, tested.name)
     assert segment.routed_experts is not None
     rows = segment.routed_experts.experts
-    assert rows.shape == (63, *tested.routing.row_shape), "every position but the last, MoE layers only"
+    assert rows.shape == (63, *tested.routing.row_shape), "of MoE layers only"
     assert rows.dtype == np.uint8
     for layer in range(rows.shape[1]):
         assert len(np.unique(np.sort(rows[:, layer], -1), axis=0)) > 2, "a constant would show nothing"
-    assert_true(tested, [exchange])
+    least = await tested.ask("least", tokens(1), max_new_tokens=1)
+    assert rows_sent([least]) == [0]
+    assert_true(tested, [exchange, least])
 
 
-async def test_a_request_of_one_token_for_one_token(tested: EngineUnderTest):
-    exchange = await tested.ask("least", tokens(1), max_new_tokens=1)
-    assert rows_sent([exchange]) == [0]
-    assert_true(tested, [exchange])
+@WITH_KV
+async def test_logprobs_are_of_the_distribution_after_temperature(tested: EngineUnderTest):
+    exchange = await tested.ask("warm", tokens(20), sampling=SamplingConfig(temperature=2.0))
+    ids, [segment] = whole(exchange), exchange.answer
+    expected = tested.truth([(0, len(ids))], ids, forced=None)
+    scaled = expected.logprobs / 2.0
+    scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
+    at = np.arange(20, len(ids))
+    assert np.abs(scaled[at - 1, ids[at]] - segment.logprobs).max() <= expected.logprob_bound
+
+
+async def test_a_stop_token_ends_the_decode_and_belongs_to_it(tested: EngineUnderTest):
+    greedy = SamplingConfig(temperature=0.0)
+    free = await tested.ask("free", tokens(20), sampling=greedy)
+    stop = int(free.answer[0].token_ids[5])
+    [segment] = (await tested.ask("stop", tokens(20), sampling=greedy, stop_token_ids=(stop,))).answer
+    assert segment.stop_reason is StopReason.STOP
+    assert segment.token_ids[-1] == stop
+    assert stop not in segment.token_ids[:-1]
+
+
+@ON_SGLANG
+async def test_the_end_token_of_the_checkpoint_stops_nothing(tested: EngineUnderTest):
+    every = await asyncio.gather(*(tested.ask(f"end-{i}", ids) for i, ids in enumerate(prompts(24, length=8))))
+    assert any(2 in whole(exchange)[8:] for exchange in every), "token 2 ends a sequence by the checkpoint's config"
+    assert {sampled_of(exchange) for exchange in every} == {24}
 
 
 @WITH_KV
 async def test_a_prefix_hit_returns_the_rows_of_a_miss(tested: EngineUnderTest):
-    exchanges = [
+    for name, salt in (("miss", ""), ("hit", ""), ("salt", "v1")):
         await tested.ask(name, tokens(80), cache_salt=salt)
-        for name, salt in (("miss", ""), ("hit", ""), ("salt", "v1"))
-    ]
-    assert_true(tested, exchanges)
+    assert_true(tested, tested.exchanges)
     missed, hit, salted = tested.probe.cached_tokens
     assert (missed, salted) == (0, 0)
     assert hit >= 64
@@ -55,25 +70,23 @@ async def test_a_prefix_hit_returns_the_rows_of_a_miss(tested: EngineUnderTest):
 
 @WITH_KV
 async def test_a_prefill_in_chunks_beside_running_decodes(tested: EngineUnderTest):
-    short = [tested.start(tested.ask(f"short-{i}", tokens(20, seed=i), max_new_tokens=60)) for i in range(3)]
+    _, short = tested.start_rollouts(prompts(3), max_new_tokens=60)
     await tested.until_sampled(10)
-    long = await tested.ask("long", tokens(300))  # four chunks of at most 96
-    assert_true(tested, [long, *await asyncio.gather(*short)])
+    await tested.ask("long", tokens(300))  # four chunks of at most 96
+    await asyncio.gather(*short)
+    assert_true(tested, tested.exchanges)
 
 
 @WITH_KV
 async def test_requests_that_are_preempted(tested: EngineUnderTest):
-    prompts = [tokens(20 + 3 * i, seed=i) for i in range(32)]
-    exchanges = await asyncio.gather(
-        *(tested.ask(f"many-{i}", prompt, max_new_tokens=90) for i, prompt in enumerate(prompts))
-    )
-    needed = sum(len(prompt) + 90 for prompt in prompts)
+    asked = prompts(32, step=3)
     assert tested.probe.kv_tokens is not None
-    assert needed > 1.5 * tested.probe.kv_tokens, "all run at once and do not fit at once"
-    if isinstance(tested.probe, SglangProbe):  # vLLM does not say it
+    assert sum(len(ids) + 90 for ids in asked) > 1.5 * tested.probe.kv_tokens, "they do not fit at once"
+    await asyncio.gather(*(tested.ask(f"many-{i}", ids, max_new_tokens=90) for i, ids in enumerate(asked)))
+    if isinstance(tested.probe, SglangProbe):
         assert sum(tested.probe.retractions) > 0
-    assert {sampled_of(exchange) for exchange in exchanges} == {90}
-    assert_true(tested, exchanges)
+    assert {sampled_of(exchange) for exchange in tested.exchanges} == {90}
+    assert_true(tested, tested.exchanges)
 
 
 async def test_only_rows_that_are_not_held_are_sent(tested: EngineUnderTest):

@@ -1,4 +1,4 @@
-"""Aborts, wherever they fall, lose nothing: the trajectory goes on with every token and one row per position."""
+"""A trajectory continues after an abort at any moment, with every token and one row per position."""
 
 from __future__ import annotations
 
@@ -10,51 +10,31 @@ import pytest
 
 from agent_loop.answers import cut_segments
 from message_queue.tokens import StopReason
-from tests.conformance.checks import assert_merged, assert_true, rows_sent, sampled_of, versions_of
-from tests.conformance.engines import EngineUnderTest, Rollout, tokens
+from tests.conformance.checks import assert_merged, assert_true, assert_whole, rows_sent, sampled_of, versions_of
+from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, prompts, tokens
 from tests.helpers.dense import row_versions
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.filterwarnings("ignore"),
-]
-
-# The fake has a place for every request.
-WITH_PLACES = pytest.mark.parametrize("server", ["vllm", "sglang"], indirect=True)
+pytestmark = MARKS
 
 
-def assert_whole(tested: EngineUnderTest, rollout: Rollout) -> None:
-    """The trajectory holds what was answered, and each of its rows came once."""
-    exchanges = tested.of_session(rollout.name)
-    assert_merged(rollout.trajectory, [exchange for exchange in exchanges if sampled_of(exchange)])
-    assert rows_sent(exchanges) == list(range(len(rollout.trajectory) - 1))
-
-
-async def test_an_abort_while_it_runs(tested: EngineUnderTest):
-    rollouts = [tested.rollout(f"running-{i}", cache_salt="v0") for i in range(3)]
-    tasks = [
-        tested.start(rollout.turn(tokens(20 + 15 * i, seed=i), max_new_tokens=150))
-        for i, rollout in enumerate(rollouts)
-    ]
+async def test_an_abort_of_running_requests(tested: EngineUnderTest):
+    rollouts, tasks = tested.start_rollouts(prompts(3, step=15), max_new_tokens=150, cache_salt="v0")
     await tested.until_sampled(30)
     assert await tested.replica.abort() == 3
     assert await asyncio.gather(*tasks) == [StopReason.LENGTH] * 3
-    assert sum(sampled_of(exchange) for exchange in tested.exchanges[:3]) >= 30, "no token that was sampled is lost"
+    assert sum(sampled_of(exchange) for exchange in tested.exchanges[:3]) >= 30, "every sampled token is returned"
     for rollout in rollouts:
         partial, rest = tested.of_session(rollout.name)
         assert partial.answer[-1].stop_reason is StopReason.ABORT
         assert sampled_of(partial) >= 1
         assert rest.request.existing_rows == len(rest.request.token_ids) - 1, "all rows but the last token's are held"
         assert rollout.trajectory.num_sampled == 150, "the budget is the first one"
-        assert_whole(tested, rollout)
-    assert_true(tested, tested.exchanges)
+    assert_whole(tested, *rollouts)
 
 
-@WITH_PLACES
-async def test_an_abort_while_it_waits_for_a_place(tested: EngineUnderTest):
-    rollouts = [tested.rollout(f"waiting-{i}", cache_salt="v0") for i in range(38)]
-    tasks = [tested.start(rollout.turn(tokens(20, seed=i), max_new_tokens=60)) for i, rollout in enumerate(rollouts)]
+@WITH_KV
+async def test_an_abort_of_requests_that_wait_for_a_place(tested: EngineUnderTest):
+    rollouts, tasks = tested.start_rollouts(prompts(38), max_new_tokens=60, cache_salt="v0")
     await tested.until_sampled(1)
     assert (await tested.publish("resume")).aborted == 38
     await asyncio.gather(*tasks)
@@ -63,53 +43,44 @@ async def test_an_abort_while_it_waits_for_a_place(tested: EngineUnderTest):
     for exchange in empty:
         [segment] = exchange.answer
         assert (segment.stop_reason, segment.routed_experts) == (StopReason.ABORT, None)
-    for rollout in rollouts:
-        assert rollout.trajectory.num_sampled == 60
-        assert_whole(tested, rollout)
-    assert_true(tested, tested.exchanges)
+    assert {rollout.trajectory.num_sampled for rollout in rollouts} == {60}
+    assert_whole(tested, *rollouts)
 
 
 async def test_an_abort_before_the_first_token(tested: EngineUnderTest):
-    rollout = tested.rollout("early")
-    task = tested.start(rollout.turn(tokens(90), max_new_tokens=120))
-    while not tested.of_session("early"):
+    [rollout], [task] = tested.start_rollouts([tokens(90)], max_new_tokens=120)
+    while not tested.exchanges:
         await asyncio.sleep(0)
         await tested.replica.abort()
-    assert tested.of_session("early")[0].answer[-1].stop_reason is StopReason.ABORT
+    assert tested.exchanges[0].answer[-1].stop_reason is StopReason.ABORT
     assert await task is StopReason.LENGTH
     assert_whole(tested, rollout)
-    assert_true(tested, tested.exchanges)
 
 
 async def test_two_aborts_at_once_and_more_of_the_same_trajectory(tested: EngineUnderTest):
-    rollout = tested.rollout("twice", cache_salt="v0")
-    task = tested.start(rollout.turn(tokens(40), max_new_tokens=250))
+    [rollout], [task] = tested.start_rollouts([tokens(40)], max_new_tokens=250, cache_salt="v0")
     for _ in range(3):
         await tested.until_sampled(8)
         assert set(await asyncio.gather(tested.replica.abort(), tested.replica.abort())) == {1}
     assert await task is StopReason.LENGTH
-    assert rollout.decoder.num_aborts == 3
-    assert rollout.trajectory.num_sampled == 250
-    assert await tested.replica.abort() == 0, "nothing is left"
+    assert (rollout.decoder.num_aborts, rollout.trajectory.num_sampled) == (3, 250)
+    assert await tested.replica.abort() == 0, "no request is left"
     assert_whole(tested, rollout)
-    assert_true(tested, tested.exchanges)
 
 
-async def test_an_abort_of_what_is_paused_at_the_gate_harms_nothing(tested: EngineUnderTest):
+async def test_an_abort_leaves_requests_at_the_gate(tested: EngineUnderTest):
     await tested.replica.pause()
-    rollout = tested.rollout("gate")
-    task = tested.start(rollout.turn(tokens(12), max_new_tokens=10))
+    [rollout], [task] = tested.start_rollouts([tokens(12)], max_new_tokens=10)
     await asyncio.sleep(0.02)
-    assert await tested.replica.abort() == 0, "it is not in the engine yet"
+    assert await tested.replica.abort() == 0, "the engine does not have it yet"
     await tested.replica.resume()
     assert await task is StopReason.LENGTH
     assert_whole(tested, rollout)
-    assert_true(tested, tested.exchanges)
 
 
 @pytest.mark.parametrize("update", [False, True], ids=["same-weights", "new-weights"])
 async def test_a_resume_at_every_position_of_a_short_sequence(tested: EngineUnderTest, update: bool):
-    """As after an abort that came at each token, the one before the first included."""
+    """As after an abort at each token, also before the first one."""
     first = await tested.ask("whole", tokens(6), max_new_tokens=12)
     if update:
         await tested.publish("resume")
@@ -125,14 +96,13 @@ async def test_a_resume_at_every_position_of_a_short_sequence(tested: EngineUnde
         trajectory, [rest] = rollout.trajectory, tested.of_session(rollout.name)
         assert versions_of(rest) == [int(update)]
         assert rows_sent([rest]) == list(range(max(0, 5 + sampled), 20)) if sampled else list(range(20))
-        assert len(trajectory) == 21
-        assert trajectory.num_rows == 20
+        assert (len(trajectory), trajectory.num_rows) == (21, 20)
         assert trajectory.token_ids()[6 : 6 + sampled].tolist() == written[:sampled].tolist()
         held = np.flatnonzero(row_versions(trajectory.sequences()[-1]) == 0)
-        assert len(held) == (20 if not update else 5 + sampled if sampled else 0), "no row changes its owner"
+        assert len(held) == (20 if not update else 5 + sampled if sampled else 0), "no row changes its version"
 
 
-async def test_rows_that_are_held_are_not_replaced_by_those_of_a_second_forward(tested: EngineUnderTest):
+async def test_held_rows_are_not_replaced_by_those_of_a_second_forward(tested: EngineUnderTest):
     rollout = tested.rollout("held")
     await rollout.turn(tokens(20), max_new_tokens=20)
     await tested.publish("resume")

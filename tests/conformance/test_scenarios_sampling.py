@@ -10,16 +10,11 @@ import pytest
 from agent_loop.engine import SamplingConfig
 from tests.conformance.checks import assert_cut, assert_merged, assert_true, k3, sampled_of, versions_of
 from tests.conformance.conftest import Report
-from tests.conformance.engines import EngineUnderTest, Rollout, tokens
+from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, tokens
 from tests.helpers.dense import loss_mask
 from tests.helpers.groups import sets_of
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.parametrize("server", ["vllm", "sglang"], indirect=True),
-]
+pytestmark = [*MARKS, WITH_KV]
 
 CUTS = {
     "top-p": SamplingConfig(top_p=0.9),
@@ -62,12 +57,12 @@ async def test_kept_tokens_through_turns_aborts_and_an_update(tested: EngineUnde
     await asyncio.gather(*tasks)
     assert_cut(tested, tested.exchanges)
     for rollout in rollouts:
-        assert_held(tested, rollout)
+        assert_kept(tested, rollout)
         assert rollout.trajectory.num_sampled == 158
 
 
 @pytest.mark.parametrize("mode", ["keep-recompute", "keep-keep"])
-async def test_kept_tokens_of_requests_that_an_update_reaches_in_flight(tested: EngineUnderTest, mode: str):
+async def test_kept_tokens_of_requests_that_are_updated_in_flight(tested: EngineUnderTest, mode: str):
     rollouts = [tested.rollout(name, cache_salt="v0", sampling=cut) for name, cut in CUTS.items()]
     tasks = [tested.start(each.turn(tokens(20, seed=i), max_new_tokens=150)) for i, each in enumerate(rollouts)]
     await tested.until_sampled(30)
@@ -76,10 +71,10 @@ async def test_kept_tokens_of_requests_that_an_update_reaches_in_flight(tested: 
     assert_cut(tested, tested.exchanges)
     for rollout in rollouts:
         assert versions_of(tested.of_session(rollout.name)[-1]) == [0, 1]
-        assert_held(tested, rollout)
+        assert_kept(tested, rollout)
 
 
-def assert_held(tested: EngineUnderTest, rollout: Rollout) -> None:
+def assert_kept(tested: EngineUnderTest, rollout: Rollout) -> None:
     """The trajectory has the kept set of each answered token at its position, and no other set."""
     exchanges = [exchange for exchange in tested.of_session(rollout.name) if sampled_of(exchange)]
     assert_merged(rollout.trajectory, exchanges)

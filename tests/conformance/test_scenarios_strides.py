@@ -1,4 +1,4 @@
-"""A turn in several requests: what comes out is that of one, and each request finds the ones before in the cache."""
+"""A turn in several requests gives the result of one, and each request finds the ones before in the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ import pytest
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
-from tests.conformance.checks import assert_merged, assert_true, gaps_under_own_rows, rows_sent, sampled_of, versions_of
-from tests.conformance.engines import EngineUnderTest, tokens
+from tests.conformance.checks import assert_whole, gaps_under_own_rows, sampled_of, versions_of
+from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, prompts, tokens
 from tests.conformance.probes import SglangProbe
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.filterwarnings("ignore"),
-]
-
-WITH_PLACES = pytest.mark.parametrize("server", ["vllm", "sglang"], indirect=True)
+pytestmark = MARKS
 ROUTING = pytest.mark.parametrize("resume_routing", ["append", "force"])
 
 
@@ -37,12 +31,10 @@ async def test_a_turn_in_strides_has_true_rows_and_uses_its_prefix_cache(tested:
     exchanges = tested.of_session("strides")
     assert [sampled_of(exchange) for exchange in exchanges] == [50, 50, 50, 20]
     assert rollout.decoder.num_aborts == 0
-    assert_true(tested, exchanges)
-    assert_merged(rollout.trajectory, exchanges)
-    assert rows_sent(exchanges) == list(range(209)), "each row once"
+    assert_whole(tested, rollout)
     [sequence] = rollout.trajectory.sequences()
-    assert max(gaps_under_own_rows(tested, sequence).values()) <= 1, "training sees what the rollout saw"
-    if tested.probe.kv_tokens is not None:  # the fake has no cache
+    assert max(gaps_under_own_rows(tested, sequence).values()) <= 1, "training repeats the routing of the rollout"
+    if tested.probe.kv_tokens is not None:
         found = [cacheable(tested, len(exchange.request.token_ids)) for exchange in exchanges[1:]]
         if resume_routing == "force":
             found[0] = 0  # K/V under forced experts is kept apart from the K/V of free ones
@@ -52,48 +44,34 @@ async def test_a_turn_in_strides_has_true_rows_and_uses_its_prefix_cache(tested:
 @ROUTING
 @pytest.mark.parametrize("mode", ["resume", "keep-recompute"])
 async def test_updates_between_and_inside_strides(tested: EngineUnderTest, resume_routing: Any, mode: str):
-    rollouts = [
-        tested.rollout(f"over-{i}", resume_routing=resume_routing, cache_salt="v0", segment_tokens=30) for i in range(3)
-    ]
-    tasks = [
-        tested.start(rollout.turn(tokens(20 + 15 * i, seed=i), max_new_tokens=130))
-        for i, rollout in enumerate(rollouts)
-    ]
+    options = {"resume_routing": resume_routing, "cache_salt": "v0", "segment_tokens": 30}
+    rollouts, tasks = tested.start_rollouts(prompts(3, step=15), max_new_tokens=130, **options)
     for more in (True, False):
         await tested.until_sampled(20)
         await tested.publish(mode, stays_slow=more)
     await asyncio.gather(*tasks)
     for rollout in rollouts:
-        exchanges = [exchange for exchange in tested.of_session(rollout.name) if sampled_of(exchange)]
-        assert len(exchanges) > 4, "strides of 30"
+        assert sum(map(bool, map(sampled_of, tested.of_session(rollout.name)))) > 4, "strides of 30"
         assert rollout.trajectory.num_sampled == 130
-        assert_merged(rollout.trajectory, exchanges)
-        assert rows_sent(exchanges) == list(range(len(rollout.trajectory) - 1))
         if resume_routing == "force":
             [sequence] = rollout.trajectory.sequences()
             assert max(gaps_under_own_rows(tested, sequence).values()) <= 1
     assert len({version for exchange in tested.exchanges for version in versions_of(exchange)}) > 1
-    assert_true(tested, tested.exchanges)
+    assert_whole(tested, *rollouts)
 
 
-@WITH_PLACES
+@WITH_KV
 async def test_strides_that_wait_for_a_place(tested: EngineUnderTest):
-    """32 requests run at once; what an update finds between two strides is an abort, too."""
-    rollouts = [tested.rollout(f"queued-{i}", cache_salt="v0", segment_tokens=25) for i in range(38)]
-    tasks = [tested.start(rollout.turn(tokens(20, seed=i), max_new_tokens=60)) for i, rollout in enumerate(rollouts)]
+    """32 requests run at once; an update between two strides is an abort, too."""
+    rollouts, tasks = tested.start_rollouts(prompts(38), max_new_tokens=60, cache_salt="v0", segment_tokens=25)
     while not any(rollout.trajectory.segments for rollout in rollouts):  # noqa: ASYNC110 - no engine has an event for it
         await asyncio.sleep(0.004)
     await tested.publish("resume")
     await asyncio.gather(*tasks)
-    for rollout in rollouts:
-        trajectory = rollout.trajectory
-        exchanges = [exchange for exchange in tested.of_session(rollout.name) if sampled_of(exchange)]
-        assert trajectory.num_sampled == 60
-        assert_merged(trajectory, exchanges)
-        assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
+    assert_whole(tested, *rollouts)
+    for trajectory in (rollout.trajectory for rollout in rollouts):
         trajectory.close(stop_reason=StopReason.LENGTH, reward=0.0)
         group = PromptGroup(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=[trajectory])
         [head] = head_of(group).trajectories
         assert head.num_aborts == len({segment.weights.version for segment in trajectory.segments}) - 1
         assert sum(count for _, count in head.spans) == 60
-    assert_true(tested, tested.exchanges)

@@ -1,4 +1,4 @@
-"""Trajectories of several turns: rows of what tools and users say, what is sent, and every `resume_routing`."""
+"""Trajectories of several turns: rows of tool replies, transferred rows, and every `resume_routing`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from agent_loop.tools import ToolRunner, describe_tool
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
-from tests.conformance.checks import assert_merged, assert_true, gaps_under_own_rows, rows_sent, sampled_of, versions_of
-from tests.conformance.conftest import CONFIG, Report
-from tests.conformance.engines import EngineUnderTest, Rollout, tokens
+from tests.conformance.checks import (
+    assert_merged,
+    assert_sent_once,
+    assert_true,
+    gaps_under_own_rows,
+    rows_sent,
+    sampled_of,
+    versions_of,
+)
+from tests.conformance.conftest import Report
+from tests.conformance.engines import MARKS, EngineUnderTest, Rollout, tokens
 from tests.conformance.reference import routing_mismatches
+from tests.conformance.served import VLLM
 from tests.helpers.dense import loss_mask, param_versions, row_versions
 from tests.helpers.fakes import FakeReward, FakeTool
 from tests.helpers.stored import stored
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = MARKS
 
 FAR = 10  # bounds: rows of other weights move some logprob by more than this
 STOPS = tuple(range(3, 117, 8))  # so many ids end a turn that none runs into its budget
@@ -70,8 +75,8 @@ async def roll(
     return trajectory
 
 
-async def test_tool_tokens_have_the_rows_of_the_first_forward_that_covered_them(tested: EngineUnderTest):
-    """An update falls into the tool phase, another into a decode: what the tool says is of the weights after it."""
+async def test_tool_tokens_have_the_rows_of_their_first_forward(tested: EngineUnderTest):
+    """An update falls into the tool phase: the rows of the tool's reply are of the weights after it."""
     tool = FakeTool(behave=lambda _: "forty-two")
 
     async def update_in_the_tool_phase() -> None:
@@ -87,8 +92,7 @@ async def test_tool_tokens_have_the_rows_of_the_first_forward_that_covered_them(
     assert (len(tool.calls), len(trajectory.turns)) == (3, 4), "each call is executed once"
     assert [versions_of(exchange) for exchange in exchanges] == [[0], [1], [1], [1]]
     assert_true(tested, exchanges)
-    assert_merged(trajectory, exchanges)
-    assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
+    assert_sent_once(tested, "tool", trajectory)
     first_turn = len(exchanges[0].request.token_ids) + sampled_of(exchanges[0])
     passes = row_versions(trajectory.sequences()[-1])
     assert (passes[: first_turn - 1] == 0).all()
@@ -115,9 +119,7 @@ async def test_several_tool_users_of_one_prompt_over_updates_in_flight(
         await asyncio.sleep(0.05)
         await tested.publish(mode)
     for i, trajectory in enumerate(await asyncio.gather(*tasks)):
-        exchanges = [exchange for exchange in tested.of_session(f"user-{i}") if sampled_of(exchange)]
-        assert_merged(trajectory, exchanges)
-        assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
+        assert_sent_once(tested, f"user-{i}", trajectory)
         assert len(trajectory.turns) == 5
     assert len(tool.calls) == 16
     assert_true(tested, tested.exchanges)
@@ -128,7 +130,7 @@ async def ten_turns(tested: EngineUnderTest, rollout: Rollout) -> None:
     for turn in range(10):
         observation = tokens(20 if not turn else 5, seed=turn)
         interrupt = rollout.decoder.num_aborts < 5
-        left = CONFIG.max_model_len - len(rollout.trajectory) - len(observation) - (9 - turn) * (5 + 8)  # for this turn
+        left = VLLM.max_model_len - len(rollout.trajectory) - len(observation) - (9 - turn) * (5 + 8)  # for this turn
         task = tested.start(rollout.turn(observation, max_new_tokens=min(75, left) if interrupt else 8))
         if interrupt:
             await tested.until_sampled(4)
@@ -136,17 +138,15 @@ async def ten_turns(tested: EngineUnderTest, rollout: Rollout) -> None:
         await task
 
 
-async def test_a_trajectory_of_ten_turns_and_five_resumes_sends_each_row_once(tested: EngineUnderTest, report: Report):
+async def test_ten_turns_with_five_resumes_send_each_row_once(tested: EngineUnderTest, report: Report):
     rollout = tested.rollout("ten-turns", cache_salt="v0")
     await ten_turns(tested, rollout)
     trajectory, exchanges = rollout.trajectory, tested.of_session("ten-turns")
     assert (len(trajectory.turns), rollout.decoder.num_aborts, len(exchanges)) == (10, 5, 15)
     assert len(set(param_versions(trajectory).tolist()) - {-1}) >= 2
     assert_true(tested, exchanges)
-    assert_merged(trajectory, exchanges)
+    assert_sent_once(tested, "ten-turns", trajectory)
     rows = len(trajectory) - 1
-    assert rows_sent(exchanges) == list(range(rows)), "from the engine: each position once, in order"
-
     trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
     again = await stored(trajectory)
     held, read = trajectory.sequences()[-1].routed_experts, again.sequences()[-1].routed_experts
@@ -163,9 +163,7 @@ async def test_a_trajectory_of_ten_turns_and_five_resumes_sends_each_row_once(te
 
 
 @pytest.mark.parametrize("resume_routing", ["append", "force", "replace", "split"])
-async def test_every_way_to_treat_rows_of_a_prefix_that_is_forwarded_again(
-    tested: EngineUnderTest, resume_routing: Any
-):
+async def test_rows_of_a_prefix_that_is_forwarded_again_by_resume_routing(tested: EngineUnderTest, resume_routing: Any):
     rollout = tested.rollout("routing", resume_routing=resume_routing, cache_salt="v0")
     task = tested.start(rollout.turn(tokens(40), max_new_tokens=200))
     for more in (True, False):
@@ -181,8 +179,7 @@ async def test_every_way_to_treat_rows_of_a_prefix_that_is_forwarded_again(
     gaps = [gaps_under_own_rows(tested, sequence) for sequence in sequences]
     match resume_routing:
         case "append" | "force":
-            assert_merged(trajectory, exchanges)
-            assert rows_sent(exchanges) == list(range(len(trajectory) - 1))
+            assert_sent_once(tested, "routing", trajectory)
             assert [sorted(gap) for gap in gaps] == [[0, 1, 2]]
             assert gaps[0][0] <= 1
         case "replace":
@@ -195,6 +192,6 @@ async def test_every_way_to_treat_rows_of_a_prefix_that_is_forwarded_again(
         case _:
             assert [sorted(gap) for gap in gaps] == [[0], [1], [2]], "one sequence per set of rows"
     if resume_routing in ("force", "split"):
-        assert max(max(gap.values()) for gap in gaps) <= 1, "training sees what the rollout saw"
+        assert max(max(gap.values()) for gap in gaps) <= 1, "training repeats the routing of the rollout"
     elif tested.probe.kv_tokens is not None:  # the fake's logprobs do not depend on rows
-        assert max(gaps[0].values()) > FAR, "training does not see what the rollout saw"
+        assert max(gaps[0].values()) > FAR, "training routes otherwise than the rollout"

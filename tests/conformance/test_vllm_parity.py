@@ -1,35 +1,77 @@
-"""What a vLLM replica samples from and where it stops; that it says the truth is in test_scenarios_*.py."""
+"""vLLM alone: one trajectory with all its interruptions, seeded sampling, and models whose routers cannot be forced."""
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
+from typing import Any
+
 import pytest
 
-from agent_loop.engine import SamplingConfig
-from async_rl.inference.vllm.engine import VllmReplica
-from message_queue.tokens import StopReason
-from tests.conformance.conftest import Models, generate, prompt, request
-from tests.conformance.reference import reference
+from agent_loop.engine import EngineError
+from tests.conformance.checks import assert_true, assert_whole, versions_of
+from tests.conformance.engines import MARKS, ON_VLLM, EngineUnderTest, tokens
 
-pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [*MARKS, ON_VLLM]
 
 
-async def test_logprobs_are_of_the_distribution_after_temperature(replica: VllmReplica, models: Models):
-    tokens = prompt(20)
-    segment = await generate(replica, request("warm", tokens, sampling=SamplingConfig(temperature=2.0)))
-    both = np.concatenate([tokens, segment.token_ids])
-    expected = reference(models.reference_first, both)
-    scaled = expected.logprobs / 2.0
-    scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
-    at = np.arange(20, 44)
-    assert np.abs(scaled[at - 1, both[at]] - segment.logprobs).max() <= expected.logprob_bound
+async def test_only_rows_that_are_not_held_leave_the_engine_process(
+    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+):
+    """Ten turns with four aborts under forced routing: T - 1 rows in all, each position once."""
+    crossed: list[int] = []
+    replica: Any = tested.replica
+    processor = replica.backend.engine.output_processor
+    process, known = processor.process_outputs, processor.request_states  # an abort drops a late token with its row
+
+    def spy(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        crossed.extend(len(o.routed_experts) for o in outputs if o.routed_experts is not None and o.request_id in known)
+        return process(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_outputs", spy)
+    rollout = tested.rollout("one", resume_routing="force")
+    for turn in range(10):
+        work = tested.start(rollout.turn(tokens(5 if turn else 50, seed=turn), max_new_tokens=10 if turn % 3 else 40))
+        if turn % 3 == 0:
+            await tested.until_sampled(8)
+            await replica.abort()
+        await work
+    assert rollout.decoder.num_aborts == 4
+    assert sum(crossed) == len(rollout.trajectory) - 1
+    assert max(crossed) < 60, "no prefill sends held rows"
+    assert_whole(tested, rollout)
 
 
-async def test_a_stop_token_ends_the_decode_and_is_part_of_it(replica: VllmReplica):
-    greedy = SamplingConfig(temperature=0.0)
-    free = await generate(replica, request("free", prompt(20), sampling=greedy))
-    stop = int(free.token_ids[5])
-    segment = await generate(replica, request("stop", prompt(20), sampling=greedy, stop_token_ids=(stop,)))
-    assert segment.stop_reason is StopReason.STOP
-    assert segment.token_ids[-1] == stop
-    assert stop not in segment.token_ids[:-1]
+async def test_a_seeded_request_survives_a_chunked_prefill_and_repeats(tested: EngineUnderTest):
+    from vllm import SamplingParams
+
+    async def sample(name: str) -> tuple[list[int], int]:
+        params = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, detokenize=False)
+        replica, last = tested.replica, None
+        async for output in replica.backend.engine.generate(
+            {"prompt_token_ids": tokens(250).tolist()}, params, request_id=name
+        ):
+            last = output
+        return list(last.outputs[0].token_ids), last.num_cached_tokens
+
+    chunked, none_cached = await sample("seed-0")  # three chunks, so two samples are discarded
+    whole, all_cached = await sample("seed-1")
+    assert (none_cached, all_cached) == (0, 224)
+    assert chunked == whole, "discarded samples do not advance the seed"
+
+
+async def test_kv_is_kept_but_not_computed_again_if_no_router_can_be_forced(
+    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+):
+    backend: Any = tested.replica.backend
+    task = tested.start(tested.ask("unforcible", tokens(20), max_new_tokens=60))
+    await tested.until_sampled(10)
+    assert await tested.freeze() == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_model", dataclasses.replace(backend._model, unforcible="the family is granitemoe"))
+        with pytest.raises(EngineError, match=r"granitemoe.*rollout\.kv"):
+            await tested.load(1, kv="recompute")
+        await tested.load(1, kv="keep")
+    await tested.resume()
+    exchange = await task
+    assert versions_of(exchange) == [0, 1]
+    assert_true(tested, [exchange])

@@ -7,7 +7,7 @@ import pytest
 
 from agent_loop import SamplingConfig, TurnLimits
 from agent_loop.tools import PauseGate
-from async_rl import TaskConfig, build_task
+from async_rl import Task, TaskConfig, build_task
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import Admission
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
@@ -38,8 +38,8 @@ def guide(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def products(**options):
-    return build_task(TaskConfig(factory="products:products", options=options), seed=0)
+def products(*, seed=0):
+    return build_task(TaskConfig(factory="products:task"), seed=seed)
 
 
 async def roll(task, *turns):
@@ -73,15 +73,9 @@ async def test_the_task_of_the_guide_calls_its_tool_and_rewards_the_product(guid
 
 def test_the_task_of_the_guide_repeats_its_prompts_and_holds_others_out(guide):
     guide("docs/guides/task.md", "products.py")
-    train = [products(limit=30).train_prompt(index).messages for index in range(500)]
-    assert train == [products(limit=30).train_prompt(index).messages for index in range(500)]
-    assert not set(train) & {prompt.messages for prompt in products(limit=30).validation_prompts(500)}
-
-
-def test_the_task_of_the_guide_refuses_an_unknown_option(guide):
-    guide("docs/guides/task.md", "products.py")
-    with pytest.raises(ValueError, match=r"task\.options.*limits"):
-        products(limits=3)
+    train = [products().train_prompt(index).messages for index in range(500)]
+    assert train == [products().train_prompt(index).messages for index in range(500)]
+    assert not set(train) & {prompt.messages for prompt in products().validation_prompts(500)}
 
 
 def test_a_task_without_a_model_or_demonstrations_says_what_to_set(guide, tmp_path):
@@ -92,20 +86,23 @@ def test_a_task_without_a_model_or_demonstrations_says_what_to_set(guide, tmp_pa
         products().demonstrations(0, 1)
 
 
-async def test_the_tool_of_the_guide_works_in_the_task_of_the_guide(guide):
-    guide("docs/guides/task.md", "products.py")
+async def test_the_tool_of_the_guide_works_in_a_task(guide):
     guide("docs/guides/tool.md", "lookup.py")
-    import lookup
-    import products as module
+    from lookup import lookup
 
-    module.Multiply = lambda: lookup.Lookup({"turn": "one model call"})
+    task = Task(prompts=["?"], tools=[lookup], rewards=lambda completion: completion.text == "7")
     calls = "".join(
         f'<tool_call>{{"name": "lookup", "arguments": {{"word": "{word}"}}}}</tool_call>' for word in ("turn", "chunk")
     )
-    for trajectory in await roll(products(), calls, "7"):
-        assert (trajectory.info["tool_calls"], trajectory.info["tool_errors"]) == (2, 1)
+    for trajectory in await roll(task, calls, "7"):
+        assert (trajectory.reward, trajectory.info["tool_calls"], trajectory.info["tool_errors"]) == (1, 2, 1)
         text = TOKENIZER.decode(trajectory.token_ids().tolist())
         assert "\none model call\n" in text and "\nerror: no entry for 'chunk'\n" in text
+
+
+def test_the_example_of_the_readme_has_at_most_20_lines_of_code():
+    code = module_of("README.md", "products.py")
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
 
 
 def test_the_readme_shows_the_task_of_the_guide():

@@ -2,8 +2,8 @@
 
     python -m tests.e2e.killed_trainer MODEL DIRECTORY NUMBER [NUMBER ...]
 
-Each NUMBER is a process of its own, forked after the imports: it goes on from DIRECTORY/NUMBER/state, makes a step and
-saves to the same place; it is killed when it has touched the place so often.
+Each NUMBER is a process of its own, forked after the imports. It restores DIRECTORY/NUMBER/state, makes a step, saves
+to the same place, and is killed at the touch of the place with that number.
 """
 
 import os

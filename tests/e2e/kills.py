@@ -31,21 +31,20 @@ END_S = 1800.0
 
 @dataclass(kw_only=True)
 class Kill:
-    """victim: what was killed. at_step: train steps recorded then. tokens: sampled ones that the journal held.
-
-    decodes: trajectories that were under way, whose tokens since their last segment are lost with the victim. 0
-    where the journal has not changed since the last kill: the run had not gone on yet.
-    """
-
     victim: str
+    """The killed part."""
     at_step: int
+    """Train steps recorded at the kill."""
     tokens: int = 0
+    """Sampled tokens in the journal."""
     decodes: int = 0
+    """Trajectories under way, whose tokens since their last segment end with the victim; 0 if the journal has not
+    changed since the last kill."""
 
 
 @dataclass(kw_only=True)
 class Witness:
-    """What was seen of a run in its journal, from one kill to the next."""
+    """Contents of the journal of a run, from one kill to the next."""
 
     prompts: dict[int, int] = field(default_factory=dict)
     held: dict[int, object] = field(default_factory=dict)
@@ -53,10 +52,10 @@ class Witness:
     broken: list[str] = field(default_factory=list)
     compared: int = 0
     lengths: dict[int, list[int]] = field(default_factory=dict)
-    went_on: bool = False
+    advanced: bool = False
 
     def see(self, recovered, content):
-        """Compare with what was seen before: no prompt twice, and what was written once is still there."""
+        """Compare with the contents before: no prompt twice, and written content remains."""
         for admission in (*recovered.open, *recovered.ready):
             group, prompt = admission.group, admission.prompt
             if self.prompts.setdefault(group, prompt) != prompt:
@@ -67,7 +66,7 @@ class Witness:
                 if not all(begins_with(found, held) for found, held in pairs):
                     self.broken.append(f"group {group} does not begin with what the journal held before")
         lengths = {group: [len(t) for t in held.trajectories] for group, held in content.items()}
-        self.went_on, self.lengths = lengths != self.lengths, lengths
+        self.advanced, self.lengths = lengths != self.lengths, lengths
         self.held = content
         self.tokens |= {group: held.num_tokens for group, held in content.items()}
 
@@ -127,7 +126,7 @@ def _steps(directory):
 
 
 def _kill(process, directory, config, witness, chance, copy):
-    """Stop everything, look, and kill one part; the rest goes on."""
+    """Suspend all processes, look, and kill one part; the others continue."""
     tree = tree_of(process)
     each(tree, psutil.Process.suspend)
     victim = chance.choices(list(VICTIMS), weights=list(VICTIMS.values()))[0]
@@ -143,7 +142,7 @@ def _kill(process, directory, config, witness, chance, copy):
         recovered, content = seen
         witness.see(recovered, content)
         kill.tokens = sum(group.num_tokens for group in content.values())
-        if victim in LOSE_DECODES and witness.went_on:
+        if victim in LOSE_DECODES and witness.advanced:
             under_way = [content[admission.group] for admission in recovered.open]
             kill.decodes = sum(len(t) > 0 and not t.closed for group in under_way for t in group.trajectories)
     if victim == "everything":

@@ -1,4 +1,4 @@
-"""Runs as a person makes them, `python -m async_rl.run`, and what is found in their directories, kills included."""
+"""Runs as a user makes them, `python -m async_rl.run`, and checks of their directories, also after kills."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from tests.conformance.reference import reference
 from tests.helpers.dense import behaviour_logprobs, param_versions
 
 SMALL = (
-    "task.factory=tests.e2e.parity_task:parity_task",
+    "task.factory=tests.e2e.tasks:parity_task",
     "task.options={}",
     "rollout.groups_per_batch=4",
     "rollout.trajectories_per_group=4",
@@ -69,6 +69,41 @@ def lines(directory, name):
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
+def check_records(directory, *, steps, staleness, k3=None, **ledger):
+    """Steps and groups are recorded once, and each step keeps the promises of its metrics; returns (steps, groups).
+
+    k3: bound on the mismatch. ledger: expected numbers of its last line.
+    """
+    found = lines(directory, "metrics.jsonl")
+    assert [s["train_step"] for s in found] == list(range(1, steps + 1))
+    versions = [s["param_version"] for s in found]
+    assert versions == sorted(versions)
+    for s in found:
+        assert s["ledger/error"] == s["ledger/token_error"] == s["routing/missing_fraction"] == 0
+        assert s["staleness/max"] <= staleness
+        mismatches = [s["mismatch/k3_lag0"], s["mismatch/k3_probe"]]
+        assert k3 is None or all(value is None or value <= k3 for value in mismatches)
+    *groups, total = lines(directory, "ledger.jsonl")
+    assert {name: total[name] for name in ("error", *ledger)} == {"error": 0, **ledger}
+    assert sorted(group["group"] for group in groups) == list(range(total["admitted"]))
+    return found, groups
+
+
+def check_prompts(directory, *, step):
+    """Each prompt was admitted once, by the checkpoint of the last step."""
+    state = json.loads((directory / f"checkpoints/step-{step:06d}/run.json").read_text())["state"]
+    total = lines(directory, "ledger.jsonl")[-1]
+    prompts = [admission["prompt"] for admission in state["queue"]["unfinished"]]
+    assert state["prompt_cursor"] == total["admitted"]
+    assert len(set(prompts)) == len(prompts) == total["open"]
+
+
+def pids(directory):
+    """Name -> process id of the parts of a run, also of those that died."""
+    path = directory / "processes.json"
+    return json.loads(path.read_text() or "{}") if path.exists() else {}
+
+
 def k3_bound(warm_starts):
     """Of tokens that engine and trainer give the same weights: k3 is d^2 / 2 + ..., both are float32.
 
@@ -82,15 +117,20 @@ def k3_bound(warm_starts):
     return drift**2
 
 
-def wait_for_step(directory, step, process, *, timeout_s=300):
+def until(ready, process, *, what, timeout_s=300):
+    """Value of `ready()` as soon as it is true; the run must not end before."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        path = directory / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= step:
-            return
+        if found := ready():
+            return found
         assert process.poll() is None, process.stdout.read()
-        time.sleep(0.2)
-    raise AssertionError(f"no step {step} within {timeout_s} s")
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {timeout_s} s")
+
+
+def wait_for_step(directory, step, process):
+    path = directory / "metrics.jsonl"
+    until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, process, what=f"step {step}")
 
 
 # ---- kills
@@ -103,7 +143,7 @@ def tree_of(process):
 
 
 def each(processes, do):
-    """Do it to each that is still there."""
+    """Apply `do` to each process that still runs."""
     for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             do(one)
@@ -150,12 +190,12 @@ def peek(directory, copy, *, config, checkpoint):
 
 
 def begins_with(found, held):
-    """Whether a trajectory begins with all that another one holds, its last row aside."""
+    """Whether a trajectory starts with the whole content of another one, its last row aside."""
     return all(f[: len(h)] == h for f, h in zip(_content(found), _content(held), strict=True))
 
 
 def _content(trajectory):
-    """Of each position: token, logprob, version, and row where there is one."""
+    """Of each position: token, logprob, version, and its row if it has one."""
     rows = trajectory.sequences()[-1].routed_experts[: trajectory.num_rows]
     return (
         trajectory.token_ids().tolist(),

@@ -1,7 +1,6 @@
-"""Benchmarks do with the inside of a real trainer what the trainer does itself; scale runs on real processes."""
+"""Benchmarks use the inside of a real trainer as the trainer does; scale runs on real processes."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ from benchmarks.equal_weights import compare, table
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.support import trainers_side_by_side
 from benchmarks.train_throughput import ADAM, bare_step, build_micro_batches
-from tests.parallel.support import TRAINER, make_batch, save_tiny_moe, start_trainer, training_batch_of
+from tests.parallel.support import TRAINER, make_batch, start_trainer, training_batch_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_moe(tmp_path_factory.mktemp("checkpoint"))
 
 
 def test_the_evaluations_of_router_replay_are_those_of_the_trainer(checkpoint):
@@ -58,7 +52,7 @@ def test_replay_is_timed_on_the_rows_that_the_live_router_chooses(checkpoint):
     assert {row[-1] for row in rows} == {"100.0%"}
 
 
-def test_the_limit_of_packing_is_of_the_padded_micro_batches_that_are_trained(checkpoint):
+def test_the_limit_of_packing_is_that_of_the_trained_micro_batches(checkpoint):
     batch, config = training_batch_of(make_batch()), replace(TRAINER, packing=False)
     trainer = start_trainer(checkpoint, packing=False)
     plan = trainer._planner.whole(batch)
@@ -71,7 +65,7 @@ def test_the_limit_of_packing_is_of_the_padded_micro_batches_that_are_trained(ch
     assert row[0] == f"6, {real}" and f"{real / computed:.3f}" in row
 
 
-def test_sequences_as_they_come_are_padded_to_the_longest_that_fit_together():
+def test_sequences_in_arrival_order_are_padded_to_the_longest():
     assert packing.share_in_arrival_order([4, 2, 3, 1], max_tokens=8) == 10 / (2 * 4 + 2 * 3)
     assert packing.share_in_arrival_order([9, 1], max_tokens=8) == 1.0
     lengths = packing.long_tailed_lengths(1000)

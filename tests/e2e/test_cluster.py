@@ -14,8 +14,22 @@ import psutil
 import pytest
 
 from async_rl.config import load_config
-from tests.e2e.runs import SMALL, begins_with, each, finish, lines, peek, start, tree_of, wait_for_step
-from tests.e2e.slow_task import TURNS
+from tests.e2e.runs import (
+    SMALL,
+    begins_with,
+    check_prompts,
+    check_records,
+    each,
+    finish,
+    lines,
+    peek,
+    pids,
+    start,
+    tree_of,
+    until,
+    wait_for_step,
+)
+from tests.e2e.tasks import TURNS
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = """
@@ -88,19 +102,6 @@ def start_cluster(*num_cpus, environment, directory):
         process.stdin.close()
 
 
-def environments(directory, names, process, *, timeout_s=300):
-    """Environment of each named process of a run, as soon as all of them have started."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        path = directory / "processes.json"
-        pids = json.loads(path.read_text() or "{}") if path.exists() else {}
-        if set(names) <= set(pids):
-            return [psutil.Process(pids[name]).environ() for name in names]
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.1)
-    raise AssertionError(f"no {names} within {timeout_s} s")
-
-
 def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, environment, nodes, tmp_path):
     run = tmp_path / "outputs" / "run"
     process = start(
@@ -115,7 +116,8 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
         cwd=tmp_path,
         env=environment,
     )
-    rank, replica = environments(run, ["trainer-0", "replica-0"], process)
+    parts = until(lambda: {"trainer-0", "replica-0"} <= set(found := pids(run)) and found, process, what="parts")
+    rank, replica = (psutil.Process(parts[name]).environ() for name in ("trainer-0", "replica-0"))
     output = finish(process)
     assert process.returncode == 0, output
     assert [s["param_version"] for s in lines(run, "metrics.jsonl")] == [1, 2]
@@ -147,7 +149,7 @@ def test_a_run_directory_that_other_nodes_do_not_see_is_refused(address, environ
 
 
 GATED = (
-    "task.factory=tests.e2e.slow_task:gated_task",
+    "task.factory=tests.e2e.tasks:gated_task",
     "checkpoint.every=100",
     "staleness.max_staleness=2",
     "rollout.groups_per_batch=2",
@@ -164,26 +166,10 @@ GATED = (
 FREE_STEPS = 2  # train steps before groups wait for the gate
 
 
-def until(ready, process, *, what, timeout_s=300):
-    """Value of `ready()` as soon as it is true, while the run goes on."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if found := ready():
-            return found
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {timeout_s} s")
-
-
-def processes(run):
-    """Name -> process id of the parts of a run, also of those that died."""
-    return json.loads((run / "processes.json").read_text())
-
-
 def node_of(run, name):
     """Raylet of a part of a run; None if its process died."""
     try:
-        parents = psutil.Process(processes(run)[name]).parents()
+        parents = psutil.Process(pids(run)[name]).parents()
     except psutil.NoSuchProcess:
         return None
     return next((parent for parent in parents if parent.name() == "raylet"), None)
@@ -191,7 +177,7 @@ def node_of(run, name):
 
 def newest(run, kind):
     """Name of the replica or worker that was started last."""
-    return max((name for name in processes(run) if name.startswith(kind)), key=lambda name: int(name.split("-")[1]))
+    return max((name for name in pids(run) if name.startswith(kind)), key=lambda name: int(name.split("-")[1]))
 
 
 def kill_node(raylet):
@@ -219,14 +205,14 @@ def stop(process):
 
 
 def stored_by(run, worker):
-    """Groups of which a worker of the first start has stored something."""
+    """Groups with stored records of a worker of the first start."""
     index = run / "journal" / "content" / f"rollout-{worker:04d}.sqlite"
     with contextlib.closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as database:
         return {group for (group,) in database.execute("SELECT DISTINCT group_id FROM records")}
 
 
 @pytest.mark.timeout(900)
-def test_a_run_outlives_the_nodes_of_a_replica_a_worker_and_the_trainer(environment, tmp_path):
+def test_a_run_outlives_nodes_with_a_replica_a_worker_and_the_trainer(environment, tmp_path):
     run, warm, gate, nodes = (tmp_path / name for name in ("run", "warm", "gate", "nodes"))
     gate.mkdir()
     nodes.mkdir()
@@ -256,7 +242,7 @@ def test_a_run_outlives_the_nodes_of_a_replica_a_worker_and_the_trainer(environm
         # ---- a node with a replica and a worker, which has a finished group and others at the gate
 
         wait_for_step(run, FREE_STEPS, process)
-        part = {name: node_of(run, name) for name in processes(run)}
+        part = {name: node_of(run, name) for name in pids(run)}
         replicas, busy = (part["replica-0"], part["replica-1"]), (part["queue"], part["trainer-0"])
         worker = next(i for i in (0, 1) if part[f"worker-{i}"] in replicas and part[f"worker-{i}"] not in busy)
         whole = config.rollout.trajectories_per_group * 24  # tokens of a turn of a group
@@ -277,14 +263,14 @@ def test_a_run_outlives_the_nodes_of_a_replica_a_worker_and_the_trainer(environm
 
         (gate / str(moved.prompt)).touch()
 
-        def goes_on():
+        def continues():
             group = (journal() or (None, {}))[1].get(moved.group)
             return group and group.num_tokens > held[moved.group].num_tokens and group
 
-        after, before = until(goes_on, process, what="a group that moved"), held[moved.group]
+        after, before = until(continues, process, what="a group that moved"), held[moved.group]
         pairs = zip(after.trajectories, before.trajectories, strict=True)
         assert all(begins_with(found, stored) for found, stored in pairs)
-        for prompt in range(2 * FREE_STEPS, 2 * FREE_STEPS + 4):  # of two batches, one of which has the finished group
+        for prompt in range(2 * FREE_STEPS, 2 * FREE_STEPS + 4):  # two batches, one with the finished group
             (gate / str(prompt)).touch()
         says(r"left the cluster; the run had there: replica slot \d, rollout worker slot \d")
         says(r"no node has room for replica slot \d .*; its restart waits for one")
@@ -311,21 +297,12 @@ def test_a_run_outlives_the_nodes_of_a_replica_a_worker_and_the_trainer(environm
     lost = re.findall(r"rollout worker worker-\d is lost, [1-9]\d* groups continue at another", output)
     assert len(lost) == 1, output
     assert "did not start" not in output, output
-    steps = lines(run, "metrics.jsonl")
-    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6]
-    for s in steps:
-        assert s["ledger/error"] == 0
-        assert s["staleness/max"] <= 2
-        assert s["routing/missing_fraction"] == 0
-    *groups, total = lines(run, "ledger.jsonl")
-    assert (total["error"], total["trained"], total["dropped"]) == (0, 12, 0)
-    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
+    _, groups = check_records(run, steps=6, staleness=2, trained=12, dropped=0)
+    check_prompts(run, step=6)
     trained = {g["group"]: g["tokens"] for g in groups if g["outcome"] == "trained"}
     assert all(tokens >= held[g].num_tokens for g, tokens in trained.items() if g in held)
-    state = json.loads((run / "checkpoints/step-000006/run.json").read_text())["state"]
-    assert state["prompt_cursor"] == total["admitted"], "each prompt was admitted once"
 
 
 def _output(run):
-    """What the run has printed so far."""
+    """The output of the run so far."""
     return (run / "logs" / "driver.log").read_text()

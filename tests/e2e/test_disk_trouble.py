@@ -1,13 +1,12 @@
 """A full disk, the journal of another run, and a damaged journal with its way out, through a real run."""
 
-import json
 import shutil
 import sqlite3
 
 import psutil
 import pytest
 
-from tests.e2e.runs import finish, lines, start, wait_for_step
+from tests.e2e.runs import check_records, finish, lines, pids, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
 OVERRIDES = ("rollout.groups_per_batch=2", "validation.prompts=0", "checkpoint.every=3")
@@ -18,8 +17,8 @@ def test_a_full_disk_costs_no_group_and_a_damaged_journal_those_in_flight(tmp_pa
     process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
     wait_for_step(directory, 2, process)
     room = max(path.stat().st_size for path in directory.glob("journal/content/*.data")) + 20_000
-    worker = json.loads((directory / "processes.json").read_text())["worker-0"]
-    psutil.Process(worker).rlimit(psutil.RLIMIT_FSIZE, (room, room))  # no file of the process grows further
+    worker = psutil.Process(pids(directory)["worker-0"])
+    worker.rlimit(psutil.RLIMIT_FSIZE, (room, room))  # no file of the process grows further
     output = finish(process)
     assert process.returncode == 1, output
     assert any("journal/content" in line and "room" in line for line in output.splitlines()[-4:]), output
@@ -34,7 +33,7 @@ def test_a_full_disk_costs_no_group_and_a_damaged_journal_those_in_flight(tmp_pa
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={steps_before + 2}")
     output = finish(process)
     assert process.returncode == 0, output
-    check_records(directory, last=steps_before + 2, dropped=0)
+    check_records(directory, steps=steps_before + 2, staleness=1, trained=2 * steps_before + 4, dropped=0)
     after = {line["group"]: line.get("train_step") for line in lines(directory, "ledger.jsonl") if "group" in line}
     assert {g: after[g] for g in before} == {g: line["train_step"] for g, line in before.items()}
 
@@ -45,20 +44,10 @@ def test_a_full_disk_costs_no_group_and_a_damaged_journal_those_in_flight(tmp_pa
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
     output = finish(process)
     assert process.returncode == 2, output
-    assert "events.sqlite is damaged" in " ".join(output.split()) and "remove the directory" in " ".join(output.split())
+    assert "events.sqlite" in output and "remove the directory" in " ".join(output.split())
     shutil.rmtree(directory / "journal")
     in_flight = [line for line in lines(directory, "ledger.jsonl") if line["outcome"] == "open"]
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
     output = finish(process)
     assert process.returncode == 0, output
-    check_records(directory, last=last, dropped=len(in_flight))
-
-
-def check_records(directory, *, last, dropped):
-    """Each step and each group is there once."""
-    steps = lines(directory, "metrics.jsonl")
-    assert [s["train_step"] for s in steps] == list(range(1, last + 1))
-    assert not any(s["ledger/error"] for s in steps)
-    *groups, total = lines(directory, "ledger.jsonl")
-    assert (total["error"], total["trained"], total["dropped"]) == (0, 2 * last, dropped)
-    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
+    check_records(directory, steps=last, staleness=1, trained=2 * last, dropped=len(in_flight))

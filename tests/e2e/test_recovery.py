@@ -1,6 +1,5 @@
-"""Killed runs with real Ray, vLLM and megatron-core: the same command goes on where the run was."""
+"""Killed runs with real Ray, vLLM and megatron-core: the same command continues the run."""
 
-import json
 import re
 import time
 
@@ -11,22 +10,26 @@ from async_rl.config import load_config
 from tests.e2e.runs import (
     SMALL,
     begins_with,
+    check_prompts,
+    check_records,
     each,
     finish,
+    k3_bound,
     lines,
     peek,
+    pids,
     read_journal,
     start,
     tree_of,
     wait_for_step,
 )
-from tests.e2e.slow_task import TURNS
+from tests.e2e.tasks import TURNS
 
 pytestmark = pytest.mark.timeout(900)
 OVERRIDES = (
     "checkpoint.every=3",
     "staleness.max_staleness=2",
-    "task.factory=tests.e2e.slow_task:slow_task",
+    "task.factory=tests.e2e.tasks:slow_task",
     "rollout.groups_per_batch=2",
     "rollout.limits.max_tokens=160",
     "rollout.limits.max_new_tokens_per_turn=24",
@@ -67,7 +70,7 @@ def in_flight(recovered, content):
     return [a.group for a in recovered.open if 0 < content[a.group].num_tokens < whole]
 
 
-def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
+def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
     directory, copy = tmp_path / "run", tmp_path / "copy"
     process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
     wait_for_step(directory, 4, process)
@@ -85,41 +88,29 @@ def test_a_run_that_is_killed_goes_on_with_the_same_prompts_groups_and_tokens(tm
     last = len(lines(directory, "metrics.jsonl")) + 3
 
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
-    went_on = set()
+    continued = set()
     while process.poll() is None:
         time.sleep(0.1)
         found = (journal(peek, directory, warm_starts, copy) or (None, {}))[1]
         for group in partial.keys() & found.keys():
             pairs = list(zip(found[group].trajectories, partial[group].trajectories, strict=True))
-            assert all(begins_with(f, h) for f, h in pairs), f"group {group} does not go on where it was"
-            went_on |= {group for f, h in pairs if len(f) > len(h) and h.num_sampled and not h.closed}
+            assert all(begins_with(f, h) for f, h in pairs), f"group {group} starts otherwise"
+            continued |= {group for f, h in pairs if len(f) > len(h) and h.num_sampled and not h.closed}
     output = finish(process)
     assert process.returncode == 0, output
     assert "goes on after train step" in output
-    assert went_on, "no generation that was under way went on"
+    assert continued, "no generation under way continued"
 
-    steps = lines(directory, "metrics.jsonl")
-    assert [s["train_step"] for s in steps] == list(range(1, last + 1))
-    versions = [s["param_version"] for s in steps]
-    assert versions == sorted(versions)
-    for s in steps:
-        assert s["ledger/error"] == 0
-        assert s["staleness/max"] <= 2
-        assert s["routing/missing_fraction"] == 0
-    *groups, total = lines(directory, "ledger.jsonl")
-    assert (total["error"], total["trained"], total["dropped"]) == (0, 2 * last, 0)
-    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
+    _, groups = check_records(directory, steps=last, staleness=2, trained=2 * last, dropped=0)
+    check_prompts(directory, step=last)
     after = {line["group"]: line for line in groups}
     again = {g for g, line in before.items() if line["outcome"] == "trained"}
     assert {g: after[g]["train_step"] for g in again} == {g: before[g]["train_step"] for g in again}
-    state = json.loads((directory / f"checkpoints/step-{last:06d}/run.json").read_text())["state"]
-    prompts = [a["prompt"] for a in state["queue"]["unfinished"]]
-    assert state["prompt_cursor"] == total["admitted"], "each prompt was admitted once"
-    assert len(set(prompts)) == len(prompts) == total["open"]
 
 
 def test_run_outlives_its_parts(tmp_path, warm_starts):
-    process = start(tmp_path, warm_starts, *OVERRIDES, "rollout.workers=2", "total_train_steps=8")
+    keep = ("rollout.on_update=keep", "rollout.resume_routing=force", "journal.fsync=true")
+    process = start(tmp_path, warm_starts, *OVERRIDES, *keep, "rollout.workers=2", "total_train_steps=8")
     notes = (
         ("replica-0", r"replica replica-\d serves in place of replica-0"),
         ("worker-1", r"rollout worker worker-1 is lost, [1-9]\d* groups continue at another"),
@@ -128,18 +119,10 @@ def test_run_outlives_its_parts(tmp_path, warm_starts):
     )
     for step, (victim, _) in zip((1, 2, 4, 6), notes, strict=True):
         wait_for_step(tmp_path, step, process)
-        psutil.Process(json.loads((tmp_path / "processes.json").read_text())[victim]).kill()
+        psutil.Process(pids(tmp_path)[victim]).kill()
     output = " ".join(finish(process).split())
     assert process.returncode == 0, output
     for _, note in notes:
         assert re.search(note, output), output
     assert output.count("trainer and queue start anew") == 2
-    steps = lines(tmp_path, "metrics.jsonl")
-    assert [s["train_step"] for s in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
-    for s in steps:
-        assert s["ledger/error"] == 0
-        assert s["staleness/max"] <= 2
-        assert s["routing/missing_fraction"] == 0
-    *groups, total = lines(tmp_path, "ledger.jsonl")
-    assert (total["error"], total["trained"], total["dropped"]) == (0, 16, 0)
-    assert sorted(g["group"] for g in groups) == list(range(total["admitted"]))
+    check_records(tmp_path, steps=8, staleness=2, k3=k3_bound(warm_starts), trained=16, dropped=0)

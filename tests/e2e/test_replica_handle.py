@@ -102,7 +102,7 @@ def cluster() -> Iterator[None]:
 async def fake_replica(*, token_s: float = 0.0, log: Path | None = None, line: str = "") -> tuple[ReplicaHandle, Any]:
     actor: Any = ray.remote(FakeHost).options(num_cpus=1).remote(log=log)
     await actor.start.remote(token_s=token_s, line=line)
-    address = ReplicaAddress(actor=actor, name="fake-0", control_timeout_s=20.0, log=log)
+    address = ReplicaAddress(actor=actor, name="fake-0", timeout_s=20.0, log=log)
     return ReplicaHandle(address), actor
 
 
@@ -116,7 +116,7 @@ async def until_in_flight(actor: Any, count: int) -> None:
 
 
 async def test_pause_and_abort_answer_beside_two_thousand_generations(cluster: None):
-    replica, actor = await fake_replica(token_s=1.0)  # all of them outlast the time-out of a control call
+    replica, actor = await fake_replica(token_s=1.0)  # all outlast the time-out of a control call
     tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(2000)]
     await until_in_flight(actor, 2000)
     await replica.pause()
@@ -159,22 +159,15 @@ async def test_replica_handles_of_two_processes_share_a_replica(cluster: None):
     await replica.close(timeout_s=5)
 
 
-async def test_a_cancelled_caller_ends_its_request_in_the_engine(cluster: None):
+@pytest.mark.parametrize("limit_s", [None, 0.5], ids=["cancelled", "out of time"])
+async def test_a_caller_that_ends_takes_its_request_out_of_the_engine(cluster: None, limit_s: float | None):
     replica, actor = await fake_replica(token_s=0.01)
-    task = asyncio.create_task(replica.generate(request("long", tokens=100_000)))
-    await until_in_flight(actor, 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    task = asyncio.create_task(asyncio.wait_for(replica.generate(request("long", tokens=100_000)), limit_s))
+    if limit_s is None:
+        await until_in_flight(actor, 1)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError if limit_s is None else TimeoutError):
         await task
-    await until_in_flight(actor, 0)
-    await replica.close(timeout_s=5)
-
-
-async def test_a_request_that_takes_too_long_for_its_caller_leaves_the_engine(cluster: None):
-    replica, actor = await fake_replica(token_s=0.01)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.5):
-            await replica.generate(request("slow", tokens=100_000))
     await until_in_flight(actor, 0)
     await replica.close(timeout_s=5)
 
@@ -186,7 +179,7 @@ async def test_a_dead_process_fails_every_caller_and_every_control_call(cluster:
     actor.die.remote()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {ReplicaLostError}
-    with pytest.raises(ReplicaLostError, match=r"fake-0 died .* while pause of driver"):
+    with pytest.raises(ReplicaLostError, match="fake-0"):
         await replica.pause()
     with pytest.raises(ReplicaLostError, match="fake-0"):
         await replica.generate(request("later"))
@@ -205,7 +198,7 @@ async def test_a_killed_replica_shows_the_end_of_its_log(cluster: None, tmp_path
         assert "\n" not in str(outcome)
 
 
-async def test_a_replica_whose_log_cannot_be_opened_works_and_says_so(cluster: None, tmp_path: Path):
+async def test_a_replica_whose_log_cannot_be_opened_works_and_reports_it(cluster: None, tmp_path: Path):
     log = tmp_path / "no such folder" / "fake-0.log"
     replica, actor = await fake_replica(log=log)
     assert len((await replica.generate(request("one")))[-1]) > 0

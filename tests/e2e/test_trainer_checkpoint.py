@@ -1,4 +1,4 @@
-"""The folder of the trainer: what it refuses, what a kill and a full disk leave of it, and how a restart goes on."""
+"""The folder of the trainer: refusals, kills, a full disk, and restarts."""
 
 import json
 import resource
@@ -14,34 +14,17 @@ from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import whole_tensors
-from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
+from tests.parallel.support import WARNINGS, make_batch, make_supervised_batch, start_trainer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
-)
+pytestmark = [WARNINGS, pytest.mark.usefixtures("owner")]
 
 # While the tensors are written, before the manifest, between the two renames, after them, and never.
 TOUCHES = (3, 10, 20, 21, 1000)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_moe(tmp_path_factory.mktemp("trainer") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(checkpoint):
-    """Owns the process group of this module's trainers."""
-    owner = start_trainer(checkpoint)
-    yield
-    owner.close()
-
-
-@pytest.fixture(scope="module")
 def saved(checkpoint, tmp_path_factory):
-    """A trainer after one step, and what it saved."""
+    """A trainer after one step, and its checkpoint."""
     trainer = start_trainer(checkpoint, optimizer=ADAM)
     trainer.train(make_batch(seed=1))
     folder = tmp_path_factory.mktemp("saved") / "state"
@@ -83,43 +66,42 @@ def edit(path, **changes):
 
 
 DAMAGE = {
-    "a bit of the tensors": (lambda d: flip(d / "__0_0.distcp"), r"__0_0\.distcp has changed"),
-    "tensors cut off": (lambda d: cut(d / "__0_0.distcp"), r"__0_0\.distcp has changed"),
-    "tensors gone": (lambda d: (d / "__0_0.distcp").unlink(), r"__0_0\.distcp cannot be read \(No such file"),
-    "a bit of the index": (lambda d: flip(d / ".metadata"), r"\.metadata has changed"),
-    "index gone": (lambda d: (d / "common.pt").unlink(), r"common\.pt cannot be read"),
-    "manifest cut off": (lambda d: cut(d / "trainer.json"), r"trainer\.json is damaged"),
-    "manifest gone": (lambda d: (d / "trainer.json").unlink(), r"has no readable trainer\.json"),
-    "another format": (lambda d: edit(d / "trainer.json", format=99), r"has format 99; this version reads format 3"),
-    "not a manifest": (lambda d: (d / "trainer.json").write_text("[]"), r"trainer\.json is damaged"),
+    "a bit of the tensors": (lambda d: flip(d / "__0_0.distcp"), r"__0_0\.distcp"),
+    "tensors cut off": (lambda d: cut(d / "__0_0.distcp"), r"__0_0\.distcp"),
+    "tensors gone": (lambda d: (d / "__0_0.distcp").unlink(), r"__0_0\.distcp"),
+    "a bit of the index": (lambda d: flip(d / ".metadata"), r"\.metadata"),
+    "index gone": (lambda d: (d / "common.pt").unlink(), r"common\.pt"),
+    "manifest cut off": (lambda d: cut(d / "trainer.json"), r"trainer\.json"),
+    "manifest gone": (lambda d: (d / "trainer.json").unlink(), r"trainer\.json"),
+    "another format": (lambda d: edit(d / "trainer.json", format=99), "99"),
+    "not a manifest": (lambda d: (d / "trainer.json").write_text("[]"), r"trainer\.json"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_folder_is_refused_and_changes_nothing(saved, tmp_path, damage):
+@pytest.mark.parametrize(("damage", "named"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_folder_is_refused_and_changes_nothing(saved, tmp_path, damage, named):
     trainer, folder = saved
     shutil.copytree(folder, tmp_path / "state")
-    do, message = DAMAGE[damage]
-    do(tmp_path / "state")
+    damage(tmp_path / "state")
     before = [p.detach().clone() for chunk in trainer.model.chunks for p in chunk.parameters()]
-    with pytest.raises(TrainerCheckpointError, match=message):
+    with pytest.raises(TrainerCheckpointError, match=named):
         trainer.restore(tmp_path / "state")
     after = [p for chunk in trainer.model.chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("config", "settings", "message"),
+    ("field", "config", "settings"),
     [
-        ({"num_hidden_layers": 3}, {}, "num_layers is 4 there and 3 here"),
-        ({"vocab_size": 120}, {}, "vocab_size is 117 there and 120 here"),
-        ({"num_experts_per_tok": 3}, {}, "moe_router_topk is 2 there and 3 here"),
-        ({}, {"dtype": "bfloat16"}, "dtype is 'float32' there and 'bfloat16' here"),
+        ("num_layers", {"num_hidden_layers": 3}, {}),
+        ("vocab_size", {"vocab_size": 120}, {}),
+        ("moe_router_topk", {"num_experts_per_tok": 3}, {}),
+        ("dtype", {}, {"dtype": "bfloat16"}),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path, config, settings, message):
+def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path, field, config, settings):
     model = save_checkpoint(qwen3_moe_config(**{"rope_theta": 1000.0, **config}), tmp_path / "model", seed=3)
-    with pytest.raises(TrainerCheckpointError, match=f"of another model: .*{message}"):
+    with pytest.raises(TrainerCheckpointError, match=field):
         start_trainer(model, **settings).restore(saved[1])
 
 
@@ -129,7 +111,7 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(saved, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(OSError, match="could not write its part of the checkpoint"):
+        with pytest.raises(OSError, match="checkpoint"):
             trainer.save(tmp_path / "state")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -172,16 +154,17 @@ def test_a_killed_save_leaves_the_old_state_or_the_new_one(checkpoint, saved, tm
     ],
     ids=["float32", "float32 split", "bfloat16", "bfloat16 split"],
 )
-def test_a_new_process_goes_on_bit_for_bit(checkpoint, tmp_path, settings):
+def test_a_restored_trainer_continues_bit_for_bit(checkpoint, tmp_path, settings):
     first = start_trainer(checkpoint, optimizer=ADAM, **settings)
     first.train(make_batch(seed=1))
+    first.train_supervised(make_supervised_batch(seed=2))
     first.save(tmp_path / "state")
     second = start_trainer(checkpoint, optimizer=ADAM, **settings)
     second.restore(tmp_path / "state")
     assert_same_future(second, first, tmp_path)
 
 
-def test_a_trainer_that_has_not_learned_yet_is_saved_too(checkpoint, tmp_path):
+def test_a_trainer_that_has_made_no_step_is_saved_too(checkpoint, tmp_path):
     first, second = (start_trainer(checkpoint, optimizer=ADAM) for _ in range(2))
     first.save(tmp_path / "state")
     second.restore(tmp_path / "state")
@@ -189,7 +172,7 @@ def test_a_trainer_that_has_not_learned_yet_is_saved_too(checkpoint, tmp_path):
     assert_same_future(second, third, tmp_path)
 
 
-def test_updates_without_anything_to_learn_count_for_the_rate_and_not_for_adam(checkpoint, tmp_path):
+def test_updates_without_tokens_count_for_the_rate_and_not_for_adam(checkpoint, tmp_path):
     nothing = make_batch()
     nothing["informative"] = torch.zeros(6, dtype=torch.bool)
     first = start_trainer(checkpoint, optimizer=ADAM)
@@ -201,12 +184,3 @@ def test_updates_without_anything_to_learn_count_for_the_rate_and_not_for_adam(c
     second = start_trainer(checkpoint, optimizer=ADAM)
     second.restore(tmp_path / "state")
     assert_same_future(second, first, tmp_path)
-
-
-def test_random_numbers_go_on(saved):
-    trainer, folder = saved
-    draws = []
-    for _ in range(2):
-        trainer.restore(folder)
-        draws.append(torch.rand(3))
-    assert torch.equal(*draws)

@@ -1,4 +1,4 @@
-"""Every model family against transformers: weights, logits, live and replayed routing, gradients, and the way back."""
+"""Every model family against transformers: weights, logits, live and replayed routing, gradients, and export."""
 
 import json
 from dataclasses import replace
@@ -12,26 +12,26 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
+from tests.conformance.reference import routers_of
 from tests.helpers import numerics, tiny_models
 from tests.parallel.support import (
+    MARKS,
     NO_UPDATE,
     TRAINER,
     assert_equal_steps,
     assert_near,
     checkpoint_names,
     gradients,
-    largest_difference,
     live_routing,
     load_reference,
     make_batch,
     policy_terms,
     reference_step,
-    routers_of,
     start_trainer,
     training_batch_of,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+pytestmark = MARKS
 
 LOSS = DecoupledPPO(entropy_coefficient=0.01)
 SMALL_LATENT = {
@@ -78,7 +78,7 @@ with_correction_bias = pytest.mark.parametrize(
 
 
 class Case:
-    """A checkpoint, the model in transformers, and a trainer of it that makes no update."""
+    """A checkpoint, the model in transformers, and its trainer, which makes no update."""
 
     def __init__(self, name, folder):
         self.checkpoint = tiny_models.save_checkpoint(MODELS[name](), folder, seed=1, vectors=True)
@@ -187,17 +187,6 @@ def test_update_equals_that_of_a_reference_forced_to_the_same_experts(case):
 
 
 @with_experts
-def test_dropping_replay_on_one_layer_is_seen(case):
-    batch = case.batch()
-    expected = case.expected(batch)
-    trainer = case.start()
-    router = trainer.model.chunks[0].decoder.layers[-1].mlp.router
-    router.router_replay = None
-    trainer.train(batch)
-    assert largest_difference(gradients(trainer), expected.gradients) > 100 * expected.gradient_bound
-
-
-@with_experts
 def test_recording_and_replaying_in_the_trainer_equals_the_live_router(case):
     batch = case.batch()
     expected = case.expected(batch, routed=False)
@@ -221,14 +210,14 @@ def test_weights_survive_the_way_through_megatron_bit_for_bit(case):
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_an_exported_checkpoint_loads_in_transformers_with_the_trained_weights(case, tmp_path):
+def test_an_exported_checkpoint_loads_in_transformers(case, tmp_path):
     trainer = case.start(optimizer=OptimizerConfig(lr=1e-3))
     batch = case.batch()
     trainer.train(batch)
     weights = exported(trainer)
     before = saved(case.checkpoint)
     trained = {name for name in weights if not torch.equal(weights[name], before[name])}
-    # The correction bias is no parameter: it stays as it was.
+    # The correction bias is no parameter: it stays unchanged.
     assert trained == {name for name in weights if not name.endswith("e_score_correction_bias")}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((case.checkpoint / "config.json").read_bytes())
@@ -254,39 +243,21 @@ def test_the_correction_bias_stays_float32_in_a_bfloat16_model(case):
         assert not layer.mlp.router.local_tokens_per_expert.any()
 
 
-def test_family_names_are_those_of_model_info(case):
-    from async_rl.trainer.model.families import FAMILIES
-    from async_rl.weights.model_info import read_model_info
-
-    info = read_model_info(case.checkpoint)
-    assert info.family in FAMILIES
-    assert (len(info.routing.layers) if info.routing else 0) == case.layers
-    assert json.loads((case.checkpoint / "config.json").read_text())["model_type"] == info.family
-
-
-@pytest.fixture
-def process_group(tmp_path_factory):
-    """Owns the process group of trainers that fail to start."""
-    trainer = Case("qwen3", tmp_path_factory.mktemp("owner")).trainer
-    yield
-    trainer.close()
-
-
+@pytest.mark.usefixtures("owner")
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
+    ("family", "changes", "named"),
     [
         ("qwen3", {"num_key_value_heads": 4}, r"q_proj.weight \[128, 128\].*linear_qkv.weight"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 48}, r"shared_expert.* shape \[96, 128\]"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 48}, r"shared_expert.*\[96, 128\]"),
         ("deepseek_v3", {"kv_lora_rank": 44}, "linear_kv_down_proj.weight"),
     ],
 )
-def test_weights_of_another_shape_than_the_config_says_are_refused(process_group, tmp_path, family, changes, message):
+def test_weights_of_another_shape_than_the_config_are_refused(tmp_path, family, changes, named):
     checkpoint = tiny_models.save_checkpoint(MODELS[family](), tmp_path, seed=1)
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(CheckpointError, match=message) as error:
+    with pytest.raises(CheckpointError, match=named):
         start_trainer(checkpoint, router_replay="none")
-    assert "config.json and weights do not belong together" in str(error.value)
 
 
 def test_a_layout_that_shared_experts_do_not_divide_into_is_refused(tmp_path):
@@ -295,5 +266,5 @@ def test_a_layout_that_shared_experts_do_not_divide_into_is_refused(tmp_path):
 
     tiny_models.qwen2_moe_config(shared_expert_intermediate_size=95).save_pretrained(tmp_path)
     config = replace(TRAINER, ranks=2, parallel=ParallelConfig(tensor=2))
-    with pytest.raises(ValueError, match="tensor is 2, which does not divide the model's 95 columns of shared experts"):
+    with pytest.raises(ValueError, match="95"):
         _check_divides(read_shape(tmp_path), config)

@@ -1,7 +1,8 @@
-"""What keeps long runs healthy: clipping, weight decay, float32 weights beside bfloat16 ones, constant memory."""
+"""Conditions of long runs: clipping, weight decay, float32 weights beside bfloat16 ones, constant memory."""
 
 import ctypes
 import gc
+import weakref
 
 import psutil
 import pytest
@@ -11,29 +12,9 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.helpers import numerics
 from tests.helpers.tiny_models import qwen2_moe_config, qwen3_moe_config, save_checkpoint
 from tests.parallel.resharding import whole_tensors
-from tests.parallel.support import make_batch, save_tiny_moe, start_trainer
+from tests.parallel.support import MARKS, make_batch, start_trainer
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_moe(tmp_path_factory.mktemp("hygiene") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(checkpoint):
-    """Owns the process group of this module's trainers."""
-    owner = start_trainer(checkpoint)
-    yield
-    owner.close()
+pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
 
 
 def state_after_a_step(trainer, folder, batch=None):
@@ -89,26 +70,43 @@ def test_updates_too_small_for_bfloat16_are_kept_in_float32(checkpoint, tmp_path
     assert torch.equal(after[name], exact.bfloat16())
 
 
-def test_memory_does_not_grow_over_200_steps(tmp_path):
-    """Whatever is kept per step shows: one object, or 60 KB (the activations of a micro-batch are 300 KB here)."""
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
     config = qwen3_moe_config(num_hidden_layers=2, hidden_size=32, intermediate_size=32, moe_intermediate_size=16)
-    model = save_checkpoint(config, tmp_path / "model", seed=3)
-    trainer = start_trainer(model, optimizer=OptimizerConfig(), router_replay="R3")
-    batch, held = make_batch((9, 7, 8), layers=1), {}
+    return save_checkpoint(config, tmp_path_factory.mktemp("small") / "model", seed=3)
+
+
+def small_batch():
+    return make_batch((9, 7, 8), layers=1)
+
+
+def test_memory_does_not_grow_over_200_steps(small):
+    """Any object kept per step shows, or 60 KB (the activations of a micro-batch are 300 KB here)."""
+    trainer = start_trainer(small, optimizer=OptimizerConfig(), router_replay="R3")
+    batch, held = small_batch(), {}
     for step in range(1, 201):
         trainer.train(batch.clone())
         if step in (50, 200):
-            held[step] = what_is_held()
+            held[step] = live_memory()
     growth = {key: held[200][key] - held[50][key] for key in held[200]}
     assert growth["tensors"] == 0, growth
     assert growth["objects"] < 150, growth
     assert growth["bytes"] < 150 * 60_000, growth
 
 
-def what_is_held():
-    """Tensors and objects that are alive, and the resident memory less what malloc holds in reserve."""
+def live_memory():
+    """Tensors and objects that are alive, and the resident memory without the reserve of malloc."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     objects = gc.get_objects()
     tensors = sum(issubclass(type(held), torch.Tensor) for held in objects)
     return {"tensors": tensors, "objects": len(objects), "bytes": psutil.Process().memory_info().rss}
+
+
+def test_a_trainer_that_is_dropped_without_being_closed_is_freed(small):
+    trainer = start_trainer(small)
+    trainer.train(small_batch())
+    layer = weakref.ref(trainer.model.chunks[0].decoder.layers[1])
+    del trainer
+    gc.collect()
+    assert layer() is None

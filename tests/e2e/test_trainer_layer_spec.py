@@ -1,4 +1,4 @@
-"""Megatron's Transformer Engine spec, over modules that are laid out like those, gives what the local spec gives."""
+"""Megatron's Transformer Engine spec, over modules with its layout, gives the results of the local spec."""
 
 from dataclasses import replace
 
@@ -7,9 +7,10 @@ import torch
 
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests.e2e.test_trainer_families import exported, saved
+from tests.e2e.test_trainer_families import SMALL_LATENT, exported, saved
 from tests.helpers import numerics, tiny_models
 from tests.parallel.support import (
+    MARKS,
     TRAINER,
     assert_equal_gradients,
     assert_equal_metrics,
@@ -23,15 +24,11 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = MARKS
 
 MODELS = {
-    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(
-        q_lora_rank=48, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20
-    ),
-    "deepseek_v3-whole-query": lambda: tiny_models.deepseek_v3_config(
-        q_lora_rank=None, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20
-    ),
+    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**SMALL_LATENT),
+    "deepseek_v3-whole-query": lambda: tiny_models.deepseek_v3_config(**{**SMALL_LATENT, "q_lora_rank": None}),
     "glm4_moe": lambda: tiny_models.glm4_moe_config(num_hidden_layers=3),
     "qwen3": lambda: tiny_models.qwen3_dense_config(num_hidden_layers=2),
 }
@@ -57,7 +54,7 @@ def pair(request, tmp_path_factory):
         trainer.close()
 
 
-def test_a_model_of_either_spec_is_what_the_checkpoint_holds_and_gives_the_same(pair, tmp_path):
+def test_models_of_both_specs_hold_and_give_the_same(pair, tmp_path):
     checkpoint, batch, expected, local, fused = pair
     names = [name for name, _ in fused.model.chunks[0].named_parameters()]
     assert any(name.endswith(".layer_norm_weight") for name in names)
@@ -77,7 +74,7 @@ def test_a_model_of_either_spec_is_what_the_checkpoint_holds_and_gives_the_same(
     assert_equal_gradients(gradients(fused), expected, gradients(local))  # which are clipped
     assert_equal_metrics(routings[1], routings[0], expected)
 
-    # Decay spares the same weights: norms and biases stay within what the gradient moves them by.
+    # Decay spares the same weights: norms and biases move with the gradient alone.
     for optimizer in (t._optimizer._inner for t in (local, fused)):
         for group in optimizer.param_groups:
             assert all((p.dim() == 1) == (group["wd_mult"] == 0) for p in group["params"])
@@ -92,21 +89,21 @@ def test_a_model_of_either_spec_is_what_the_checkpoint_holds_and_gives_the_same(
         assert_equal_weights(exported(other), exported(one), expected, optimizer=ADAM, updates=number)
 
 
-def test_transformer_engine_is_refused_where_it_cannot_be_used(tmp_path):
+def test_transformer_engine_is_refused_if_it_cannot_be_used(tmp_path):
     from async_rl.trainer.model.layers import uses_transformer_engine
 
     cpu = torch.device("cpu")
     asked = replace(TRAINER, dtype="bfloat16", layer_spec="transformer_engine")
-    with pytest.raises(ValueError, match=r"layer_spec is transformer_engine, but this rank computes on cpu; give it a"):
+    with pytest.raises(ValueError, match="layer_spec"):
         uses_transformer_engine(asked, device=cpu)
     assert not uses_transformer_engine(replace(asked, layer_spec="auto"), device=cpu)
-    with pytest.raises(ValueError, match=r"with trainer\.dtype=float32.* no kernels .*; use dtype=bfloat16"):
+    with pytest.raises(ValueError, match=r"trainer\.dtype"):
         replace(asked, dtype="float32")
-    with pytest.raises(ValueError, match=r"trainer\.layer_spec is 'te'; use auto, local or transformer_engine"):
+    with pytest.raises(ValueError, match=r"trainer\.layer_spec"):
         replace(TRAINER, layer_spec="te")
 
 
-def test_auto_is_transformer_engine_where_it_is_installed_and_new_enough(monkeypatch):
+def test_auto_is_transformer_engine_if_a_new_enough_one_is_installed(monkeypatch):
     from async_rl.trainer.model import layers
 
     gpu, auto = torch.device("cuda"), replace(TRAINER, dtype="bfloat16")
@@ -117,8 +114,8 @@ def test_auto_is_transformer_engine_where_it_is_installed_and_new_enough(monkeyp
     assert not layers.uses_transformer_engine(replace(auto, dtype="float32"), device=gpu)
     assert not layers.uses_transformer_engine(replace(auto, layer_spec="local"), device=gpu)
     monkeypatch.setattr(layers, "is_te_min_version", lambda _oldest: False)
-    with pytest.raises(ValueError, match=r"transformer_engine is .*; install 1\.10\.0 or later"):
+    with pytest.raises(ValueError, match=r"1\.10\.0"):
         layers.uses_transformer_engine(replace(auto, layer_spec="transformer_engine"), device=gpu)
     monkeypatch.setattr(layers.gpt_layer_specs, "HAVE_TE", False)
-    with pytest.raises(ValueError, match=r"cannot be imported; install transformer-engine"):
+    with pytest.raises(ValueError, match="transformer_engine"):
         layers.uses_transformer_engine(replace(auto, layer_spec="transformer_engine"), device=gpu)

@@ -1,7 +1,5 @@
 """Several optimizer steps per batch on the real trainer, against plain formulas in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.helpers import numerics
 from tests.parallel.support import (
     LAYERS,
+    MARKS,
     TOP_K,
     assert_equal_gradients,
     gradients,
@@ -18,11 +17,10 @@ from tests.parallel.support import (
     load_reference,
     make_batch,
     reference_step,
-    save_tiny_moe,
     start_trainer,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
 
 LENGTHS = (23, 9, 31, 14, 9, 17, 20, 12)
 COMMON = {"clip_low": 0.02, "clip_high": 0.03, "aggregation": "sequence_mean"}
@@ -32,19 +30,6 @@ LOSSES = {
     "gspo": GSPO(behaviour_weight_cap=1.02, **(COMMON | {"clip_low": 2e-3, "clip_high": 3e-3})),
 }
 ADAM = OptimizerConfig(lr=3e-4, eps=1e-3, clip_grad=0.0)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_moe(tmp_path_factory.mktemp("mini-batches") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def owner(checkpoint):
-    """Owns the process group of this module's trainers."""
-    owner = start_trainer(checkpoint)
-    yield owner
-    owner.close()
 
 
 @pytest.fixture(scope="module")
@@ -158,24 +143,12 @@ def test_gspo_clips_no_rounding_in_bfloat16(checkpoint, owner, count):
     shipped = load_config(["loss=gspo"]).loss
     assert (shipped.clip_low, shipped.clip_high) == (3e-4, 4e-4)
     batch = make_batch(LENGTHS)
-    batch["behaviour_logprobs"] = owner.logprobs(batch)  # float32: what an engine's rounding may be off by
+    batch["behaviour_logprobs"] = owner.logprobs(batch)  # float32: the rounding of an engine
     batch["mini_batch"] = batch["group"] % count
     trainer = start_trainer(checkpoint, dtype="bfloat16", loss=shipped, updates_per_batch=count)
     metrics = trainer.train(batch)
     assert metrics["mismatch/abs_mean"] > 1e-3
     assert metrics["clip/fraction"] < 0.01
-
-
-def test_r2_replays_the_experts_of_the_first_weights_in_every_mini_batch(checkpoint, batch):
-    overlap = {}
-    for count in (1, 4):
-        trainer = start_trainer(
-            checkpoint, optimizer=replace(ADAM, lr=3e-2), updates_per_batch=count, router_replay="R2"
-        )
-        given = batch.clone().set("mini_batch", batch["mini_batch"] % count)
-        overlap[count] = trainer.train(given)["routing/overlap"]
-    assert overlap[1] == 1
-    assert overlap[4] < 0.999  # the weights moved, and the live routers with them
 
 
 def test_a_kill_between_mini_batches_leaves_no_part_of_the_batch(checkpoint, batch, tmp_path):

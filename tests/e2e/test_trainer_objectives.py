@@ -1,4 +1,4 @@
-"""Every objective on the real trainer: loss, gradient and what is reported, however the work is cut."""
+"""Every objective on the real trainer: loss, gradient and metrics, for every division of the work."""
 
 import math
 
@@ -9,39 +9,24 @@ from tensordict import TensorDict
 
 from async_rl.metrics.registry import LAGS, metric_of
 from async_rl.trainer.loss.losses import DecoupledPPO
-from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.helpers import numerics
 from tests.helpers.losses import LOSSES, NAMES, make_loss
 from tests.parallel.support import (
+    MARKS,
     assert_equal_gradients,
     assert_equal_metrics,
     assert_equal_steps,
     gradients,
-    largest_difference,
     load_reference,
     make_batch,
     policy_terms,
     reference_step,
-    save_tiny_moe,
     start_trainer,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
 
 TRAJECTORY = tuple(name for name, kind in LOSSES.items() if kind().needs_whole_trajectories)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_moe(tmp_path_factory.mktemp("objectives") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def owner(checkpoint):
-    """Owns the process group of this module's trainers."""
-    owner = start_trainer(checkpoint)
-    yield owner
-    owner.close()
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +75,15 @@ def in_two(batch):
     return made
 
 
-@pytest.mark.parametrize("name", [*TRAJECTORY, "m2po"])
-def test_a_trajectory_in_several_sequences_has_one_weight(checkpoint, batch, name):
-    config = loss_config(name, aggregation="group_mean")
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        *((name, "group_mean") for name in (*TRAJECTORY, "m2po")),
+        *(("decoupled_ppo", aggregation) for aggregation in ("token_mean", "sequence_mean")),
+    ],
+)
+def test_a_trajectory_in_several_sequences_has_one_weight(checkpoint, batch, name, aggregation):
+    config = loss_config(name, aggregation=aggregation)
     whole, split = (start_trainer(checkpoint, loss=config, micro_batch_tokens=1) for _ in range(2))
     expected, found = whole.train(batch), split.train(in_two(batch))
     reference = reference_of(checkpoint, batch, config)
@@ -129,16 +120,8 @@ def test_mismatch_is_that_of_the_tokens_of_each_lag(checkpoint, batch, owner):
         numerics.assert_within(abs(metrics[f"mismatch/k3{suffix}"] - k3), 2 * steepness * drift)
         assert metrics[f"mismatch/f2{suffix}"] == pytest.approx((abs(d) > math.log(2))[kept].mean())
         p99 = np.quantile(abs(d[kept]), 0.99, method="inverted_cdf")
-        # The metric is the upper edge of a bin of the histogram, of which there are 8 for every power of two.
+        # The metric is the upper edge of a bin of the histogram, which has 8 for every power of two.
         assert p99 - drift <= metrics[f"mismatch/abs_p99{suffix}"] <= (p99 + drift) * 2 ** (1 / 8)
-
-
-@pytest.mark.parametrize("name", ["decoupled_ppo", "gspo", "m2po"])
-def test_several_updates_of_a_batch_take_the_objective_of_each(checkpoint, batch, name):
-    trainer = start_trainer(checkpoint, loss=loss_config(name), optimizer=OptimizerConfig(lr=1e-3), updates_per_batch=3)
-    metrics = trainer.train(batch.clone().set("mini_batch", batch["group"]))
-    assert metrics["tokens"] == batch["loss_mask"].sum()
-    assert 0 < metrics["ess/sequence"] <= 1
 
 
 def test_a_fixed_length_loss_is_a_multiple_of_the_token_mean(checkpoint, batch):
@@ -175,17 +158,6 @@ def test_a_float32_head_takes_the_rounding_off_the_logits_of_bfloat16(checkpoint
         summed = max((hidden.double().abs() @ weight.abs().T).max().item() for hidden, _ in seen)
         largest = max(e.abs().max().item() for e in exact)
         assert {logits.dtype for _, logits in seen} == {torch.float32 if fp32 else torch.bfloat16}
-    # A float32 dot product of `hidden` terms, and bfloat16 numbers of 8 bits, of which some is off by a quarter unit.
+    # A float32 dot product of `hidden` terms, and bfloat16 numbers of 8 bits; some is off by a quarter unit.
     numerics.assert_within(errors[True], numerics.rounding(weight.shape[1]) * summed)
     assert errors[False] > 2.0**-10 * largest / 2
-
-
-def test_a_float32_head_trains_the_same_weights(checkpoint, batch):
-    trainers = [start_trainer(checkpoint, fp32_lm_head=fp32) for fp32 in (False, True)]
-    losses = [trainer.train(batch)["loss"] for trainer in trainers]
-    assert losses[0] == losses[1]
-    assert largest_difference(*(gradients(trainer) for trainer in trainers)) == 0
-    narrow, wide = (start_trainer(checkpoint, dtype="bfloat16", fp32_lm_head=fp32) for fp32 in (False, True))
-    for trainer in (narrow, wide):
-        trainer.train(batch)
-    assert largest_difference(gradients(wide), gradients(narrow)) < 0.5

@@ -1,4 +1,4 @@
-"""Router replay in the whole trainer: its threshold, its metrics by layer, and what of a router is not replayed."""
+"""Router replay in the whole trainer: its threshold, its metrics by layer, and the parts that are not replayed."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from tests.helpers import numerics
 from tests.parallel.support import (
     EXPERTS,
     LAYERS,
+    MARKS,
     TOP_K,
     assert_equal_metrics,
     assert_equal_steps,
@@ -18,18 +19,12 @@ from tests.parallel.support import (
     make_batch,
     policy_terms,
     reference_step,
-    save_tiny_moe,
     start_trainer,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+pytestmark = MARKS
 
 WHOLE = {"micro_batch_tokens": 4096}  # one micro-batch
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_moe(tmp_path_factory.mktemp("trainer") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +45,7 @@ def reference_of(checkpoint, *, routed=True):
 
 
 def router_inputs(trainer, batch):
-    """Metrics of an update, and what the router of each layer was given, float32 [t, hidden]."""
+    """Metrics of an update, and the input of the router of each layer, float32 [t, hidden]."""
     seen, hooks = {}, []
     for layer, router in routers(trainer).items():
 
@@ -73,7 +68,7 @@ def test_gate_mass_and_overlap_of_each_layer_are_those_of_its_live_router(traine
         rows = batch["routed_experts"][0, :-1, i].long()  # the last has none
         live = scores.topk(TOP_K).indices
         overlap = (rows.unsqueeze(2) == live.unsqueeze(1)).any(2).double().mean()
-        # A softmax is less steep than 1 in the logits, each of them a float32 dot product.
+        # A softmax is less steep than 1 in the logits, each a float32 dot product.
         bound = numerics.rounding(weight.shape[1]) * (inputs[layer].double().abs() @ weight.abs().T).max().item()
         mass = scores.gather(1, rows).sum(1).mean().item()
         numerics.assert_within(abs(metrics[f"routing/gate_mass_layer{layer}"] - mass), bound)
@@ -84,7 +79,7 @@ def test_gate_mass_and_overlap_of_each_layer_are_those_of_its_live_router(traine
     assert metrics["routing/refused_fraction"] == 0
 
 
-def test_metrics_are_the_same_where_layers_are_computed_twice(trainer, checkpoint):
+def test_metrics_are_the_same_with_layers_computed_twice(trainer, checkpoint):
     expected = trainer.train(make_batch())
     again = start_trainer(checkpoint, recompute="full", **WHOLE).train(make_batch())
     assert_equal_metrics(again, expected, reference_of(checkpoint))
@@ -124,7 +119,7 @@ def test_the_balance_loss_under_replay_is_of_the_routers_own_choice(trainer, che
     (expected,) = torch.autograd.grad(coefficient * loss, weight)
     name = f"model.layers.{layer}.mlp.gate.weight"
     got = gradients(balanced)[name] - gradients(trainer)[name]
-    # Both gradients are off by what the reference allows, relative to the largest entry of the one without the loss.
+    # Both gradients are off by the bound of the reference, relative to the largest entry of the one without the loss.
     bound = 2 * reference_of(checkpoint).gradient_bound * gradients(trainer)[name].abs().max().item()
     assert_near(got, expected, bound=bound)
     assert expected.abs().max() > 100 * bound

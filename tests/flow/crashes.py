@@ -22,18 +22,16 @@ STEPS = 7
 
 
 class Kill:
-    """Stops the disk of a run after a number of writes, and copies the run directory as it is then.
+    """Stops the disk of a run after a number of writes, and copies the run directory at that moment.
 
     Args:
         writes: transactions of events and of content that are stored before.
-        counts: whether a write counts.
     """
 
-    def __init__(self, directory: Path, left: Path, *, writes: int, counts: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, directory: Path, left: Path, *, writes: int) -> None:
         self.directory, self.left = directory, left
         self.dead = threading.Event()
         self._writes_left = writes
-        self._counts = counts
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -57,7 +55,7 @@ class Kill:
                     copied.wait(10)
                 if self.dead.is_set():
                     raise JournalBroken("killed")
-                self._writes_left -= self._counts()
+                self._writes_left -= 1
                 return write(*args)
 
         return counted
@@ -73,8 +71,8 @@ class Kill:
 class Life:
     """One run from its start to its end or death.
 
-    rolled: group -> (prompt, tokens held when it was rolled). delivered: group -> what was put. batches: groups of each
-    train step. num_sampled: tokens that engines sampled, also those that no caller received.
+    rolled: group -> (prompt, length of each existing trajectory, existing sampled tokens). delivered: group -> its
+    trajectories. batches: groups of each train step. num_sampled: tokens that engines sampled, also unreceived ones.
     """
 
     def __init__(self, directory: Path, **options: Any) -> None:
@@ -107,9 +105,13 @@ class Life:
         put, take = harness.queue.put, harness.queue.take
 
         def watched(roll):
-            async def rolled(prompt, admission, *, held, handout):
-                self.rolled[admission.group] = (prompt.index, [len(t) for t in held], sum(t.num_sampled for t in held))
-                outcomes[admission.group] = await roll(prompt, admission, held=held, handout=handout)
+            async def rolled(prompt, admission, *, existing, handout):
+                self.rolled[admission.group] = (
+                    prompt.index,
+                    [len(t) for t in existing],
+                    sum(t.num_sampled for t in existing),
+                )
+                outcomes[admission.group] = await roll(prompt, admission, existing=existing, handout=handout)
                 return outcomes[admission.group]
 
             return rolled

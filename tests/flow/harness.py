@@ -44,7 +44,8 @@ from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, state_of_checkpoint
 from message_queue.staleness import StalenessConfig
-from tests.helpers.fakes import SPEC, FakeEngine, SeededScript, fake_weights
+from tests.helpers.dense import behaviour_logprobs, param_versions
+from tests.helpers.fakes import SPEC, FakeEngine, SeededScript, fake_logprob, fake_weights, true_rows
 
 STOP = 1
 VOCAB = 40
@@ -52,7 +53,7 @@ LIMITS = TurnLimits(max_turns=1, max_tokens=60, generate_timeout_s=30)
 
 
 class DirectHandle:
-    """A QueueHost of the same event loop, called as an actor is."""
+    """A QueueHost of the same event loop, called like an actor."""
 
     def __init__(self, host: QueueHost) -> None:
         self._host = host
@@ -63,14 +64,13 @@ class DirectHandle:
 
 
 class FakeReplica(FakeEngine):
-    """A FakeEngine whose control calls take their time, fail or hang."""
+    """A FakeEngine whose control calls take their time or fail. Versions name the call at which it dies."""
 
     def __init__(
         self,
         script,
         *,
         fail_load: Exception | None = None,
-        hang_load: bool = False,
         load_s: float = 0.0,
         die_at_load: int | None = None,
         die_after_resume: int | None = None,
@@ -79,12 +79,8 @@ class FakeReplica(FakeEngine):
         **options,
     ) -> None:
         super().__init__(script, **options)
-        self.fail_load = fail_load
-        self.hang_load = hang_load
-        self.load_s = load_s
-        self.die_at_load = die_at_load
-        self.die_after_resume = die_after_resume
-        self.pause_s = pause_s
+        self.fail_load, self.load_s, self.pause_s = fail_load, load_s, pause_s
+        self.die_at_load, self.die_after_resume = die_at_load, die_after_resume
         if stillborn:
             self.die("it did not start")
 
@@ -100,8 +96,6 @@ class FakeReplica(FakeEngine):
     async def load(self, update, *, kv="recompute"):
         if self.fail_load is not None:
             raise self.fail_load
-        if self.hang_load:
-            await asyncio.Event().wait()
         await asyncio.sleep(self.load_s)
         if update.weights.version == self.die_at_load:
             self.die("killed in a load")
@@ -110,9 +104,9 @@ class FakeReplica(FakeEngine):
 
 @dataclass
 class FakeTrainer:
-    """Counts what it is given. step_s: seconds of one train call on the event loop's clock.
+    """Records its batches and exports. step_s: seconds of one train call on the event loop's clock.
 
-    wrong_about: version whose tokens it scores otherwise than the engine. held: version that it scores by.
+    wrong_about: version whose tokens it scores differently from the engine. held: version that it scores by.
     """
 
     step_s: float = 0.0
@@ -152,9 +146,7 @@ class FakeTrainer:
 class Loop:
     """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance."""
 
-    def __init__(
-        self, engine, *, fail=lambda prompt: None, reward_fail=lambda session: None, limits=LIMITS, turns=1
-    ) -> None:
+    def __init__(self, engine, *, fail=lambda prompt: None, reward_fail=lambda session: None, limits=LIMITS, turns=1):
         self._engine, self._fail, self._limits, self._turns = engine, fail, limits, turns
         self._reward_fail = reward_fail
 
@@ -197,7 +189,7 @@ class Spy:
     def validation(self, train_step, result):
         self.validations.append((train_step, result))
 
-    def note(self, text):
+    def note(self, text, *, level=0):
         self.notes.append(text)
 
     def add_scalar(self, tag, value, step): ...
@@ -219,7 +211,7 @@ class LocalQueue(TrajectoryQueue):
 
 
 class Harness:
-    """Everything a test wants to look at afterwards."""
+    """A run whose parts a test inspects afterwards."""
 
     def __init__(
         self,
@@ -238,7 +230,6 @@ class Harness:
         max_failed_groups: int = 4,
         validate_every: int = 0,
         trainer: FakeTrainer | None = None,
-        engine_fail=lambda request: None,
         loop_fail=lambda prompt: None,
         reward_fail=lambda session: None,
         failure: FailureConfig | None = None,
@@ -263,7 +254,7 @@ class Harness:
         self.restored = None
         script = SeededScript(seed, vocab_size=VOCAB, stop_token=STOP, mean_length=mean_length)
         each = [replica_options] if isinstance(replica_options, dict) else list(replica_options) or [{}]
-        common = {"token_s": token_s, "fail": engine_fail, "context_length": LIMITS.max_tokens}
+        common = {"token_s": token_s, "context_length": LIMITS.max_tokens}
         self.replicas = [
             FakeReplica(script, **{**common, "version": start.param_version, "name": f"fake-{i}", **options})
             for i, options in enumerate(each)
@@ -311,14 +302,8 @@ class Harness:
         validator = Validator(loop=Loop(engine, reward_fail=validation_fail), routing=SPEC)
         self.workers = [
             RolloutWorker(
-                f"worker-{i}",
-                rollouter=rollouter,
-                validator=validator,
-                gate=PauseGate(),
-                pool=self.pool,
-                replies_s=10,
+                "worker-0", rollouter=rollouter, validator=validator, gate=PauseGate(), pool=self.pool, replies_s=10
             )
-            for i in range(1)
         ]
         self.rollouts = Dispatcher(self.workers, pool=self.pool, note=self.spy.note)
         publisher = Publisher(
@@ -345,9 +330,9 @@ class Harness:
             "trace": Trace(None),
             "schedule_replay": self.schedule_replay,
             "start": start,
-            "probe": None
-            if probe is None
-            else Probe(
+        }
+        if probe is not None:
+            self._pipeline_options["probe"] = Probe(
                 self.pool,
                 config=probe,
                 max_k3=probe.bound(dtypes=("float32",), same_experts=True),
@@ -355,13 +340,12 @@ class Harness:
                 max_tokens=LIMITS.max_tokens,
                 timeout_s=LIMITS.generate_timeout_s,
                 routing=SPEC,
-            ),
-        }
+            )
         if supervision is not None:
-            news = iter(new_replicas)
+            options_of_new = iter(new_replicas)
 
             async def start_replica(lost, /, *, slot, name):
-                made = FakeReplica(script, **{**common, "version": 0, "name": name, **next(news, {})})
+                made = FakeReplica(script, **{**common, "name": name, **next(options_of_new, {})})
                 await made.stats()  # it may be dead from the start
                 self.replicas.append(made)
                 return made
@@ -426,3 +410,35 @@ class Harness:
 
     def lines(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]
+
+    def groups(self, outcome: str) -> list[dict]:
+        """Ledger records of the groups that ended like this."""
+        return [line for line in self.lines("ledger.jsonl")[:-1] if line["outcome"] == outcome]
+
+    def check_ledger(self) -> dict:
+        """Each group has one record; returns the total."""
+        *groups, total = self.lines("ledger.jsonl")
+        assert total["error"] == total["token_error"] == 0
+        assert total["admitted"] == len(groups) == total["trained"] + total["dropped"] + total["open"]
+        assert sorted(g["group"] for g in groups) == list(range(len(groups)))
+        assert {g["outcome"] for g in groups} <= {"trained", "dropped", "open"}
+        assert all(bool(g["reason"]) == (g["outcome"] == "dropped") for g in groups)
+        return total
+
+    def check_staleness(self, most: int) -> list[dict]:
+        """No step has staler tokens, and the ledger closes after each; returns the metrics."""
+        steps = self.lines("metrics.jsonl")
+        assert all(s["staleness/max"] <= most and s["ledger/error"] == s["ledger/token_error"] == 0 for s in steps)
+        return steps
+
+
+def check_trained(trajectories) -> None:
+    """Every token is one that an engine sampled, with its logprob and its rows."""
+    for trajectory in trajectories:
+        tokens, versions = trajectory.token_ids(), param_versions(trajectory)
+        logprobs = [
+            fake_logprob(int(token), at, int(version)) if version >= 0 else 0.0
+            for at, (token, version) in enumerate(zip(tokens, versions, strict=True))
+        ]
+        np.testing.assert_allclose(behaviour_logprobs(trajectory), logprobs, rtol=1e-6)
+        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()

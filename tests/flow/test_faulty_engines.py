@@ -1,21 +1,18 @@
-"""The whole pipeline with engines that answer nonsense now and then, and a replica that dies or hangs."""
+"""The whole pipeline with engines that sometimes answer nonsense, and a replica that dies or hangs."""
 
 import asyncio
 import itertools
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from agent_loop.loop import TurnLimits
-from async_rl.run import causes
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.heads import head_of
 from message_queue.trajectory import PromptGroup
-from tests.flow.harness import FakeTrainer, Harness
-from tests.flow.test_pipeline import check_ledger
-from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions
-from tests.helpers.fakes import fake_logprob, true_rows
+from tests.flow.harness import LIMITS, FakeTrainer, Harness, check_trained
+from tests.helpers.dense import loss_mask, param_versions
 from tests.helpers.faults import FAULTS
 
 
@@ -32,7 +29,7 @@ def now_and_then(share):
 
 
 def record_groups(harness):
-    """Group id -> what was put into the queue."""
+    """Group id -> group that was put into the queue."""
     groups = {}
 
     def recorded(roll):
@@ -48,24 +45,14 @@ def record_groups(harness):
     return groups
 
 
-def check_trained(harness, groups):
-    """Every token that was trained is one that an engine sampled, with its logprob and its rows."""
-    trained = [g["group"] for g in harness.lines("ledger.jsonl") if g["outcome"] == "trained"]
-    assert trained
-    for trajectory in (t for group in trained for t in groups[group].trajectories):
-        tokens, versions = trajectory.token_ids(), param_versions(trajectory)
-        logprobs = [
-            fake_logprob(int(token), at, int(version)) if version >= 0 else 0.0
-            for at, (token, version) in enumerate(zip(tokens, versions, strict=True))
-        ]
-        np.testing.assert_allclose(behaviour_logprobs(trajectory), logprobs, rtol=1e-6)
-        assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
-    return [t for group in trained for t in groups[group].trajectories]
+def trained_of(harness, groups):
+    """Trajectories of the groups that were trained."""
+    return [t for line in harness.groups("trained") for t in groups[line["group"]].trajectories]
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
-async def test_nonsense_is_asked_for_again_and_a_dead_replica_is_left_out(tmp_path, on_update, kv):
+async def test_faulty_answers_are_requested_again_and_a_dead_replica_is_left_out(tmp_path, on_update, kv):
     harness = Harness(
         tmp_path,
         on_update=on_update,
@@ -81,37 +68,47 @@ async def test_nonsense_is_asked_for_again_and_a_dead_replica_is_left_out(tmp_pa
     )
     groups = record_groups(harness)
     assert await harness.run()
-    total = check_ledger(harness)
-    assert total["trained"] == 10 * 4
-    assert total["dropped"] == 0, [g for g in harness.lines("ledger.jsonl") if g.get("reason")]
+    total = harness.check_ledger()
+    assert (total["trained"], total["dropped"]) == (10 * 4, 0)
     assert list(harness.pool.lost) == ["fake-0"]
-    assert any("fake-0 is lost, 1 left" in note and "killed in a load" in note for note in harness.spy.notes)
-    trained = check_trained(harness, groups)
+    trained = trained_of(harness, groups)
+    check_trained(trained)
     assert sum(t.info["refused_answers"] for t in trained) > 5
     assert {s.replica for t in trained for s in t.segments} == {"fake-0", "fake-1"}
-    assert all(s["staleness/max"] <= 2 for s in harness.lines("metrics.jsonl"))
+    harness.check_staleness(2)
 
 
-async def test_a_replica_that_dies_in_the_middle_of_its_decodes_loses_no_rollout(tmp_path):
+@pytest.mark.parametrize("how", ["dies", "hangs in a publish", "hangs beside the watch"])
+async def test_a_replica_that_fails_during_its_decodes_costs_no_rollout(tmp_path, how):
     harness = Harness(
-        tmp_path, token_s=0.001, mean_length=40, steps=8, trainer=FakeTrainer(step_s=0.01), replica_options=[{}, {}]
+        tmp_path,
+        token_s=0.001,
+        mean_length=40,
+        steps=8,
+        publish_timeout_s=0.2 if how == "hangs in a publish" else 60,
+        trainer=FakeTrainer(step_s=0.01),
+        replica_options=[{}, {}],
     )
     groups = record_groups(harness)
+    replica, trainer = harness.replicas[0], harness.trainer
+    watch = asyncio.create_task(harness.pool.watch(every_s=0.05, timeout_s=0.1)) if "watch" in how else None
     run = asyncio.create_task(harness.run())
-    await harness.trainer.three_done.wait()
-    while not harness.replicas[0].in_flight:  # noqa: ASYNC110 - it is a matter of a few turns of the loop
+    while not replica.in_flight or (watch is None and not trainer.three_done.is_set()):  # noqa: ASYNC110 - no event
         await asyncio.sleep(0)
-    harness.replicas[0].die("out of memory")
+    if how == "dies":
+        replica.die("out of memory")
+    else:
+        replica.hang()
     assert await run
-    assert check_ledger(harness)["dropped"] == 0
-    check_trained(harness, groups)
+    if watch is not None:
+        watch.cancel()
+    assert harness.check_ledger()["dropped"] == 0
+    assert list(harness.pool.lost) == ["fake-0"]
+    assert ("sync.timeout_s" in harness.pool.lost["fake-0"]) == (how == "hangs in a publish")
+    check_trained(trained_of(harness, groups))
 
 
-def test_rollouts_that_go_back_to_a_replica_with_older_weights_stay_within_the_bound(tmp_path):
-    run_in_virtual_time(go_back_to_older_weights(tmp_path))
-
-
-async def go_back_to_older_weights(tmp_path):
+def test_rollouts_that_return_to_older_weights_stay_within_the_bound(tmp_path):
     harness = Harness(
         tmp_path,
         token_s=0.002,
@@ -123,80 +120,35 @@ async def go_back_to_older_weights(tmp_path):
         replica_options=[{"die_after_resume": 3}, {"pause_s": 0.05}],  # the first has its weights well before the other
     )
     groups = record_groups(harness)
-    assert await harness.run()
-    assert check_ledger(harness)["dropped"] == 0
-    trained = check_trained(harness, groups)
+    assert run_in_virtual_time(harness.run())
+    assert harness.check_ledger()["dropped"] == 0
+    trained = trained_of(harness, groups)
+    check_trained(trained)
     versions = [param_versions(t)[loss_mask(t)] for t in trained]
     assert any((np.diff(v) < 0).any() for v in versions)
-    assert all(s["staleness/max"] <= 2 for s in harness.lines("metrics.jsonl"))
+    harness.check_staleness(2)
     for group in groups.values():
         assert min(head_of(group).tokens_per_version()) >= group.admitted_version
 
 
-async def test_a_replica_that_hangs_is_found_by_the_next_publish_and_its_rollouts_go_on_elsewhere(tmp_path):
-    harness = Harness(
-        tmp_path,
-        token_s=0.001,
-        steps=8,
-        publish_timeout_s=0.2,
-        trainer=FakeTrainer(step_s=0.01),
-        replica_options=[{}, {}],
-    )
-    groups = record_groups(harness)
-    run = asyncio.create_task(harness.run())
-    await harness.trainer.three_done.wait()
-    harness.replicas[0].hang()
-    assert await run
-    assert check_ledger(harness)["dropped"] == 0
-    assert "sync.timeout_s" in harness.pool.lost["fake-0"]
-    check_trained(harness, groups)
-
-
-async def test_a_replica_that_hangs_while_the_trainer_waits_for_its_rollouts_is_found_by_the_watch(tmp_path):
-    harness = Harness(tmp_path, token_s=0.001, steps=8, trainer=FakeTrainer(step_s=0.01), replica_options=[{}, {}])
-    groups = record_groups(harness)
-    watch = asyncio.create_task(harness.pool.watch(every_s=0.05, timeout_s=0.1))
-    run = asyncio.create_task(harness.run())
-    await asyncio.sleep(0.005)
-    harness.replicas[0].hang()
-    assert await run
-    watch.cancel()
-    assert check_ledger(harness)["dropped"] == 0
-    assert harness.pool.lost == {"fake-0": "fake-0 did not answer within 0.1 s"}
-    check_trained(harness, groups)
-
-
-async def test_when_the_last_replica_dies_the_run_ends_and_names_them_all(tmp_path):
-    harness = Harness(
-        tmp_path, replica_options=[{"die_at_load": 2}, {"die_at_load": 3}], trainer=FakeTrainer(step_s=0.01)
-    )
-    with pytest.raises(ExceptionGroup) as caught:
-        await harness.run()
-    line = next(causes(caught.value))
-    assert "all 2 replicas are lost" in line and "fake-0" in line and "fake-1" in line
-    check_ledger(harness)
-
-
-async def test_an_engine_that_answers_nothing_else_costs_groups_with_their_reason_and_not_the_ledger(tmp_path):
-    limits = TurnLimits(max_turns=1, max_tokens=60, generate_timeout_s=30, max_refused_answers=1)
+async def test_an_engine_of_faulty_answers_costs_groups_with_their_reason(tmp_path):
     bad = itertools.cycle([None] * 20 + [FAULTS["an expert twice"]] * 8)
     harness = Harness(
         tmp_path,
-        limits=limits,
+        limits=replace(LIMITS, max_refused_answers=1),
         replica_options={"faults": bad},
         trainer=FakeTrainer(step_s=0.01),
-        max_failed_groups=100,  # how many fail in a row is up to the order in which requests come
+        max_failed_groups=100,  # the number of failures in a row depends on the order in which requests come
     )
     groups = record_groups(harness)
     assert await harness.run()
-    assert check_ledger(harness)["dropped"] > 0
-    reasons = [g["reason"] for g in harness.lines("ledger.jsonl")[:-1] if g["reason"]]
-    assert all("RolloutError" in r and "fake-0" in r and "duplicate expert" in r for r in reasons), reasons
-    check_trained(harness, groups)
+    assert harness.check_ledger()["dropped"] > 0
+    assert all("RolloutError" in g["reason"] and "fake-0" in g["reason"] for g in harness.groups("dropped"))
+    check_trained(trained_of(harness, groups))
 
 
 @pytest.mark.parametrize("resume_routing", ["append", "force", "replace", "split"])
-async def test_every_way_to_merge_rows_trains_through_faults_and_a_death(tmp_path, resume_routing):
+async def test_resume_routing_trains_through_faults_and_a_death(tmp_path, resume_routing):
     harness = Harness(
         tmp_path,
         resume_routing=resume_routing,
@@ -207,5 +159,5 @@ async def test_every_way_to_merge_rows_trains_through_faults_and_a_death(tmp_pat
         replica_options=[{"faults": now_and_then(3), "die_at_load": 3}, {"faults": now_and_then(4), "edge": False}],
     )
     assert await harness.run()
-    assert check_ledger(harness)["dropped"] == 0
+    assert harness.check_ledger()["dropped"] == 0
     assert any(s["partial/resumed_fraction"] > 0 for s in harness.lines("metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""The pipeline compares engines and trainer by every published version."""
+"""The pipeline compares engines and trainer under every published version."""
 
 import asyncio
 import math
@@ -14,6 +14,7 @@ from async_rl.controller.interfaces import StageError
 from async_rl.controller.probe import MismatchError, Probe, k3_of_replicas
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.schedule import read_schedule
+from async_rl.run import causes
 from async_rl.trainer.batch.training_batch import supervised_batch
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup
@@ -22,11 +23,6 @@ from tests.helpers.fakes import SPEC, FakeEngine, SeededScript
 from tests.helpers.groups import segment, trajectory
 
 PROBE = MismatchConfig()
-
-
-def causes(error):
-    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else [error.__cause__] if error.__cause__ else []
-    return [error, *(found for part in inner for found in causes(part))]
 
 
 @pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
@@ -51,19 +47,13 @@ async def test_pipeline_probes_with_the_same_prompts_and_the_full_distribution(t
     }
 
 
-async def test_pipeline_probes_published_versions_if_not_every_step_publishes(tmp_path):
-    harness = Harness(tmp_path, steps=6, publish_every=2, probe=PROBE)
-    assert await harness.run()
-    assert harness.trainer.scored == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("version", [0, 1, 3, 5])
 async def test_pipeline_stops_before_the_version_after_one_that_differs(tmp_path, version):
     harness = Harness(tmp_path, steps=5, probe=PROBE, trainer=FakeTrainer(wrong_about=version))
     with pytest.raises((StageError, ExceptionGroup)) as caught:
         await harness.run()
-    (error,) = [e for e in causes(caught.value) if isinstance(e, MismatchError)]
-    assert "fake-0" in str(error) and f"version {version}" in str(error) and "mismatch.max_k3" in str(error)
+    (line,) = causes(caught.value)
+    assert all(part in line for part in ("MismatchError", "fake-0", f"version {version}", "mismatch.max_k3"))
     assert harness.trainer.exported == list(range(1, version + 1))
 
 
@@ -75,18 +65,20 @@ async def test_pipeline_only_reports_a_difference_without_a_bound(tmp_path):
     assert found == pytest.approx([0.0, 0.0, math.exp(-0.5) - 0.5, 0.0])
 
 
-async def test_pipeline_asks_nothing_with_no_prompts(tmp_path):
-    harness = Harness(tmp_path, steps=2)
-    await harness.run()
-    assert not harness.trainer.scored
-    assert not any(r.session.startswith("probe") for r in harness.replicas[0].requests)
-
-
-async def test_pipeline_probes_the_replicas_that_are_left(tmp_path):
-    options = [{"name": "a", "die_at_load": 2}, {"name": "b"}]
-    harness = Harness(tmp_path, steps=4, probe=PROBE, replica_options=options)
+@pytest.mark.parametrize(
+    ("options", "scored"),
+    [
+        ({"steps": 6, "publish_every": 2, "probe": PROBE}, [0, 1, 2, 3]),
+        ({"steps": 2}, []),
+        ({"steps": 4, "probe": PROBE, "replica_options": [{"die_at_load": 2}, {}]}, [0, 1, 2, 3, 4]),
+    ],
+    ids=["published versions only", "no probe", "a dead replica"],
+)
+async def test_pipeline_scores_the_versions_it_probes(tmp_path, options, scored):
+    harness = Harness(tmp_path, **options)
     assert await harness.run()
-    assert harness.trainer.scored == [0, 1, 2, 3, 4]
+    assert harness.trainer.scored == scored
+    assert scored or not any(r.session.startswith("probe") for r in harness.replicas[0].requests)
 
 
 async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
@@ -97,16 +89,20 @@ async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
     assert kept.trainer.scored == list(range(6))
 
 
-def probe_of(*replicas, config=PROBE, max_k3=1e-4):
-    return Probe(
+def asked(*replicas, prompts, version=0):
+    """A probe that has asked all replicas."""
+    probe = Probe(
         ReplicaPool(replicas),
-        config=config,
-        max_k3=max_k3,
+        config=PROBE,
+        max_k3=1e-4,
         temperature=1.0,
         max_tokens=64,
         timeout_s=0.5,
         routing=SPEC,
     )
+    probe.take_prompts(groups(prompts))
+    probe.ask_all(version=version)
+    return probe
 
 
 def groups(count):
@@ -136,47 +132,31 @@ def engines(count, **options):
     ]
 
 
-async def test_probe_names_the_replica_that_differs_and_the_version():
-    probe = probe_of(*engines(2))
-    probe.take_prompts(groups(4))
-    probe.ask_all(version=0)
+@pytest.mark.parametrize(("sequence", "d", "named"), [(6, 0.1, "fake-1"), (0, math.nan, "fake-0")])
+async def test_probe_names_the_replica_that_differs_and_the_version(sequence, d, named):
+    probe = asked(*engines(2), prompts=4)
     with pytest.raises(MismatchError) as caught:
-        await probe.compare(0, Scores(sequence=6, d=0.1))
-    assert "fake-1" in str(caught.value) and "version 0" in str(caught.value)
-
-
-async def test_probe_refuses_a_score_that_is_no_number():
-    probe = probe_of(*engines(1))
-    probe.take_prompts(groups(1))
-    probe.ask_all(version=0)
-    with pytest.raises(MismatchError):
-        await probe.compare(0, Scores(d=math.nan))
+        await probe.compare(0, Scores(sequence=sequence, d=d))
+    assert named in str(caught.value) and "version 0" in str(caught.value)
 
 
 async def test_probe_leaves_out_answers_that_were_refused():
-    probe = probe_of(*engines(1, fail=lambda r: AnswerError("nonsense") if r.session.endswith("-0") else None))
-    probe.take_prompts(groups(3))
-    probe.ask_all(version=0)
-    scores = Scores()
+    fail = lambda r: AnswerError("nonsense") if r.session.endswith("-0") else None  # noqa: E731
+    probe, scores = asked(*engines(1, fail=fail), prompts=3), Scores()
     assert await probe.compare(0, scores) == 0.0
     assert scores.tokens == 2 * PROBE.tokens
 
 
-async def test_probe_without_an_answer_has_no_value():
-    probe = probe_of(*engines(1))
-    assert math.isnan(await probe.compare(0, Scores()))
-    probe.take_prompts(groups(1))
-    probe.ask_all(version=7)
-    assert math.isnan(await probe.compare(7, Scores())), "the replica serves version 0"
+@pytest.mark.parametrize(("prompts", "version"), [(0, 0), (1, 7)], ids=["no prompts", "another version"])
+async def test_probe_without_an_answer_has_no_value(prompts, version):
+    probe = asked(*engines(1), prompts=prompts, version=version)
+    assert math.isnan(await probe.compare(version, Scores()))
 
 
 async def test_probe_loses_a_replica_that_does_not_answer_in_time():
     fast, slow = engines(1)[0], engines(1, token_s=60.0)[0]
     slow.name = "slow-0"
-    probe = probe_of(fast, slow)
-    probe.take_prompts(groups(2))
-    probe.ask_all(version=0)
-    scores = Scores()
+    probe, scores = asked(fast, slow, prompts=2), Scores()
     assert await asyncio.wait_for(probe.compare(0, scores), 30) == 0.0
     assert scores.tokens == 2 * PROBE.tokens
     assert [member.name for member in probe._pool.live] == [fast.name]
@@ -184,9 +164,7 @@ async def test_probe_loses_a_replica_that_does_not_answer_in_time():
 
 async def test_probe_that_is_cancelled_leaves_no_request_behind():
     (engine,) = engines(1, token_s=60.0)
-    probe = probe_of(engine)
-    probe.take_prompts(groups(2))
-    probe.ask_all(version=0)
+    probe = asked(engine, prompts=2)
     while engine.in_flight < 2:  # noqa: ASYNC110 - the fake has no event for it
         await asyncio.sleep(0)
     probe.cancel()

@@ -1,9 +1,10 @@
-"""A run that keeps to the schedule of another one: the same prompts, of the same age, in the same batches."""
+"""A run with the schedule of another one: the same prompts, of the same age, in the same batches."""
 
 import numpy as np
 import pytest
 
-from async_rl.rollout.schedule import ScheduleError, read_schedule, scheduled_groups
+from async_rl.rollout.schedule import read_schedule, scheduled_groups
+from async_rl.run import causes
 from tests.flow.harness import FakeTrainer, Harness
 
 OPTIONS = {"max_staleness": 3, "mean_length": 40, "steps": 6}
@@ -37,7 +38,7 @@ def batches_before_a_gap(harness):
 
 
 def trained_of(harness):
-    """Sorted tokens of all sequences of each batch, with what the trainer knows of their age."""
+    """Sorted tokens of all sequences of each batch, with their staleness in the trainer."""
     return [
         sorted(
             (batch.sequence(number).token_ids.tolist(), batch.loss_tokens(number).lag.tolist())
@@ -48,7 +49,7 @@ def trained_of(harness):
 
 
 @pytest.mark.parametrize("options", [{}, {"publish_every": 2, "max_staleness": 4}, {"max_staleness": 0}])
-async def test_with_the_same_weights_every_batch_is_the_same(tmp_path, options):
+async def test_schedule_with_the_same_weights_gives_the_same_batches(tmp_path, options):
     """The engine's tokens follow from weights and context alone, so the same schedule gives the same tokens."""
     if options.get("max_staleness") == 0:
         first = Harness(tmp_path / "first", trainer=FakeTrainer(step_s=0.01), **{**OPTIONS, **options})
@@ -64,7 +65,7 @@ async def test_with_the_same_weights_every_batch_is_the_same(tmp_path, options):
     )
 
 
-async def test_another_policy_has_the_same_prompts_at_the_same_age(tmp_path):
+async def test_schedule_with_another_policy_gives_the_same_prompts_and_ages(tmp_path):
     first = await recorded(tmp_path / "first")
     schedule = read_schedule(first.directory)
     second = Harness(
@@ -103,7 +104,7 @@ async def test_another_policy_has_the_same_prompts_at_the_same_age(tmp_path):
     assert cut, "no trajectory was sampled under several weights"
 
 
-async def test_a_failed_group_ends_a_run_that_keeps_to_a_schedule(tmp_path):
+async def test_a_failed_group_ends_a_run_with_a_schedule(tmp_path):
     first = await recorded(tmp_path / "first")
     second = Harness(
         tmp_path / "second",
@@ -113,14 +114,10 @@ async def test_a_failed_group_ends_a_run_that_keeps_to_a_schedule(tmp_path):
     )
     with pytest.raises(ExceptionGroup) as failed:
         await second.run()
-    cause = failed.value.exceptions[0].__cause__
-    while isinstance(cause, ExceptionGroup):
-        cause = cause.exceptions[0]
-    assert isinstance(cause, ScheduleError)
-    assert "was dropped in a run that keeps to a schedule: rollout failed: RuntimeError: no tool" in str(cause)
+    assert any("schedule" in line and "no tool" in line for line in causes(failed.value))
 
 
-async def test_fewer_steps_than_the_schedule_has_end_well(tmp_path):
+async def test_schedule_allows_fewer_steps(tmp_path):
     first = await recorded(tmp_path / "first")
     second = await kept_to(tmp_path / "second", first, steps=3)
     assert len(second.trainer.batches) == 3
@@ -128,7 +125,7 @@ async def test_fewer_steps_than_the_schedule_has_end_well(tmp_path):
     assert trained_of(second)[:whole] == trained_of(first)[:whole]
 
 
-async def test_a_schedule_keeps_the_mini_batches_of_every_batch(tmp_path):
+async def test_schedule_keeps_the_mini_batches_of_every_batch(tmp_path):
     options = {"updates_per_batch": 2, "publish_every": 2, "max_staleness": 5, "steps": 12}
     first = await recorded(tmp_path / "first", **options)
     second = await kept_to(tmp_path / "second", first, **options)

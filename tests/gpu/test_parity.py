@@ -1,8 +1,8 @@
-"""The parity table on CUDA, over NCCL: in float32 as on the CPU, in bfloat16 against what that costs one GPU alone.
+"""The parity table on CUDA, over NCCL: in float32 as on the CPU, in bfloat16 against one GPU alone.
 
 A layout in bfloat16 is compared with one GPU in float32, as one GPU in bfloat16 is. The first must not be much further
-off than the second: layouts change the order of sums, not their precision. Transformer Engine's layers, where it is
-installed, are held to the same: one GPU with the local ones says how far bfloat16 goes.
+off than the second: layouts change the order of sums, not their precision. Transformer Engine's layers, if it is
+installed, have the same bound, from one GPU with the local layers.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ CELLS = [
     for layout in LAYOUTS
     for family in ("qwen3_moe", "deepseek_v3")
     for replay, recompute, packing in (("R3", "full", "packed"), ("R2", "none", "padded"))
-    # The live routers of R2 choose other experts in another precision, which is not what is compared here.
+    # The live routers of R2 choose other experts in another precision, which is not compared here.
     for dtype in (("float32", "bfloat16") if replay == "R3" else ("float32",))
 ]
 ENGINE_CELLS = [

@@ -9,7 +9,7 @@ from agent_loop.engine import GenerateRequest
 from message_queue.tokens import RoutedExperts, TokenOutput
 
 BadAnswer = Callable[[GenerateRequest, list[TokenOutput]], list[TokenOutput]]
-"""What becomes of an answer on its way. Raises ContractError where the contract's types do not let it exist."""
+"""Changes an answer on its way. Raises ContractError if the contract's types do not let the result exist."""
 
 
 def on_last(spoil: Callable[[TokenOutput], TokenOutput]) -> BadAnswer:
@@ -58,4 +58,4 @@ FAULTS: dict[str, BadAnswer] = {
     "a logprob too few": on_last(lambda segment: replace(segment, logprobs=segment.logprobs[:-1])),
     "a negative token id": on_last(lambda segment: replace(segment, token_ids=np.full_like(segment.token_ids, -1))),
 }
-"""Each is seen at the edge, or, where an engine has none, when the trajectory takes the segment."""
+"""Each is seen at the edge, or, if an engine has none, when the trajectory takes the segment."""

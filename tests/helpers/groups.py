@@ -30,7 +30,7 @@ def support_of(sets):
 
 
 def sets_of(support):
-    """What `support_of` was given, in order; None stays None."""
+    """The sets that `support_of` was given, in order; None stays None."""
     if support is None:
         return None
     counts, ids = support.unpack()
@@ -38,7 +38,7 @@ def sets_of(support):
 
 
 def routed(first, end, *, version=0, spec=SPEC, unavailable=0):
-    """Rows that name their position and version, so that a row tells who made it."""
+    """Rows that depend on their position and version."""
     layers, top_k = spec.row_shape
     at = np.arange(first, end)[:, None, None] + version * 3 + np.arange(layers)[None, :, None]
     experts = (at + np.arange(top_k)) % spec.num_experts

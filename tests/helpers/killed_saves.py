@@ -2,7 +2,7 @@
 
     python -m tests.helpers.killed_saves DIRECTORY STEP
 
-DIRECTORY/0, DIRECTORY/1, ... are what is left of `begin` and a save of STEP after so many touches.
+DIRECTORY/0, DIRECTORY/1, ... are the remains of `first_saves` and a save of STEP after so many touches.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ async def save(directory, step, word):
     await checkpoints.save(state, trainer=Saver(word), records=NoRecords())
 
 
-def begin(directory):
+def first_saves(directory):
     """The checkpoints before the save that is killed."""
     for step in BEFORE:
         asyncio.run(save(directory, step, "old"))
@@ -73,7 +73,7 @@ def kill_before_touch(number, directory):
 def main(directory, step):
     number, killed = 0, True
     while killed:
-        begin(directory / str(number))
+        first_saves(directory / str(number))
         child = os.fork()
         if child == 0:
             kill_before_touch(number, directory / str(number))

@@ -7,7 +7,7 @@ A bound is derived in one of two ways:
   implementation sums in another order: its error is of the same size, but not the same. It may be FACTOR times as far
   from float64, and two of them may be 2 * FACTOR times as far from each other.
 - From the format. A result of n roundings in a row, each of at most half a unit in the last place, is off by about
-  sqrt(n) of these (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019); `rounding(n)`.
+  sqrt(n) half units (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019); `rounding(n)`.
 
 FACTOR does not depend on a machine. A sum of n terms is off by 0.5 to 1 times sqrt(n) half units if it is added up term
 after term, and by less if it is added up in blocks, which kernels do that have wider registers or more threads; the
@@ -59,7 +59,7 @@ def float64_model(model: Any) -> Any:
 
 @contextlib.contextmanager
 def float64_forward() -> Generator[None]:
-    """Transformers computes norms, rotations, attention and routers in float32 whatever the model is; not inside."""
+    """Transformers computes norms, rotations, attention and routers in float32 for every model; not inside."""
     with _NoFloat32():
         yield
 

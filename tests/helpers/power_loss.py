@@ -1,6 +1,6 @@
-"""What a loss of power leaves of a folder, at every step of what a program does to it.
+"""Remains of a folder after a loss of power, at every step of a program that changes it.
 
-Files survive as they were last synced, names as they were when their folder last was. A file system may also have
+Files survive with the content of their last sync, names with that of their folder. A file system may also have
 written names on its own account, of one folder and not of another, never the content of a file that it was not asked
 for: three disks are made at each step, the one with nothing but what was synced, the one with all names, and one with
 the names of some folders.
@@ -25,7 +25,7 @@ class Disk:
         self._looking = False
         self._steps = 0
         self._kept = {}  # inode -> a descriptor, so that no other file gets its number
-        self._content = {}  # inode of a file -> what is durable of it
+        self._content = {}  # inode of a file -> its durable content
         self._names = {}  # inode of a folder -> {name: inode}
         self._pin(root)
 
@@ -42,7 +42,7 @@ class Disk:
             os.close(descriptor)
 
     def step(self):
-        """The program did something of which the power may be lost after."""
+        """A step of the program, after which the power may fail."""
         if not self._looking:
             self._looking = True
             self._steps += 1
@@ -94,7 +94,7 @@ class Disk:
         return {path.name: self._pin(path) for path in self._path(inode).iterdir()}
 
     def _path(self, inode):
-        """By which it can be read, whatever its name is now, and also without one."""
+        """A path that can be read under any name of the inode, and without one."""
         return Path(f"/proc/self/fd/{self._kept[inode]}")
 
     def _make(self, path, inode, ahead):

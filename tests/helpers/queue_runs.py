@@ -1,11 +1,13 @@
-"""A queue with a journal that is driven by random calls, and journals as a kill leaves them."""
+"""Queues with and without a journal, random calls to them, and journals after a kill."""
 
-import asyncio
 import shutil
+from collections import Counter
+from pathlib import Path
 
 from message_queue.contract import Batch
 from message_queue.policies import build_policy
-from message_queue.recovery import JournalPlace, open_queue
+from message_queue.queue import TrajectoryQueue
+from message_queue.recovery import JournalPlace, open_queue, state_of_checkpoint
 from message_queue.staleness import StalenessConfig
 from tests.helpers.groups import head_for
 
@@ -16,29 +18,45 @@ def place(directory, *, step=0, checkpoint=None, **changes):
     )
 
 
-async def opened(directory, *, s=1, b=2, policy="wait", p=1, max_recycles=3, **options):
-    """(queue, journal, restored)."""
-    return await open_queue(
-        place(directory, **options),
-        policy=build_policy(
-            StalenessConfig(max_staleness=s, policy=policy, max_recycles=max_recycles),
-            batch_groups=b,
-            updates_per_batch=p,
-        ),
+def policy_of(*, s, b, policy, p, max_requeues):
+    config = StalenessConfig(max_staleness=s, policy=policy, max_requeues=max_requeues)
+    return build_policy(config, batch_groups=b, updates_per_batch=p)
+
+
+def make_queue(*, s=1, b=2, policy="wait", p=1, max_requeues=3, max_ready=None, restored=None) -> TrajectoryQueue:
+    """A queue without a journal; `restored` is the snapshot that it continues from."""
+    return TrajectoryQueue(
+        policy_of(s=s, b=b, policy=policy, p=p, max_requeues=max_requeues),
+        max_ready=max_ready,
+        state=restored and state_of_checkpoint(place(Path(), checkpoint=restored)),
     )
 
 
+async def opened(directory, *, s=1, b=2, policy="wait", p=1, max_requeues=3, **options):
+    """(queue, journal, restored)."""
+    made = policy_of(s=s, b=b, policy=policy, p=p, max_requeues=max_requeues)
+    return await open_queue(place(directory, **options), policy=made)
+
+
+async def reopened(directory, **options):
+    """(restored, snapshot) of a journal that is opened and closed again."""
+    queue, journal, restored = await opened(directory, **options)
+    snapshot = await queue.snapshot()
+    await journal.close()
+    return restored, snapshot
+
+
 def copied(directory, to):
-    """The files of a journal as a kill leaves them."""
+    """The files that a kill leaves of a journal."""
     shutil.copytree(directory, to)
     return to
 
 
 class Drive:
-    """Makes calls, and knows in which state each group is."""
+    """Makes random calls, knows in which state each group is, and checks the staleness of each batch."""
 
-    def __init__(self, queue, *, rng, p=1):
-        self.queue, self.rng, self.p = queue, rng, p
+    def __init__(self, queue, *, rng, s, p=1):
+        self.queue, self.rng, self.s, self.p = queue, rng, s, p
         self.groups, self.admissions, self.batches = {}, {}, {}
         self.step = self.version = self.prompt = self.saved = 0
         self.batch: Batch | None = None
@@ -50,14 +68,17 @@ class Drive:
     async def admit(self):
         if not self.queue._can_admit():
             return
+        waiting = (await self.queue.snapshot()).waiting
         admission = await self.queue.admit(self.prompt)
+        assert (admission.group, admission.prompt) == (len(self.groups), waiting[0] if waiting else self.prompt)
         self.prompt += admission.prompt == self.prompt
         self.groups[admission.group], self.admissions[admission.group] = "open", admission
 
     async def put(self):
         group = self.pick("open")
         if group is not None:
-            versions = (self.admissions[group].admitted_version, (await self.queue.snapshot()).version)
+            first, last = self.admissions[group].admitted_version, (await self.queue.snapshot()).version
+            versions = (first, self.rng.randint(first, last), last)
             result = await self.queue.put(head_for(self.admissions[group], versions=versions))
             self.groups[group] = "ready" if result is None else "dropped"
 
@@ -69,7 +90,7 @@ class Drive:
 
     async def expire(self):
         for group in self.queue._expired_open():
-            await self.queue.drop(group, reason="expired: too slow", expired=True)
+            await self.queue.drop(group, reason="expired: too slow", tokens=1, expired=True)
             self.groups[group] = "dropped"
 
     async def take(self):
@@ -84,20 +105,34 @@ class Drive:
             return
         self.step += self.p
         groups = [g.group for g in self.batch.groups]
-        await self.queue.trained(groups, train_step=self.step)
+        tokens = [self.tokens_with_gradient(group) for group in self.batch.groups]
+        await self.queue.trained(groups, train_step=self.step, tokens=tokens)
         self.groups |= dict.fromkeys(groups, self.step)
         self.batches[self.batch.update] = groups
         self.batch = None
         if self.rng.random() < 0.7:
-            self.version += 1
-            await self.queue.publish(self.version, update=self.step)
-            await self.queue.loaded(self.version)
+            await self.publish()
+
+    def tokens_with_gradient(self, group):
+        """Their number; the bound separates them from the masked ones."""
+        batch, last = self.batch, self.batch.update + self.p - 1
+        updates = Counter()
+        for version, tokens in group.tokens_per_version().items():
+            updates[batch.version_updates[version]] += tokens
+        young = {update: tokens for update, tokens in updates.items() if update >= batch.min_update}
+        assert young and set(young) == {update for update in updates if last - update <= self.s}
+        return sum(young.values())
+
+    async def publish(self):
+        self.version += 1
+        await self.queue.publish(self.version, update=self.step)
+        await self.queue.loaded(self.version)
 
     async def save(self):
         if self.batch is None:
             await self.queue.sync()
             self.checkpoint, self.saved = await self.queue.snapshot(), self.step
-            if self.rng.random() < 0.7:  # else killed before the journal heard of it
+            if self.rng.random() < 0.7:  # else killed before the journal knows
                 await self.queue.checkpointed(self.step)
 
     def pick(self, state):
@@ -114,7 +149,3 @@ class Drive:
 
 
 CALLS = ("admit", "admit", "admit", "put", "put", "put", "put", "drop", "expire", "take", "take", "train", "save")
-
-
-def run(coroutine):
-    return asyncio.run(coroutine)

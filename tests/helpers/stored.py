@@ -1,18 +1,26 @@
-"""Trajectories through the content store: what is appended, and what comes back."""
+"""Trajectories through the content store: records that are appended, and trajectories that come back."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from message_queue.content import ContentWriter
-from message_queue.content_reader import StoredGroups, read_groups
+from message_queue.content_reader import read_groups
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, TrajectoryClosed
 from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import ResumeRouting, Trajectory
+from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 RUN = "run"
+
+
+class StoredGroups(NamedTuple):
+    """Result of `read_groups`."""
+
+    groups: dict[int, PromptGroup]
+    notes: list[str]
 
 
 def admission(group: int) -> Admission:
@@ -21,7 +29,7 @@ def admission(group: int) -> Admission:
 
 
 def records_of(trajectory: Trajectory, *, group: int = 0, number: int = 0, handout: int = 0) -> list[RolloutRecord]:
-    """What was appended to a trajectory, in order."""
+    """Records of all that was appended to a trajectory, in order."""
     records: list[RolloutRecord] = []
     at = 0
     for turn in trajectory.turns:
@@ -44,7 +52,7 @@ def read(
     resume_routing: ResumeRouting = "append",
 ) -> StoredGroups:
     """Groups of the run, from the files of all writers."""
-    return read_groups(
+    found = read_groups(
         directory,
         {group: admission(group) for group in groups},
         run=RUN,
@@ -52,6 +60,7 @@ def read(
         routing=routing,
         resume_routing=resume_routing,
     )
+    return StoredGroups(*found)
 
 
 async def stored(trajectory: Trajectory) -> Trajectory:

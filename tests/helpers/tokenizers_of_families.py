@@ -30,7 +30,7 @@ class Added:
 
 
 def byte_level(added: Added, template: str, *, eos: str, normalizer: Any = None, in_vocabulary: bool = False) -> Any:
-    """Byte-level BPE. in_vocabulary: added tokens are words of the vocabulary, and a word of it needs no merges."""
+    """Byte-level BPE. in_vocabulary: added tokens are words of the vocabulary, whose words need no merges."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=in_vocabulary))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

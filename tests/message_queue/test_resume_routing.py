@@ -1,4 +1,4 @@
-"""Each mode of resume_routing from request to training sequences, on an engine whose rows tell who made them."""
+"""Each mode of resume_routing from request to training sequences, on an engine whose rows name their version."""
 
 import asyncio
 
@@ -72,20 +72,22 @@ def expected_sequences(trajectory, requests):
     return made
 
 
-interruptions = st.lists(
-    st.builds(lambda after, load, goes_on: (after, load, goes_on), st.integers(1, 5), st.integers(0, 1), st.booleans()),
-    max_size=5,
-)
+interruptions = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 1), st.booleans()), max_size=5)
 
 
-@settings(deadline=None)
-@given(mode=st.sampled_from(MODES), drawn=interruptions)
-def test_training_sequences_hold_the_rows_that_their_tokens_were_sampled_over(mode, drawn):
+def schedule_of(drawn):
+    """Interruptions whose loads count up."""
     version, schedule = 0, []
     for after, load, goes_on in drawn:
         version += load
         schedule.append(Interruption(after=after, load=version, goes_on=goes_on))
-    made, _, requests = asyncio.run(rolled_out(mode, schedule))
+    return schedule
+
+
+@settings(deadline=None)
+@given(mode=st.sampled_from(MODES), drawn=interruptions)
+def test_training_sequences_have_the_rows_of_the_sampling_requests(mode, drawn):
+    made, _, requests = asyncio.run(rolled_out(mode, schedule_of(drawn)))
     tokens = made.token_ids().tolist()
     made = asyncio.run(stored(made))
     expected = expected_sequences(made, requests)
@@ -100,7 +102,7 @@ def test_training_sequences_hold_the_rows_that_their_tokens_were_sampled_over(mo
 
 
 @pytest.mark.parametrize(("mode", "sequences"), [("append", 1), ("force", 1), ("replace", 1), ("split", 2)])
-def test_what_an_update_between_two_requests_gives(mode, sequences):
+def test_resume_routing_of_an_update_between_two_requests(mode, sequences):
     made, engine, _ = asyncio.run(rolled_out(mode, [Interruption(after=4, load=1)]))
     resumed = engine.requests[1]
     assert resumed.existing_rows == (6 if mode in ("append", "force") else 0)

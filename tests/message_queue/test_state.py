@@ -26,7 +26,7 @@ class StateAgainstModel(RuleBasedStateMachine):
         self.state = QueueState()
         self.groups, self.batches, self.updates = {}, 0, {0: 0}
         self.served = self.step = self.saved = self.prompt = 0
-        self.requeued, self.recycles, self.gradient = [], Counter(), 0
+        self.requeued, self.requeues, self.gradient = [], Counter(), 0
 
     def of(self, *lives):
         return sorted(group for group, entry in self.groups.items() if entry[0] in lives)
@@ -57,7 +57,7 @@ class StateAgainstModel(RuleBasedStateMachine):
         entry[2] = tokens if entry[0] == "open" else entry[2]
         entry[0] = "dropped"
         self.requeued += [entry[1].prompt] * requeue
-        self.recycles[entry[1].prompt] = self.recycles[entry[1].prompt] + 1 if requeue else 0
+        self.requeues[entry[1].prompt] = self.requeues[entry[1].prompt] + 1 if requeue else 0
 
     @precondition(lambda self: self.of("ready"))
     @rule(data=st.data(), masked=st.integers(0, 1))
@@ -77,7 +77,7 @@ class StateAgainstModel(RuleBasedStateMachine):
         self.state.apply(Trained(groups=tuple(groups), train_step=self.step, tokens=tokens))
         for group in groups:
             self.groups[group][0], self.groups[group][4] = "trained", self.step
-            self.recycles[self.groups[group][1].prompt] = 0
+            self.requeues[self.groups[group][1].prompt] = 0
         self.gradient += sum(tokens)
 
     @rule(load=st.booleans())
@@ -111,6 +111,10 @@ class StateAgainstModel(RuleBasedStateMachine):
             Loaded(version=max(self.updates) + 1),
             Checkpointed(train_step=self.step + 1),
         ]
+        late = self.step + 1
+        wrong += [Trained(groups=(g,), train_step=late, tokens=(0,)) for g in self.of("open", "ready")]
+        wrong += [Trained(groups=(g, g), train_step=late, tokens=(0, 0)) for g in self.of("taken")]
+        wrong += [Taken(groups=(g,), update=self.batches, masked=(0,)) for g in self.of("open", "taken")]
         if self.groups:
             wrong.append(Admitted(admission=admission_of(len(self.groups) - 1)))
         event, before = data.draw(st.sampled_from(wrong)), self.state.dump()
@@ -129,7 +133,7 @@ class StateAgainstModel(RuleBasedStateMachine):
             assert counter == Counter(self.groups[group][1].admitted_update for group in self.of(*lives))
         assert snapshot.unfinished == tuple(self.groups[g][1] for g in self.of("open", "ready", "taken"))
         assert (snapshot.next_group, snapshot.waiting) == (len(self.groups), tuple(self.requeued))
-        assert snapshot.recycles == +self.recycles
+        assert snapshot.requeues == +self.requeues
         counts = snapshot.ledger
         assert (counts.error, counts.token_error) == (0, 0)
         assert (counts.admitted, counts.trained) == (len(self.groups), len(self.of("trained")))
@@ -167,7 +171,7 @@ def three_groups():
     return state
 
 
-def test_ledger_error_shows_a_group_that_the_state_does_not_hold():
+def test_ledger_error_shows_a_group_missing_from_the_state():
     state = three_groups()
     del state.ready[1]
     assert (state.counts.error, state.counts.token_error) == (1, 3)

@@ -1,4 +1,4 @@
-"""Replays that are broken on purpose, which a parity check must see; each changes what a rank is about to replay.
+"""Replays that are broken on purpose, which a parity check must see; each changes the next replay of a rank.
 
 Layers are global, from 0; the tiny models have experts in the layers 1, 2 and 3.
 """
@@ -38,7 +38,7 @@ def _shift_token(_model, routings):
 
 
 def _live_recomputation(model, routings):
-    """What is recomputed is routed by the live router: the replay of the forward pass is over by then."""
+    """Recomputed layers are routed by the live router: the replay of the forward pass has ended."""
     for chunk in model.chunks:
         for layer in chunk.decoder.layers:
             router = getattr(layer.mlp, "router", None)
@@ -47,7 +47,7 @@ def _live_recomputation(model, routings):
 
 
 class _ForwardOnly:
-    """Replays where no gradient is taken, as in the first forward pass of a layer that is recomputed."""
+    """Replays if no gradient is taken, as in the first forward pass of a layer that is recomputed."""
 
     def __init__(self, replay) -> None:
         self._replay = replay

@@ -1,8 +1,8 @@
-"""Stands for Transformer Engine where there is none: megatron's spec for it, over modules with its layout of weights.
+"""Stands for an absent Transformer Engine: megatron's spec for it, over modules with its layout of weights.
 
-The norm before a linear layer is part of it (`layer_norm_weight`), the experts of a rank are one module (`weight0`,
+A linear layer includes the norm before it (`layer_norm_weight`), the experts of a rank are one module (`weight0`,
 `weight1`, ...), and attention takes packed sequences (`thd`) and passes keys and values around context ranks. Weights
-are marked as Transformer Engine marks them, which for experts is not what they are split by.
+are marked as Transformer Engine marks them, which for experts is not the dimension of their split.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from async_rl.trainer.model.attention import RMSNorm
 
 @contextlib.contextmanager
 def fused_layers():
-    """Models built inside are of megatron's Transformer Engine spec, whatever trainer.layer_spec says."""
+    """Models built inside are of megatron's Transformer Engine spec, with any trainer.layer_spec."""
     held = {(gpt_layer_specs, "TESpecProvider"): FusedSpecProvider, (gpt_layer_specs, "TENorm"): RMSNorm}
     held[gpt, "uses_transformer_engine"] = lambda _config, device: True
     before = {key: vars(key[0]).get(key[1]) for key in held}

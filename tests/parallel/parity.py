@@ -29,7 +29,7 @@ from tests.parallel.support import NO_UPDATE, gradients, make_batch, padded_rank
 TOLERANCE = numerics.rounding(2 * 4 * 12)
 LIMIT_S = 180.0  # of one cell; the first waits for the processes to start
 LOSS = DecoupledPPO(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
-MOVED_BY = 0.04  # standard deviation of what is added to router weights, which have 0.1
+MOVED_BY = 0.04  # standard deviation of the change of router weights, which have 0.1
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
 GAINS = {"embed_tokens.weight": 10.0, "o_proj.weight": 0.05, "down_proj.weight": 0.05, "gate.weight": 0.2}
@@ -37,18 +37,18 @@ GAINS = {"embed_tokens.weight": 10.0, "o_proj.weight": 0.05, "down_proj.weight":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A cell against one rank, |x| the Euclidean norm and every difference over what one rank gives.
-
-    loss: |difference| / |loss|. logprobs: of the tokens in the loss, as one vector. gradients: of each weight tensor
-    by itself (an expert's are tensors of their own), the largest; worst: its Hugging Face name.
-    error: why there are no numbers; they are infinite then.
-    """
+    """A cell against one rank: Euclidean norms of differences, relative to the result of one rank."""
 
     loss: float = float("inf")
+    """|difference| / |loss|."""
     logprobs: float = float("inf")
+    """Of the tokens in the loss, as one vector."""
     gradients: float = float("inf")
+    """The largest of any weight tensor; each expert has tensors of its own."""
     worst: str = ""
+    """Hugging Face name of that tensor."""
     error: str = ""
+    """The cause if there are no numbers, which are then infinite."""
 
     @property
     def largest(self) -> float:
@@ -59,7 +59,7 @@ class Difference:
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """|ours - theirs| / |theirs| in float64; infinite if only one of them is zero, or if ours is not finite."""
+    """|ours - theirs| / |theirs| in float64; infinite if only one is zero, or if ours is not finite."""
     difference = (ours.double() - theirs.double()).norm().item()
     norm = theirs.double().norm().item()
     if difference == 0:
@@ -138,10 +138,10 @@ def move_routers(chunks) -> None:
 
 
 def run_cells(cells: list[Cell], folder: Path) -> Iterator[tuple[Cell, Difference]]:
-    """Each cell and how far it is from one rank, as they are done, small layouts first.
+    """Each cell and its difference from one rank, in the order of completion, small layouts first.
 
-    `folder` keeps checkpoints and what one rank gives; another call may use them again. Where a cell fails on any rank
-    or hangs, all ranks are started anew for the cells after it.
+    `folder` keeps checkpoints and references for another call. If a cell fails on any rank or hangs, all ranks are
+    restarted for the cells after it.
     """
     make_references(cells, folder)
     for ranks in sorted({ranks_of(cell) for cell in cells}):
@@ -155,7 +155,7 @@ def run_cells(cells: list[Cell], folder: Path) -> Iterator[tuple[Cell, Differenc
 
 
 def make_references(cells: list[Cell], folder: Path) -> None:
-    """Checkpoints and what one rank, this process, gives, where `folder` has them not."""
+    """Write the checkpoints and the results of one rank, this process, that `folder` lacks."""
     from async_rl.trainer.distributed import ProcessGroups
 
     absent = {c.reference: Cell(family=c.family, layout="single", replay=c.replay, support=c.support) for c in cells}
@@ -246,7 +246,7 @@ def _rank(rank, ranks, cells, folder, addresses, sending):
             result = update(cell, folder / cell.family, rank=rank)
             if rank == 0:
                 sending.send(compare(result, torch.load(folder / cell.reference, weights_only=False)))
-        except BaseException:  # noqa: BLE001 - whatever it is, the table shows it
+        except BaseException:  # noqa: BLE001 - the table shows it
             # Short enough to be written at once: ranks share the pipe.
             sending.send(Difference(error=f"rank {rank}: {traceback.format_exc()[-2000:]}"))
             sys.exit(1)

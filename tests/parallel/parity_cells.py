@@ -8,9 +8,8 @@ from tests.helpers import numerics, tiny_models
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """ranks: what is left of them after `parallel` is data parallel."""
-
     ranks: int = 1
+    """The ranks that `parallel` does not use are data parallel."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     distributed_optimizer: bool = False
 
@@ -51,7 +50,7 @@ REPLAYS = ("none", "R2", "R3")
 RECOMPUTES = ("none", "selective", "full")
 PACKINGS = ("packed", "padded")
 # An odd rank of the latents, so that splitting them over ranks would fail.
-_LATENT = {
+LATENT = {
     "q_lora_rank": 47,
     "kv_lora_rank": 41,
     "qk_rope_head_dim": 16,
@@ -60,19 +59,12 @@ _LATENT = {
 }
 FAMILIES = {
     "qwen3_moe": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0),
-    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**_LATENT, num_hidden_layers=4),
+    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT, num_hidden_layers=4),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """fault: a replay that is broken on purpose (tests/parallel/broken_replay.py); empty for none.
-
-    layers: local, transformer_engine, or fused: the spec of the latter over modules like its own
-        (tests/parallel/fused_layers.py).
-    support: the tokens were sampled from parts of the vocabulary.
-    """
-
     family: str
     layout: str
     replay: str
@@ -80,30 +72,23 @@ class Cell:
     packing: str = "packed"
     dtype: str = "float32"
     fault: str = ""
+    """A replay that is broken on purpose (tests/parallel/broken_replay.py); empty for none."""
     layers: str = "local"
+    """local, transformer_engine, or fused: the spec of the latter over modules like its own (fused_layers.py)."""
     support: bool = False
+    """Whether the tokens were sampled from parts of the vocabulary."""
 
     @property
     def name(self) -> str:
         dtype = "" if self.dtype == "float32" else self.dtype
         layers = "" if self.layers == "local" else self.layers
         support = "support" if self.support else ""
-        parts = (
-            self.family,
-            self.layout,
-            self.replay,
-            self.recompute,
-            self.packing,
-            dtype,
-            layers,
-            support,
-            self.fault,
-        )
-        return "/".join(part for part in parts if part)
+        always = (self.family, self.layout, self.replay, self.recompute, self.packing)
+        return "/".join(part for part in (*always, dtype, layers, support, self.fault) if part)
 
     @property
     def reference(self) -> str:
-        """Name of the file with what one rank gives, in float32."""
+        """Name of the file with the result of one rank, in float32."""
         return f"{self.family}-{self.replay}{'-support' if self.support else ''}.pt"
 
     @property

@@ -2,9 +2,9 @@
 
 --layout tp2 pp2 --family qwen3_moe --replay R3 --recompute full --packing packed    cells to run; all without
 --support          the same cells on tokens that were sampled from parts of the vocabulary
---json FILE        one line per cell, written as it is done; cells it holds within the tolerance are not run again
+--json FILE        one line per cell, written at its end; cells in it within the tolerance are not repeated
 --markdown FILE    the summary as a table
---work FOLDER      keeps checkpoints and what one rank gives, for a later call
+--work FOLDER      keeps checkpoints and references for a later call
 """
 
 import argparse
@@ -35,7 +35,7 @@ def chosen_cells(options: argparse.Namespace) -> list[Cell]:
 
 
 def read_results(path: Path | None) -> Results:
-    """What a file of an earlier call holds, by the name of the cell."""
+    """Results of earlier calls, by the name of the cell."""
     if path is None or not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]

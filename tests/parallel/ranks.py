@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.trainer.distributed import open_store
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests.parallel.processes import rank_processes
+from tests.parallel.processes import result_of, run_ranks
 from tests.parallel.support import (
     assert_equal_gradients,
     assert_equal_metrics,
@@ -24,7 +24,7 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-LIMIT_S = 300.0
+LIMIT_S = 500.0
 # A large eps keeps an update smooth in its gradient: entries near zero would else differ by their sign.
 ADAM = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
 
@@ -33,7 +33,7 @@ BALANCE = {"supervised_aux_loss_coefficient": 0.5, "micro_batch_tokens": 4096}
 
 
 def run_case(trainer, batch, *, folder: Path | None = None):
-    """What a layout must not change: logprobs, metrics, gradients, and the weights after two updates."""
+    """Results that a layout must not change: logprobs, metrics, gradients, and the weights after two updates."""
     from async_rl.trainer.model.convert import export_weights
 
     logprobs = trainer.logprobs(batch)
@@ -50,7 +50,7 @@ def run_case(trainer, batch, *, folder: Path | None = None):
 
 
 def assert_equal_cases(ours, theirs, expected):
-    """Two results of `run_case` by float32 trainers, of which `expected` is the reference of the first update."""
+    """Two results of `run_case` by float32 trainers; `expected` is the reference of the first update."""
     assert_near(ours["logprobs"], theirs["logprobs"], bound=2 * expected.logprob_bound)
     for mine, single in zip(ours["metrics"], theirs["metrics"], strict=True):
         assert_equal_metrics(mine, single, expected)
@@ -67,7 +67,7 @@ def run_balance_case(trainer, batch):
 
 @contextlib.contextmanager
 def counted_reads():
-    """Sizes of what is read of checkpoints inside the block, in elements."""
+    """Sizes of the reads of checkpoints inside the block, in elements."""
     from async_rl.trainer.model.convert import _Reader
 
     sizes, read = [], _Reader.read
@@ -85,7 +85,7 @@ def counted_reads():
 
 
 def look_at_export(trainer):
-    """Sizes in elements: what this rank holds, and of an export the largest tensor, all, and most at one time."""
+    """Sizes in elements: the weights of this rank, and of an export the largest tensor, all, and most at one time."""
     from async_rl.trainer.model.convert import export_weights, named_weights
 
     model = trainer.model
@@ -99,7 +99,7 @@ def look_at_export(trainer):
 class LiveTensors(TorchDispatchMode):
     """Elements of the tensors made inside the block that live at one time; `most` is the highest number.
 
-    known: tensors made before, of which there are views inside.
+    known: tensors made before; the block may make views of these.
     """
 
     def __init__(self, known):
@@ -128,40 +128,23 @@ class LiveTensors(TorchDispatchMode):
         self.now -= size
 
 
-def run_on_ranks(checkpoint: Path | None, cases: dict[str, dict], folder: Path, *, ranks: int):
+def run_on_ranks(cases: dict[str, dict], folder: Path, *, ranks: int):
     """Case name -> result of rank 0, or the traceback of the first rank that failed.
 
-    A case is settings of the trainer, and where they differ `checkpoint` and `batch` (arguments of make_batch).
+    A case is settings of the trainer, its `checkpoint`, and `batch`, the arguments of make_batch.
     """
-    context = rank_processes()
     stores = [open_store("127.0.0.1") for _ in cases]
     addresses = [f"{store.host}:{store.port}" for store in stores]
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, checkpoint, cases, addresses, folder)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT_S)
-        if process.is_alive():
-            process.kill()
-    return {name: _result(folder, name) for name in cases}
+    run_ranks(_rank, (ranks, cases, addresses, folder), ranks=ranks, limit_s=LIMIT_S)
+    return {name: result_of(folder, name) for name in cases}
 
 
-def _result(folder: Path, name: str):
-    failures = sorted(folder.glob(f"{name}.*.error"))
-    if failures:
-        return failures[0].read_text()
-    path = folder / f"{name}.pt"
-    return torch.load(path, weights_only=False) if path.exists() else "the ranks ended before this case"
-
-
-def _rank(rank, ranks, checkpoint, cases, addresses, folder):
+def _rank(rank, ranks, cases, addresses, folder):
     warnings.simplefilter("ignore")
     for (name, changes), address in zip(cases.items(), addresses, strict=True):
         try:
             changes = dict(changes)
-            source, rows = changes.pop("checkpoint", checkpoint), changes.pop("batch", {})
+            source, rows = changes.pop("checkpoint"), changes.pop("batch")
             with counted_reads() as sizes:
                 trainer = start_trainer(source, optimizer=ADAM, rank=rank, rendezvous=address, ranks=ranks, **changes)
             if changes.items() >= BALANCE.items():
@@ -172,6 +155,6 @@ def _rank(rank, ranks, checkpoint, cases, addresses, folder):
             trainer.close()
             if rank == 0:
                 torch.save(result, folder / f"{name}.pt")
-        except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
+        except BaseException:  # noqa: BLE001 - the test shows it
             (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
             sys.exit(1)  # the other rank waits in a collective and fails when this one is gone

@@ -1,4 +1,4 @@
-"""Carries a checkpoint through a chain of layouts: each restores what the one before saved, and saves it again."""
+"""Carries a checkpoint through a chain of layouts: each restores the state of the one before, and saves it again."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from async_rl.files.atomic_dir import partial_folder
 from async_rl.trainer.distributed import open_store
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers.killed_saves import kill_before_touch
-from tests.parallel.processes import rank_processes
+from tests.parallel.processes import run_ranks
 from tests.parallel.ranks import ADAM, LIMIT_S
 from tests.parallel.support import make_batch, make_supervised_batch, start_trainer
 
@@ -22,7 +22,7 @@ NEXT_SEEDS = (3, 4)
 
 
 def restored(trainer, folder, again, layers, *, like):
-    """The steps after a restore, and those after another restore of what was saved in this layout.
+    """The steps after a restore, and those after another restore of the state that this layout saved.
 
     The weights after the first restore are also saved as a Hugging Face checkpoint with the other files of `like`.
     """
@@ -35,7 +35,7 @@ def restored(trainer, folder, again, layers, *, like):
 
 
 def pretrained_folder(folder):
-    """The Hugging Face checkpoint of a link, beside what its trainer saved."""
+    """The Hugging Face checkpoint of a link, beside its trainer checkpoint."""
     return folder.with_name(f"{folder.name}-pretrained")
 
 
@@ -61,14 +61,14 @@ def whole_tensors(folder):
         if isinstance(entry, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group is meant
+        warnings.simplefilter("ignore")  # there is no process group on purpose
         load(tensors, checkpoint_id=folder, no_dist=True)
     return tensors
 
 
 @dataclass(kw_only=True)
 class Chain:
-    """links: name -> settings of the trainer; each restores folder / name of the one before, the first folder / begin.
+    """links: name -> settings of the trainer; each restores folder / name of the one before, the first folder / start.
 
     A link is of two ranks, unless its settings say `ranks`. settings: of every link. layers: MoE layers of the model.
     """
@@ -79,33 +79,25 @@ class Chain:
     settings: dict = field(default_factory=dict)
     layers: int = 3
 
-    def begin(self):
-        """One rank trains and saves; what it gives when it goes on."""
+    def start(self):
+        """One rank trains and saves; returns its next steps."""
         trainer = start_trainer(self.checkpoint, optimizer=ADAM, **self.settings)
         trainer.train(make_batch(seed=1, layers=self.layers))
         trainer.train_supervised(make_supervised_batch(seed=2))
-        trainer.save(self.folder / "begin")
-        trainer.save_pretrained(pretrained_folder(self.folder / "begin"), like=self.checkpoint)
+        trainer.save(self.folder / "start")
+        trainer.save_pretrained(pretrained_folder(self.folder / "start"), like=self.checkpoint)
         result = next_steps(trainer, self.layers)
         trainer.close()
         return result
 
     def end(self, name, **changes):
-        """One rank restores what the last link saved and saves it as `name`; what it gives when it goes on."""
+        """One rank restores the state of the last link and saves it as `name`; returns its next steps."""
         trainer = start_trainer(self.checkpoint, optimizer=ADAM, **{**self.settings, **changes})
         result = restored(
             trainer, self.folder / list(self.links)[-1], self.folder / name, self.layers, like=self.checkpoint
         )
         trainer.close()
         return result
-
-    def result(self, name):
-        """Of a link: what rank 0 saw, or the traceback of a rank."""
-        failures = sorted(self.folder.glob(f"{name}.*.error"))
-        if failures:
-            return failures[0].read_text()
-        path = self.folder / f"{name}.pt"
-        return torch.load(path, weights_only=False) if path.exists() else "the ranks ended before this link"
 
 
 def ranks_of(changes):
@@ -114,30 +106,22 @@ def ranks_of(changes):
 
 
 def run_chains(chains):
-    """Every link of every chain, in processes that go through all of those that have their rank.
+    """Every link of every chain, in processes that take part in those that have their rank.
 
-    At last rank 1 is killed while the ranks save over folder / killed of the first chain, a copy of folder / begin.
+    At last rank 1 is killed while the ranks save over folder / killed of the first chain, a copy of folder / start.
     """
-    context = rank_processes()
     stores = [[open_store("127.0.0.1") for _ in chain.links] for chain in chains]
     addresses = [[f"{store.host}:{store.port}" for store in of_chain] for of_chain in stores]
     last = open_store("127.0.0.1")
-    shutil.copytree(chains[0].folder / "begin", chains[0].folder / "killed")
-    arguments = (chains, addresses, f"{last.host}:{last.port}")
+    shutil.copytree(chains[0].folder / "start", chains[0].folder / "killed")
     most = max(ranks_of(changes) for chain in chains for changes in chain.links.values())
-    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(most)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT_S)
-        if process.is_alive():
-            process.kill()
+    run_ranks(_rank, (chains, addresses, f"{last.host}:{last.port}"), ranks=most, limit_s=LIMIT_S)
 
 
 def _rank(rank, chains, addresses, last):
     warnings.simplefilter("ignore")
     for chain, of_chain in zip(chains, addresses, strict=True):
-        befores = [chain.folder / name for name in ("begin", *chain.links)]
+        befores = [chain.folder / name for name in ("start", *chain.links)]
         for (name, changes), address, before in zip(chain.links.items(), of_chain, befores, strict=False):
             if rank >= ranks_of(changes):
                 continue
@@ -148,7 +132,7 @@ def _rank(rank, chains, addresses, last):
                 trainer.close()
                 if rank == 0:
                     torch.save(result, chain.folder / f"{name}.pt")
-            except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
+            except BaseException:  # noqa: BLE001 - the test shows it
                 (chain.folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
                 sys.exit(1)  # the other rank waits in a collective and fails when this one is gone
     if rank < 2:
@@ -156,7 +140,7 @@ def _rank(rank, chains, addresses, last):
 
 
 def _save_until_killed(chain, *, rank, **settings):
-    """Rank 1 is killed when it opens the file of its tensors; the others write down what they are told."""
+    """Rank 1 is killed when it opens the file of its tensors; the other writes its error down."""
     folder = chain.folder / "killed"
     trainer = start_trainer(
         chain.checkpoint, optimizer=ADAM, rank=rank, **settings, **chain.settings, parallel=ParallelConfig(tensor=2)
@@ -169,4 +153,4 @@ def _save_until_killed(chain, *, rank, **settings):
         trainer.save(folder)
     except Exception as error:  # noqa: BLE001 - gloo has no class of its own for it
         (chain.folder / "told").write_text(str(error))
-    os._exit(0)  # a group that has lost a rank cannot be left in order
+    os._exit(0)  # a group without one of its ranks cannot be closed

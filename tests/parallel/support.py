@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -27,9 +28,16 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.routing_rows import RowRun
 from message_queue.sampling_support import SamplingSupport
 from message_queue.training_sequence import SampledRun, TrainingSequence
+from tests.conformance.reference import watched_routers
 from tests.helpers import numerics
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
+WARNINGS = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
+)
+MARKS = [pytest.mark.numerics, WARNINGS]
 VOCAB, EXPERTS, TOP_K, LAYERS = 117, 8, 2, (1, 2, 3)
 LENGTHS = (23, 9, 31, 14, 9, 17)
 NO_UPDATE = OptimizerConfig(lr=1e-30, clip_grad=0.0)
@@ -37,7 +45,7 @@ TRAINER = TrainerConfig(micro_batch_tokens=64, timeout_s=60, threads=numerics.TH
 
 
 def save_tiny_moe(directory: Path) -> Path:
-    """Qwen3-MoE: hidden 128, 4 layers of which the first is dense, 8 experts top-2."""
+    """Qwen3-MoE: hidden 128, 4 layers (the first is dense), 8 experts top-2."""
     return save_checkpoint(qwen3_moe_config(rope_theta=1000.0), directory, seed=3)
 
 
@@ -152,7 +160,7 @@ def _sequence(padded, number, *, now):
 
 
 def support_of(kept):
-    """The support of bool [n, V]: where a token was kept; none where nothing was."""
+    """The support of bool [n, V]: the kept tokens; a row without any is the whole vocabulary."""
     return SamplingSupport.pack(kept.sum(-1).numpy(), kept.nonzero()[:, 1].numpy())
 
 
@@ -252,7 +260,7 @@ def gradients(trainer):
 
 
 def gather_gradients(wrapped):
-    """Make `main_grad` whole where the distributed optimizer has left each rank its share; collective."""
+    """Make `main_grad` whole if the distributed optimizer has left each rank its share; collective."""
     if not wrapped.ddp_config.use_distributed_optimizer:
         return
     for bucket_group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
@@ -269,61 +277,16 @@ def load_reference(checkpoint):
     )
 
 
-def routers_of(model):
-    """The routers of a transformers model, layer after layer."""
-    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
-
-
-@contextlib.contextmanager
-def forced_routing(model, rows):
-    """Make every router of a transformers model choose `rows` [T, L, K]; rows of -1 are left to it.
-
-    Yields the experts that were used, int64 [T, K] of each router after it ran.
-    """
-    used = []
-
-    def forcing(given):
-        def force(router, _inputs, output):
-            logits, weights, live = output
-            chosen = torch.where(given < 0, live, given)
-            used.append(chosen)
-            free = (given < 0).any(-1, keepdim=True)
-            return logits, torch.where(free, weights, gate_weights(router, logits, chosen)), chosen
-
-        return force
-
-    hooks = [r.register_forward_hook(forcing(rows[:, i].long())) for i, r in enumerate(routers_of(model))]
-    try:
-        yield used
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def gate_weights(router, logits, experts):
-    """[T, K] weights of given experts, by the equations of the papers."""
-    # DeepSeek-V3 and GLM-4.5: sigmoid scores; their bias steers the choice alone.
-    sigmoid = hasattr(router, "e_score_correction_bias")
-    weights = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral always norms
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights * getattr(router, "routed_scaling_factor", 1.0)
-
-
 def live_routing(model, token_ids):
     """int64 [T, L, K]: the experts that a transformers model chooses for tokens int64 [T], ascending."""
-    seen = []
-    hooks = [r.register_forward_hook(lambda _r, _i, output: seen.append(output[2])) for r in routers_of(model)]
-    with torch.no_grad():
+    with torch.no_grad(), watched_routers(model, None) as seen:
         model(token_ids[None])
-    for hook in hooks:
-        hook.remove()
-    return torch.stack([experts.sort(-1).values for experts in seen], dim=1)
+    return torch.stack([torch.from_numpy(layer.experts) for layer in seen], dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """One update of a batch by transformers in float64, and what float32 adds to it."""
+    """One update of a batch by transformers in float64, and the error of float32."""
 
     logprobs: torch.Tensor
     """float64 [S, T]: logprob of each token given those before it; 0 for the first and for padding."""
@@ -346,7 +309,7 @@ def supervised_terms(batch, current, _entropy):
 
 
 def policy_terms(config: LossConfig):
-    """What gives the terms of a policy loss of a batch, all tokens at once."""
+    """Function of the terms of a policy loss of a batch, all tokens at once."""
 
     def terms(batch, logprobs, entropy):
         mask = batch["loss_mask"]
@@ -371,7 +334,7 @@ def reference_step(model, batch, terms, *, routed=True) -> Expected:
     """One update of a batch: in float64 for the result, and in float32 for the error of float32.
 
     model: of transformers, in float32. terms: (batch, logprobs [S, T], entropy [S, T]) -> tensor whose sum is the loss.
-    routed: over the rows of the batch; those of -1, and all without, are of the live routers in float64.
+    routed: over the rows of the batch; free rows, and all rows otherwise, are of the live routers in float64.
     """
     rows = batch["routed_experts"] if routed else None
     exact_model = numerics.float64_model(model)
@@ -395,21 +358,20 @@ def _step(model, batch, terms, rows):
     """Logprobs, terms of the loss, gradients, and the experts that were used, [S, T, L, K] or None."""
     model.zero_grad()
     logprobs, entropies, used = [], [], []
-    longest, layers = batch["token_ids"].shape[1], len(routers_of(model))
+    longest = batch["token_ids"].shape[1]
     outside = outside_support(batch)
     for i, length in enumerate(batch["lengths"].tolist()):
         ids = batch["token_ids"][i, :length]
-        given = torch.full((length, layers, TOP_K), -1) if rows is None else rows[i, :length]
-        with forced_routing(model, given) as found:
+        with watched_routers(model, None if rows is None else rows[i, :length]) as found:
             logits = model(ids[None]).logits[0, :-1]
         cut = outside[i, 1:length]
         scores = logits.masked_fill(cut, -torch.inf).log_softmax(-1)
         pad = (1, longest - length)
         logprobs.append(torch.nn.functional.pad(scores.gather(1, ids[1:, None])[:, 0], pad))
         entropies.append(torch.nn.functional.pad(-(scores.exp() * scores.masked_fill(cut, 0.0)).sum(-1), pad))
-        used.append(
-            torch.nn.functional.pad(torch.stack(found, 1) if layers else given, (0, 0, 0, 0, 0, longest - length))
-        )
+        experts = [torch.from_numpy(layer.experts) for layer in found]
+        chosen = torch.stack(experts, 1) if experts else torch.zeros(length, 0, TOP_K, dtype=torch.int64)
+        used.append(torch.nn.functional.pad(chosen, (0, 0, 0, 0, 0, longest - length)))
     current = torch.stack(logprobs)
     loss_terms = terms(batch, current, torch.stack(entropies))
     loss_terms.sum().backward()
@@ -463,7 +425,7 @@ def assert_near(ours, theirs, *, bound):
 
 
 def assert_equal_gradients(ours, expected, theirs=None):
-    """`ours` are the gradients of `expected`, or those of `theirs`, another float32 implementation of it."""
+    """`ours` are the gradients of `expected`, or those of `theirs`, another float32 implementation."""
     parts, theirs = (1, expected.gradients) if theirs is None else (2, theirs)
     numerics.assert_within(distance(ours, theirs), parts * expected.distance_bound, "distance")
     numerics.assert_within(largest_difference(ours, theirs), parts * expected.gradient_bound, "largest difference")
@@ -476,7 +438,7 @@ def assert_equal_steps(loss, grads, expected):
 
 
 def assert_equal_metrics(ours, theirs, expected):
-    """Metrics of an update by two float32 trainers, of which `expected` is the reference.
+    """Metrics of an update by two float32 trainers; `expected` is the reference.
 
     All but loss and gradient norm are means over tokens of some f(d), d = current - behaviour logprob, or shares of
     tokens, which do not change. Of every f here |f'| <= 2 (|f| + |d| + 1): d, exp(d) - 1 - d, (exp(d) - 1)^2, weights.

@@ -1,33 +1,48 @@
-"""Two ranks in every parallel layout give what one rank gives: logprobs, metrics, gradients, weights, restart."""
+"""Two ranks in every parallel layout give the result of one: every family, every kind of objective, balance loss.
 
-from dataclasses import replace
+Compared are logprobs, metrics, gradients, and the weights after two updates with a restart between them. No rank reads
+or gathers more than it needs.
+"""
+
+import functools
 
 import pytest
 
-from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.loss.losses import GSPO, M2PO, DecoupledPPO, SequenceMask, SequenceTIS
 from async_rl.trainer.model.model import ParallelConfig
-from tests.helpers import numerics
+from tests.helpers import numerics, tiny_models
+from tests.parallel.parity_cells import LATENT
 from tests.parallel.ranks import ADAM, BALANCE, assert_equal_cases, run_balance_case, run_case, run_on_ranks
 from tests.parallel.support import (
-    TRAINER,
+    LENGTHS,
+    MARKS,
     assert_equal_gradients,
     load_reference,
     make_batch,
     make_supervised_batch,
     policy_terms,
     reference_step,
-    save_tiny_moe,
     start_trainer,
     supervised_terms,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = MARKS
 
-CASES = {
+MODELS = {
+    "qwen3_moe": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0),
+    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT, num_hidden_layers=4),
+    "glm4_moe": tiny_models.glm4_moe_config,
+    "qwen2_moe": tiny_models.qwen2_moe_config,
+    "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
+    "tied": lambda: tiny_models.qwen3_dense_config(tie_word_embeddings=True),
+}
+ROUTED = {"mixtral": 2, "tied": 0}  # layers; 3 in the other families
+LAYOUTS = {
     "data": {},
     "data-distributed-optimizer": {"distributed_optimizer": True},
     "data-unpacked": {"packing": False},
     "tensor": {"parallel": ParallelConfig(tensor=2)},
+    "tensor-selective": {"parallel": ParallelConfig(tensor=2), "recompute": "selective"},
     "tensor-recompute": {"parallel": ParallelConfig(tensor=2), "recompute": "full"},
     "tensor-expert": {"parallel": ParallelConfig(tensor=2, expert=2, expert_tensor=1)},
     "expert": {"parallel": ParallelConfig(expert=2)},
@@ -37,50 +52,115 @@ CASES = {
     "virtual-pipeline": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2), "recompute": "full"},
     "context": {"parallel": ParallelConfig(context=2)},
 }
+FAMILY_LAYOUTS = {
+    "qwen3_moe": [name for name in LAYOUTS if name != "tensor-selective"],
+    "deepseek_v3": [
+        *("tensor", "tensor-selective", "expert", "pipeline", "virtual-pipeline", "tensor-expert", "context")
+    ],
+    "glm4_moe": ["tensor", "virtual-pipeline"],
+    "qwen2_moe": ["tensor-expert", "pipeline"],
+    "mixtral": ["tensor-expert"],
+    "tied": ["tensor", "pipeline"],
+}
+OBJECTIVES = {
+    # The geometric means of their ratios are from 0.006 to 0.07.
+    "gspo": GSPO(clip_low=0.2, clip_high=0.28, behaviour_weight_cap=0.02),
+    # The products of their ratios are from 1e-41 to 1e-6.
+    "sequence-tis": SequenceTIS(aggregation="group_mean", behaviour_weight_cap=1e-7),
+    "sequence-mask": SequenceMask(aggregation="token_mean", max_sequence_drift=0.1),
+    "m2po": M2PO(max_second_moment=1.0),
+}
+OBJECTIVE_CASES = [
+    *(("context", name, {}) for name in ("gspo", "sequence-tis", "m2po")),
+    ("context", "sequence-mask", {"packing": False}),
+    ("tensor", "gspo", {}),
+    ("tensor", "gspo", {"fp32_lm_head": True}),
+    *(("data", name, {}) for name in ("sequence-mask", "m2po")),
+    ("pipeline", "m2po", {}),
+    ("virtual-pipeline", "gspo", {"recompute": "none"}),
+]
+CASES = {f"{family}-{name}": (family, LAYOUTS[name]) for family, names in FAMILY_LAYOUTS.items() for name in names}
+CASES |= {
+    "-".join([layout, objective, *more]): ("qwen3_moe", {**LAYOUTS[layout], "loss": OBJECTIVES[objective], **more})
+    for layout, objective, more in OBJECTIVE_CASES
+}
 BALANCE_CASES = {
-    "balance-tensor": {"parallel": ParallelConfig(tensor=2), **BALANCE},
-    "balance-tensor-recompute": {"parallel": ParallelConfig(tensor=2), "recompute": "full", **BALANCE},
-    "balance-pipeline": {"parallel": ParallelConfig(pipeline=2), **BALANCE},
-    "balance-context": {"parallel": ParallelConfig(context=2), **BALANCE},
+    f"balance-{name}": ("qwen3_moe", {**LAYOUTS[name], **BALANCE})
+    for name in ("tensor", "tensor-recompute", "pipeline", "context")
 }
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_moe(tmp_path_factory.mktemp("layouts") / "model")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    return {
+        name: tiny_models.save_checkpoint(config(), folder / name, seed=3, vectors=name != "qwen3_moe")
+        for name, config in MODELS.items()
+    }
+
+
+def rows_of(family):
+    layers = ROUTED.get(family, 3)
+    return {"routed": layers > 0, "layers": layers}
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint):
-    trainer = start_trainer(checkpoint, optimizer=ADAM)
-    result = run_case(trainer, make_batch())
-    trainer.close()
-    return result
+def alone(checkpoints):
+    """(family, loss) -> the result of one rank, and the first update by transformers."""
+
+    @functools.cache
+    def made(family, loss):
+        batch, routed = make_batch(**rows_of(family)), rows_of(family)["routed"]
+        trainer = start_trainer(
+            checkpoints[family], optimizer=ADAM, loss=loss, router_replay="R3" if routed else "none"
+        )
+        result = run_case(trainer, batch)
+        trainer.close()
+        return result, reference_step(load_reference(checkpoints[family]), batch, policy_terms(loss), routed=routed)
+
+    return made
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint):
-    return reference_step(load_reference(checkpoint), make_batch(), policy_terms(DecoupledPPO()))
+def results(checkpoints, tmp_path_factory):
+    cases = {
+        name: {
+            "checkpoint": checkpoints[family],
+            "batch": rows_of(family),
+            "router_replay": "R3" if rows_of(family)["routed"] else "none",
+            **settings,
+        }
+        for name, (family, settings) in (CASES | BALANCE_CASES).items()
+    }
+    return run_on_ranks(cases, tmp_path_factory.mktemp("ranks"), ranks=2)
 
 
-@pytest.fixture(scope="module")
-def results(checkpoint, tmp_path_factory):
-    return run_on_ranks(checkpoint, CASES | BALANCE_CASES, tmp_path_factory.mktemp("ranks"), ranks=2)
+def result_of(results, name):
+    assert isinstance(results[name], dict), results[name]
+    return results[name]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layout_changes_nothing(name, results, expected, reference):
-    got = results[name]
-    assert isinstance(got, dict), got
-    assert_equal_cases(got, expected, reference)
+def test_a_layout_gives_the_result_of_one_rank(name, results, alone):
+    family, settings = CASES[name]
+    expected, reference = alone(family, settings.get("loss", DecoupledPPO()))
+    assert_equal_cases(result_of(results, name), expected, reference)
+
+
+@pytest.mark.parametrize("name", [name for name, (family, _) in CASES.items() if family != "qwen3_moe"])
+def test_a_rank_reads_its_own_weights_and_exports_tensor_by_tensor(name, results):
+    ours = result_of(results, name)
+    assert ours["read"] == ours["held"]
+    assert ours["held"] < ours["whole"] or name.endswith("-context")  # which splits no weights
+    # A tensor, its gathered parts, the copy that is handed out; experts come as many as there are ranks.
+    assert ours["most_at_once"] <= 8 * ours["largest"] < ours["whole"] / 2
 
 
 @pytest.mark.parametrize("name", BALANCE_CASES)
-def test_the_balance_loss_weighs_the_same_in_every_layout(name, results, checkpoint):
-    batch = make_batch()
-    reference = reference_step(load_reference(checkpoint), batch, supervised_terms, routed=False)
-    got = results[name]
-    assert isinstance(got, dict), got
+def test_the_balance_loss_weighs_the_same_in_every_layout(name, results, checkpoints):
+    checkpoint = checkpoints["qwen3_moe"]
+    reference = reference_step(load_reference(checkpoint), make_batch(), supervised_terms, routed=False)
+    got = result_of(results, name)
     trainer = start_trainer(checkpoint, optimizer=ADAM, **BALANCE)
     expected = run_balance_case(trainer, make_supervised_batch())
     trainer.close()
@@ -90,6 +170,8 @@ def test_the_balance_loss_weighs_the_same_in_every_layout(name, results, checkpo
     assert_equal_gradients(got["gradients"], reference, expected["gradients"])
 
 
-def test_every_layout_config_is_valid():
-    for changes in (CASES | BALANCE_CASES).values():
-        replace(TRAINER, ranks=2, **changes)
+def test_the_cases_have_many_lengths_and_filters_that_touch_some_tokens(alone):
+    assert len(set(LENGTHS)) > 4
+    for name, loss in OBJECTIVES.items():
+        shares = [v for k, v in alone("qwen3_moe", loss)[0]["metrics"][0].items() if k.endswith("/fraction")]
+        assert any(0 < share < 1 for share in shares), (name, shares)

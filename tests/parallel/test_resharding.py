@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in every other: the same state bit for bit, and the same next steps."""
+"""A checkpoint of one layout continues in every other: the same state bit for bit, and the same next steps."""
 
 import json
 import shutil
@@ -13,9 +13,11 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.weights.pretrained import keep_model_files
 from tests.helpers.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
+from tests.parallel.processes import result_of
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import NEXT_SEEDS, Chain, pretrained_folder, run_chains, whole_tensors
 from tests.parallel.support import (
+    MARKS,
     TRAINER,
     VOCAB,
     assert_equal_metrics,
@@ -27,19 +29,12 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # megatron's own float32 shares
-    ),
-]
+pytestmark = MARKS
 
 SPLIT = {"distributed_optimizer": True}
 MIX = ParallelConfig(tensor=2, expert=2, expert_tensor=1)
 QWEN_LINKS = {
-    # First, so that the two further processes are gone before the others go on.
+    # First, so that the two further processes end before the others continue.
     "four-ranks-split": {"ranks": 4, "parallel": MIX, **SPLIT},
     "tensor": {"parallel": ParallelConfig(tensor=2)},
     "expert": {"parallel": ParallelConfig(expert=2)},
@@ -49,7 +44,7 @@ QWEN_LINKS = {
     "context": {"parallel": ParallelConfig(context=2)},
     "expert-tensor": {"parallel": ParallelConfig(expert_tensor=2)},
 }
-# bfloat16 weights with float32 ones beside them, frozen weights of a KL term; DeepSeek-V3 has the rest of it.
+# bfloat16 weights with float32 ones beside them, frozen weights of a KL term; DeepSeek-V3 has the others.
 BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": DecoupledPPO(kl_coefficient=0.1)}
 DEEPSEEK_LINKS = {
     "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},
@@ -65,17 +60,18 @@ CASES = [(family, name) for family, (_, chain) in MODELS.items() for name in (*c
 
 @dataclass
 class Outcome:
-    """expected: what one rank gives that was never restored. results and saved: of every link; saved: tensors."""
-
     expected: dict
+    """The next steps of one rank that was never restored."""
     results: dict
+    """The next steps of every link."""
     saved: dict
+    """The tensors of every link."""
     chain: Chain
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """One rank saves, four and two carry it on through the links, one restores it from the last of them."""
+    """One rank saves, four and two carry the state through the links, one restores the last link."""
     folder = tmp_path_factory.mktemp("chains")
     chains = {
         family: Chain(
@@ -83,22 +79,22 @@ def outcomes(tmp_path_factory):
         )
         for family, (config, chain) in MODELS.items()
     }
-    expected = {family: chain.begin() for family, chain in chains.items()}
+    expected = {family: chain.start() for family, chain in chains.items()}
     run_chains(list(chains.values()))
     found = {}
     for family, chain in chains.items():
-        results = {name: chain.result(name) for name in chain.links}
+        results = {name: result_of(chain.folder, name) for name in chain.links}
         for name, result in results.items():
             assert isinstance(result, dict), f"{family} {name}: {result}"
         results["one"] = chain.end("one", **SPLIT)
-        saved = {name: whole_tensors(chain.folder / name) for name in ("begin", *results)}
+        saved = {name: whole_tensors(chain.folder / name) for name in ("start", *results)}
         found[family] = Outcome(expected[family], results, saved, chain)
     return found
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, name):
-    before, after = outcomes[family].saved["begin"], outcomes[family].saved[name]
+    before, after = outcomes[family].saved["start"], outcomes[family].saved[name]
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         rows = VOCAB if key.endswith(("word_embeddings.weight", "output_layer.weight")) else None
@@ -108,7 +104,7 @@ def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, n
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_every_layout_writes_the_same_hugging_face_checkpoint(outcomes, family, name):
     folder = outcomes[family].chain.folder
-    expected = digest_checkpoint(pretrained_folder(folder / "begin"))
+    expected = digest_checkpoint(pretrained_folder(folder / "start"))
     assert digest_checkpoint(pretrained_folder(folder / name)) == expected
 
 
@@ -124,7 +120,7 @@ def test_export_writes_the_same_from_a_checkpoint_of_several_ranks(outcomes, fam
     (checkpoint / "run.json").touch()
     assert main([str(tmp_path)]) == 0
     exported = tmp_path / "export" / "step-000004"
-    assert digest_checkpoint(exported) == digest_checkpoint(pretrained_folder(chain.folder / "begin"))
+    assert digest_checkpoint(exported) == digest_checkpoint(pretrained_folder(chain.folder / "start"))
     config = json.loads((exported / "config.json").read_text())
     assert config["dtype"] == chain.settings.get("dtype", "float32")
 
@@ -151,14 +147,14 @@ def test_the_next_steps_are_those_of_the_layout_before(outcomes, family, name):
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_random_numbers_begin_anew_in_another_layout_and_go_on_in_the_same(outcomes, family, name):
+def test_random_numbers_continue_in_the_same_layout_alone(outcomes, family, name):
     got, expected = outcomes[family].results[name], outcomes[family].expected
     assert torch.equal(got["repeated"]["draw"], got["draw"])
     assert not torch.equal(got["draw"], expected["draw"])
 
 
-def test_everything_is_in_it(outcomes):
-    saved = outcomes["deepseek"].saved["begin"]
+def test_a_trainer_checkpoint_has_weights_optimizer_and_reference(outcomes):
+    saved = outcomes["deepseek"].saved["start"]
     names = set(saved)
     weights = {
         "embedding.word_embeddings.weight",
@@ -183,4 +179,4 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(outc
     trainer.close()
     assert not (chain.folder / "killed.partial").exists()
     held = whole_tensors(chain.folder / "killed")
-    assert all(torch.equal(held[name], tensor) for name, tensor in outcomes["qwen"].saved["begin"].items())
+    assert all(torch.equal(held[name], tensor) for name, tensor in outcomes["qwen"].saved["start"].items())

@@ -1,4 +1,4 @@
-"""The staleness sweep: its cells, its figure, and which cells are run."""
+"""The staleness sweep: its cells, their runs, and its figure."""
 
 import json
 import subprocess
@@ -44,21 +44,6 @@ def record(cell, *, oldest=None, reward=0.1):
     return RunRecord(name=cell.name, steps=steps, validations=[{"train_step": 5, "validation/success": 0.5}])
 
 
-@pytest.mark.parametrize("bounds", [[2], [0, 1, 2, 4], [0, 1, 2, 3, 4, 5]], ids=len)
-@pytest.mark.parametrize("losses", [["tis"], ["ppo_clip", "decoupled_ppo"], ["tis", "dis", "gspo", "cispo"]], ids=len)
-def test_the_figure_shows_every_loss_and_every_bound(losses, bounds):
-    chosen = list(
-        sweep.cells({"cells": {"loss": {name: name for name in losses}, "max_staleness": bounds, "seed": [0, 1]}})
-    )
-    axes = sweep.draw({cell: record(cell) for cell in chosen}, synchronous=0).axes
-    curves, (success, throughput) = axes[: len(losses)], axes[len(losses) : len(losses) + 2]
-    histograms = axes[len(losses) + 2 :]
-    assert [axis.get_title() for axis in curves] == [f"reward, {name}" for name in losses]
-    assert [len(axis.lines) for axis in curves] == [len(bounds)] * len(losses)
-    assert [len(axis.patches) for axis in (success, throughput)] == [len(losses) * len(bounds)] * 2
-    assert [len(axis.patches) for axis in histograms] == [len(losses) * (bound + 1) for bound in bounds]
-
-
 def test_the_figure_shows_means_over_seeds_with_their_intervals():
     chosen = list(sweep.cells({"cells": {"loss": {"naive": "ppo_clip"}, "max_staleness": [0], "seed": [0, 1, 2]}}))
     runs = {cell: record(cell, reward=0.1 + 0.03 * cell.seed) for cell in chosen}
@@ -68,11 +53,8 @@ def test_the_figure_shows_means_over_seeds_with_their_intervals():
     band = curve.collections[0].get_paths()[0].vertices
     at_first = band[band[:, 0] == 1, 1]
     assert (at_first.min(), at_first.max()) == pytest.approx((mean - half, mean + half))
-
-
-def test_interval_of_one_seed_has_no_width():
     mean, half = sweep.interval(sweep.np.array([[1.0, 2.0]]))
-    assert mean.tolist() == [1, 2] and half.tolist() == [0, 0]
+    assert mean.tolist() == [1, 2] and half.tolist() == [0, 0], "the interval of one seed"
 
 
 def test_the_figure_shows_tokens_that_are_older_than_the_bound():
@@ -103,25 +85,24 @@ def test_a_finished_cell_is_not_run_again_and_a_failed_one_stops_the_sweep(tmp_p
     runs = Runs(monkeypatch, failing=["naive-s19-seed0"])
     assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
     assert len(runs.commands) == 3 and all("optimizer.lr=1e-3" in command for command in runs.commands)
-    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
+    same = ["optimizer.lr=1", "optimizer.lr=0.001"]  # settings are compared by value
+    assert sweep.main(["--out", str(tmp_path), *same]) == 1
     assert len(runs.commands) == 4, "the two finished cells are skipped"
     runs.failing.clear()
-    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 0
+    assert sweep.main(["--out", str(tmp_path), *same]) == 0
     assert len(runs.commands) == 8 and (tmp_path / "staleness.png").is_file()
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "cut-short"])
 def test_a_cell_with_other_settings_is_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, finished):
-    failing = (
-        "decoupled-s3-seed0" if finished else "naive-s3-seed0"
-    )  # so that cells are finished, or only the first is cut short
-    runs = Runs(monkeypatch, failing=[failing])
+    # Either some cells are finished, or the first is cut short.
+    runs = Runs(monkeypatch, failing=["decoupled-s3-seed0" if finished else "naive-s3-seed0"])
     assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
     runs.commands.clear()
     capsys.readouterr()
     assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-4"]) == 2
     error = capsys.readouterr().err
-    assert "optimizer.lr was 0.001, is 0.0001" in error and "naive-s3-seed0" in error
+    assert "optimizer.lr" in error and "naive-s3-seed0" in error
     assert not runs.commands
 
 
@@ -133,22 +114,15 @@ def test_a_cell_of_unknown_settings_is_refused(tmp_path, monkeypatch, capsys):
     assert "naive-s7" in capsys.readouterr().err and not runs.commands
 
 
-def test_settings_do_not_depend_on_the_way_they_are_written(tmp_path, monkeypatch):
-    runs = Runs(monkeypatch, failing=["naive-s7-seed0"])
-    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=0.001", "total_train_steps=8"]) == 1
-    assert sweep.main(["--out", str(tmp_path), "total_train_steps=8", "optimizer.lr=1", "optimizer.lr=1e-3"]) == 1
-    assert len(runs.commands) == 3
-
-
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        (["validation.prompts=0"], "validation.prompts is 0"),
-        (["total_train_steps=0", "optimizer.decay=constant"], "total_train_steps is 0"),
+        (["validation.prompts=0"], "validation.prompts"),
+        (["total_train_steps=0", "optimizer.decay=constant"], "total_train_steps"),
         (["optimizer.lr=fast"], "optimizer.lr"),
         (["wish=1"], "wish"),
-        (["seed=3"], "seed=3"),
-        (["staleness.max_staleness=3"], "staleness.max_staleness=3"),
+        (["seed=3"], "seed"),
+        (["staleness.max_staleness=3"], "staleness.max_staleness"),
     ],
 )
 def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, overrides, field):
@@ -157,15 +131,7 @@ def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path,
     assert field in capsys.readouterr().err and not runs.commands
 
 
-def test_the_help_names_every_argument(capsys):
-    with pytest.raises(SystemExit) as ended:
-        sweep.main(["--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "--out" in text and "outputs/staleness" in text and "key=value" in text and "recipe.yaml" in text
-
-
-@pytest.mark.parametrize("window", [1, 3])
-def test_smoothing_is_a_trailing_mean(window):
+def test_smoothing_is_a_trailing_mean():
     values = sweep.np.array([0.0, 3.0, 6.0])
-    assert sweep._smooth(values, window).tolist() == ([0, 3, 6] if window == 1 else [0, 1.5, 3])
+    assert sweep._smooth(values, 1).tolist() == [0, 3, 6]
+    assert sweep._smooth(values, 3).tolist() == [0, 1.5, 3]

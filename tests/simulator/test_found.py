@@ -1,20 +1,18 @@
-"""Defects that the simulator found in the real code; `mutations.py` plants them again."""
+"""Defects that the simulator found in the real code and that no planted defect repeats."""
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from agent_loop.engine import ReplicaLostError
-from agent_loop.loop import Message, Prompt, RolloutError
+from async_rl.cluster.clients import TrainerLostError
+from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.controller.recovery import _lost_part
 from async_rl.inference.pool import ReplicaPool
-from async_rl.rollout.validator import ValidationRound, Validator
 from async_rl.simulator.virtual_time import run_in_virtual_time
-from message_queue.tokens import StopReason
-from tests.helpers.fakes import SPEC
 
 
-def test_a_replica_that_is_lost_while_a_call_on_it_times_out_is_lost_once():
+def test_replica_lost_while_a_call_times_out_is_lost_once():
     class Hung:
         name = "hung"
 
@@ -24,27 +22,19 @@ def test_a_replica_that_is_lost_while_a_call_on_it_times_out_is_lost_once():
         (member,) = pool.live
         loop = asyncio.get_running_loop()
         loop.call_later(5, lambda: loop.call_soon(lambda: pool.lose(member, reason="for another reason")))
-
-        async def call():
+        with pytest.raises(ReplicaLostError):
             async with pool.calling(member, timeout_s=5):
                 await asyncio.Event().wait()
-
-        with pytest.raises(ReplicaLostError, match="for another reason"):
-            await call()
         return lost
 
     assert len(run_in_virtual_time(lose())) == 1
 
 
-async def test_a_validation_rollout_that_fails_is_neither_right_nor_wrong():
-    class Loop:
-        async def run(self, prompt, *, trajectory, session, cache_salt):
-            if prompt.index == 1:
-                raise RolloutError("the reward is out of order")
-            trajectory.observe(np.zeros(1, np.int32))
-            trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
-
-    prompts = [Prompt(index=i, messages=(Message(role="user", content="?"),)) for i in range(2)]
-    rolled = await Validator(loop=Loop(), routing=SPEC).run(list(enumerate(prompts)), number=1)
-    result = ValidationRound.joined([rolled])
-    assert (result.success_rate, result.prompts, result.failed) == (1.0, 2, 1)
+def test_lost_queue_that_only_the_rollouts_noticed_is_a_lost_part():
+    stage, lost = RuntimeError("stage rollout failed"), QueueUnavailable("the queue is dead")
+    stage.__cause__ = ExceptionGroup("rollouts", [lost])
+    assert _lost_part(ExceptionGroup("stages", [stage])) is lost
+    stage.__cause__ = ExceptionGroup("rollouts", [ValueError("something else")])
+    assert _lost_part(ExceptionGroup("stages", [stage])) is None
+    trainer = TrainerLostError("rank 0 is dead")
+    assert _lost_part(trainer) is trainer

@@ -31,7 +31,7 @@ def test_a_deadlock_is_an_error():
     async def wait():
         await asyncio.Event().wait()
 
-    with pytest.raises(Deadlock, match="no timer is set"):
+    with pytest.raises(Deadlock):
         run_in_virtual_time(wait())
 
 

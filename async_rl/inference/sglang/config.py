@@ -81,18 +81,6 @@ class SglangConfig(ServingConfig):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """A checked checkpoint that a replica serves."""
-
-    checkpoint: Path
-    """Hugging Face checkpoint folder."""
-    info: ModelInfo
-    """Facts read from the checkpoint's config."""
-    max_model_len: int
-    """Most tokens of prompt and reply together in this replica; at most the checkpoint's context length."""
-
-
 def check_engine(
     config: SglangConfig,
     *,
@@ -100,7 +88,7 @@ def check_engine(
     capture_routing: bool,
     force_routing: bool = False,
     on_this_machine: bool = True,
-) -> ServedModel:
+) -> ModelInfo:
     """Refuse configurations that SGLang accepts but handles wrongly. Call it before any process starts.
 
     Args:
@@ -136,7 +124,7 @@ def check_engine(
             f"engine.name is 'sglang', which does not run {info.family} ({checkpoint}) on the CPU: {why}; "
             "use engine=vllm, or engine.device=cuda"
         )
-    return ServedModel(checkpoint=checkpoint, info=info, max_model_len=config.max_model_len)
+    return info
 
 
 def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dict[str, str]:
@@ -174,7 +162,7 @@ def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dic
 
 
 def server_arguments(
-    config: SglangConfig, model: ServedModel, *, port: int, served_name: str, label: str, capture_routing: bool
+    config: SglangConfig, checkpoint: Path, *, port: int, served_name: str, label: str, capture_routing: bool
 ) -> list[str]:
     """Command-line arguments of `sglang.launch_server`.
 
@@ -184,12 +172,12 @@ def server_arguments(
         capture_routing: whether the server returns routing rows.
     """
     args: dict[str, Any] = {
-        "model_path": str(model.checkpoint.absolute()),
+        "model_path": str(checkpoint.absolute()),
         "served_model_name": served_name,
         "host": "127.0.0.1",
         "port": port,
         "dtype": config.dtype,
-        "context_length": model.max_model_len + CONTEXT_SLACK,
+        "context_length": config.max_model_len + CONTEXT_SLACK,
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens,
         "max_prefill_tokens": config.max_num_batched_tokens,
@@ -220,7 +208,7 @@ def server_arguments(
             "device": "cpu",
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
-            "max_total_tokens": config.kv_cache_tokens or 8 * (model.max_model_len + CONTEXT_SLACK),
+            "max_total_tokens": config.kv_cache_tokens or 8 * (config.max_model_len + CONTEXT_SLACK),
         }
     return _flags({**args, **config.extra_args})
 

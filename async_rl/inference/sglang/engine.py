@@ -35,7 +35,6 @@ from async_rl.inference.replica import (
 )
 from async_rl.inference.sglang.config import (
     FORCED_FAMILIES,
-    ServedModel,
     SglangConfig,
     check_engine,
 )
@@ -44,6 +43,7 @@ from async_rl.inference.sglang.segment import check_generate, generate_body, to_
 from async_rl.inference.sglang.server import CallError, SglangServer
 from async_rl.inference.sglang.update import Shapes, check_update, first_load, reported_load, shapes_of, update_folder
 from async_rl.weights.live import LiveWeights
+from async_rl.weights.model_info import ModelInfo
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError, TokenOutput, WeightVersion
 
@@ -60,7 +60,7 @@ class SglangBackend:
     Args:
         server: running server.
         name: name of the replica, for segments and error messages.
-        model: the served checkpoint.
+        info: facts of the served checkpoint.
         capture_routing: whether the server returns routing rows.
         shapes: names and shapes of the tensors that every update must contain.
     """
@@ -71,15 +71,15 @@ class SglangBackend:
         *,
         config: SglangConfig,
         name: str,
-        model: ServedModel,
+        info: ModelInfo,
         capture_routing: bool,
         shapes: Shapes,
     ) -> None:
         self.server = server
         self._config = config
         self._name = name
-        self._model = model
-        self._routing = model.info.routing if capture_routing else None
+        self._info = info
+        self._routing = info.routing if capture_routing else None
         self._shapes = shapes
         self._frozen = False  # whether SGLang's scheduler is paused
         self._ids = PrefixFreeIds(name)
@@ -89,21 +89,20 @@ class SglangBackend:
     # ---- generating
 
     def check_request(self, request: GenerateRequest) -> None:
-        info = self._model.info
-        check_generate(request, info=info, routing=self._routing, max_model_len=self._model.max_model_len)
-        if request.forced_experts is not None and info.family not in FORCED_FAMILIES:
+        check_generate(request, info=self._info, routing=self._routing, max_model_len=self._config.max_model_len)
+        if request.forced_experts is not None and self._info.family not in FORCED_FAMILIES:
             raise ContractError(
                 f"forced_experts is set, but forcing on SGLang is proven for {', '.join(FORCED_FAMILIES)} "
-                f"only, not for {info.family}; use rollout.resume_routing=append"
+                f"only, not for {self._info.family}; use rollout.resume_routing=append"
             )
 
     async def decode(
         self, request: GenerateRequest, inflight: InflightRequest, *, loaded: LoadedWeights
     ) -> list[TokenOutput]:
         """Decode a request, which stays inside SGLang from start to end."""
-        body = generate_body(request, info=self._model.info, routing=self._routing)
+        body = generate_body(request, info=self._info, routing=self._routing)
         what = f"{self._name}: request {inflight.request_id}"
-        with self._ids.held(inflight.request_id):
+        with self._ids.reserve(inflight.request_id):
             try:
                 answer = await self.server.post("/generate", body)
             except asyncio.CancelledError:
@@ -117,7 +116,7 @@ class SglangBackend:
         return to_segments(
             answer,
             request=request,
-            info=self._model.info,
+            info=self._info,
             routing=self._routing,
             weights=loaded.current,
             loaded=loaded.by_label,
@@ -220,17 +219,17 @@ async def start_sglang(
         EngineError: SGLang is not installed or has the wrong version, or the server did not start within
             `engine.start_timeout_s`.
     """
-    model = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
+    info = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
     shapes = shapes_of(weight_files(checkpoint))
     published = (await asyncio.to_thread(hash_checkpoint, checkpoint)).modules()
     try:
         async with asyncio.timeout(config.start_timeout_s), contextlib.AsyncExitStack() as stack:
             server = await SglangServer.start(
-                config, model, name=name, label=UNKNOWN_LABEL, capture_routing=capture_routing
+                config, checkpoint, name=name, label=UNKNOWN_LABEL, capture_routing=capture_routing
             )
             stack.push_async_callback(server.stop)
             backend = SglangBackend(
-                server, config=config, name=name, model=model, capture_routing=capture_routing, shapes=shapes
+                server, config=config, name=name, info=info, capture_routing=capture_routing, shapes=shapes
             )
             first = first_load(server.report)
             weights = WeightVersion(0, first.digest)

@@ -21,7 +21,7 @@ class PrefixFreeIds:
         self._sorted: list[str] = []
 
     @contextmanager
-    def held(self, request_id: str) -> Generator[None]:
+    def reserve(self, request_id: str) -> Generator[None]:
         """Count `request_id` as in flight until the block ends.
 
         Raises:

@@ -72,7 +72,7 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
         "stop_token_ids": list(request.stop_token_ids),
     }
     salt = request.cache_salt
-    if request.forced_experts is not None and routing is not None:
+    if request.forced_experts is not None and len(request.forced_experts.experts) and routing is not None:
         params["custom_params"] = {FORCED: _forced(request.forced_experts, info, routing)}
         salt = f"{salt}|forced|{request.session or request.request_id}"  # the session forces the same rows again
     body: dict[str, Any] = {

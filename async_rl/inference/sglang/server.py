@@ -22,7 +22,6 @@ from agent_loop.engine import EngineError
 from async_rl.inference.sglang.config import (
     SGLANG_VERSION,
     VENV_PYTHON,
-    ServedModel,
     SglangConfig,
     server_arguments,
     server_environment,
@@ -56,7 +55,7 @@ class SglangServer:
 
     @classmethod
     async def start(
-        cls, config: SglangConfig, model: ServedModel, *, name: str, label: str, capture_routing: bool
+        cls, config: SglangConfig, checkpoint: Path, *, name: str, label: str, capture_routing: bool
     ) -> SglangServer:
         """Start a server and return when it answers. The caller bounds the time.
 
@@ -72,9 +71,9 @@ class SglangServer:
         await check_version(python)
         folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-"))
         served_name = f"{name}-{uuid.uuid4().hex}"  # unique, to recognise this server
-        held, port = _free_port()
+        reserved, port = _free_port()
         command = server_arguments(
-            config, model, port=port, served_name=served_name, label=label, capture_routing=capture_routing
+            config, checkpoint, port=port, served_name=served_name, label=label, capture_routing=capture_routing
         )
         # Not in a thread: if the start were cancelled, the thread would leave a server behind.
         process = _launch([str(python), "-m", "sglang.launch_server", *command], config, folder)
@@ -85,7 +84,7 @@ class SglangServer:
             await server.stop()
             raise
         finally:
-            held.close()
+            reserved.close()
         return server
 
     @property
@@ -218,10 +217,11 @@ def _launch(command: list[str], config: SglangConfig, folder: Path) -> subproces
 
 def _free_port() -> tuple[socket.socket, int]:
     """A socket that reserves a free port until the server listens, and the port."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets the server bind while this socket does not listen
-    held.bind(("127.0.0.1", 0))
-    return held, int(held.getsockname()[1])
+    reserved = socket.socket()
+    # lets the server bind while this socket does not listen
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved, int(reserved.getsockname()[1])
 
 
 def _session() -> aiohttp.ClientSession:

@@ -178,14 +178,14 @@ def _attention_slots(
     """Group sequences of similar length, so that at most `waste` of the slots of a bucket are padding."""
     order = sorted(range(len(padded)), key=lambda i: -padded[i])
     groups: list[list[int]] = []
-    held = 0
+    filled = 0
     for i in order:
         width = padded[groups[-1][0]] if groups else 0
-        if not groups or (held + padded[i]) < (1 - waste) * width * (len(groups[-1]) + 1):
+        if not groups or (filled + padded[i]) < (1 - waste) * width * (len(groups[-1]) + 1):
             groups.append([])
-            held = 0
+            filled = 0
         groups[-1].append(i)
-        held += padded[i]
+        filled += padded[i]
     total = sum(padded)
     row_slot = torch.empty(total, dtype=torch.int64)
     slot_rows: list[Tensor] = []

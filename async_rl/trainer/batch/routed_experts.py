@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from async_rl.trainer.batch.training_batch import BatchError
 from message_queue.tokens import ExpertArray, RoutingSpec
 from message_queue.training_sequence import BoolArray, TrainingSequence
-
-
-class RoutingError(ValueError):
-    """Routing rows cannot be replayed; the message names the layer, the row and the value."""
 
 
 def replayed_rows(
@@ -40,12 +37,12 @@ def replayed_rows(
         uint8 or uint16 [r, layers, K] expert ids, and bool [r], True if the live router chooses the experts.
 
     Raises:
-        RoutingError: a layer or a sequence has no rows, the layer or top-k count differs, or an expert id is out of
+        BatchError: a layer or a sequence has no rows, the layer or top-k count differs, or an expert id is out of
             range or a duplicate.
     """
     unknown = sorted(set(layers) - set(routing.layers))
     if unknown:
-        raise RoutingError(
+        raise BatchError(
             f"this rank routes layers {unknown}, but rows exist for layers {list(routing.layers)} only; "
             "rollout and trainer disagree about which layers have experts"
         )
@@ -55,15 +52,15 @@ def replayed_rows(
     bounds = np.searchsorted(of, np.arange(len(sequences) + 1))
     for place, (number, sequence) in enumerate(sequences.items()):
         rows = _rows_of(number, sequence, routing)
-        begin, end = bounds[place], bounds[place + 1]
+        start, end = bounds[place], bounds[place + 1]
         given = _given(sequence)
-        here = positions[begin:end]
-        at = begin + np.flatnonzero((here < len(given)) & given[np.minimum(here, len(given) - 1)])
+        here = positions[start:end]
+        at = start + np.flatnonzero((here < len(given)) & given[np.minimum(here, len(given) - 1)])
         out[at] = rows[:, _slice(places)][positions[at]]
         live[at] = False
     if fault := _fault(out, live, num_experts=routing.num_experts):
         what, row, layer = fault
-        raise RoutingError(
+        raise BatchError(
             f"routed_experts has {what}: {out[row, layer].tolist()} at sequence {[*sequences][of[row]]}, "
             f"position {positions[row]}, layer {layers[layer]}"
         )
@@ -73,12 +70,12 @@ def replayed_rows(
 def _rows_of(number: int, sequence: TrainingSequence, routing: RoutingSpec) -> ExpertArray:
     rows = sequence.rows
     if rows is None:
-        raise RoutingError(
+        raise BatchError(
             f"trainer.router_replay is R3, but sequence {number} has no routed_experts; let the engine capture "
             "routing, or use trainer.router_replay=R2 or none"
         )
     if rows.shape[1:] != routing.row_shape or rows.dtype != routing.dtype or len(rows) > len(sequence):
-        raise RoutingError(
+        raise BatchError(
             f"routed_experts of sequence {number} of {len(sequence)} tokens is {rows.dtype}{list(rows.shape)}; the "
             f"model's MoE layers {list(routing.layers)} with top-{routing.top_k} need "
             f"{routing.dtype}[rows, {len(routing.layers)}, {routing.top_k}], at most a row for each token"

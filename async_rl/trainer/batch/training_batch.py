@@ -35,7 +35,7 @@ Int64Array = NDArray[np.int64]
 
 
 class BatchError(ValueError):
-    """Trajectories cannot form a batch; the message names the fault."""
+    """Trajectories cannot form a batch, or their routing rows cannot be replayed; the message names the fault."""
 
 
 class LossTokens(NamedTuple):

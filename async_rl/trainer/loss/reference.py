@@ -21,23 +21,23 @@ class ReferenceWeights:
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._live = [t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
-        self._held = [t.detach().clone() for t in self._live]
-        self._frozen = {id(live): held for live, held in zip(self._live, self._held, strict=True)}
+        self._saved = [t.detach().clone() for t in self._live]
+        self._frozen = {id(live): saved for live, saved in zip(self._live, self._saved, strict=True)}
 
     @contextmanager
     def loaded(self) -> Generator[None]:
         """Inside the block the modules compute with the frozen weights."""
-        _exchange(self._held, self._live)
+        _exchange(self._saved, self._live)
         try:
             yield
         finally:
-            _exchange(self._held, self._live)
+            _exchange(self._saved, self._live)
 
     def renew(self) -> None:
         """Replace the frozen weights with the current ones."""
         with torch.no_grad():
-            for live, held in zip(self._live, self._held, strict=True):
-                held.copy_(live)
+            for live, saved in zip(self._live, self._saved, strict=True):
+                saved.copy_(live)
 
     def frozen(self, live: torch.Tensor) -> torch.Tensor:
         """The frozen value of a parameter or buffer, for reading and writing checkpoints; not inside `loaded`.

@@ -50,18 +50,6 @@ class Manifest:
     """Whether the checkpoint contains the reference weights of a KL term."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
-    """Content of trainer.json."""
-
-    format: int
-    """FORMAT."""
-    manifest: Manifest
-    """Description of the checkpoint."""
-    files: dict[str, str]
-    """Name of every other file -> hash of its content."""
-
-
 def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: ProcessGroups) -> None:
     """Write nested shards as checkpoint `directory`, which appears when all files are on disk. Collective.
 
@@ -79,18 +67,18 @@ def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ra
 def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks: ProcessGroups) -> None:
     partial = partial_folder(directory)
 
-    def begin() -> None:
+    def prepare() -> None:
         recover_folder(directory)
         partial.mkdir(parents=True)
 
-    _on_first_rank(begin, ranks)
+    _on_first_rank(prepare, ranks)
     try:
         write_shards(partial, state)
     except CheckpointException as error:
         raise _os_error(error, partial) from error
     mine = [path for path in partial.iterdir() if _writer(path) == ranks.rank]
     files = {name: value for part in ranks.gather(_hashes(mine)) for name, value in part.items()}
-    document = msgspec.json.encode(_Document(format=FORMAT, manifest=manifest, files=files))
+    document = msgspec.json.encode({"format": FORMAT, "manifest": manifest, "files": files})
 
     def finish() -> None:
         (partial / _MANIFEST).write_bytes(document)
@@ -111,22 +99,22 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: ProcessGr
         TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model; the same error
             on all ranks.
     """
-    document = _on_first_rank(lambda: _read_document(directory), ranks)
-    mine = [directory / name for name in sorted(document.files)[ranks.rank :: ranks.size]]
-    wrong = [problem for part in ranks.gather(_problems(mine, document.files)) for problem in part]
+    manifest, hashes = _on_first_rank(lambda: _read_manifest(directory), ranks)
+    mine = [directory / name for name in sorted(hashes)[ranks.rank :: ranks.size]]
+    wrong = [problem for part in ranks.gather(_problems(mine, hashes)) for problem in part]
     if wrong:
         raise TrainerCheckpointError(f"{directory} is damaged: {'; '.join(wrong)}; restore from an older checkpoint")
-    held = document.manifest.model
+    found = manifest.model
     differing = [
-        f"{name} is {held.get(name)!r} there and {model.get(name)!r} here"
-        for name in sorted({*held, *model})
-        if held.get(name) != model.get(name)
+        f"{name} is {found.get(name)!r} there and {model.get(name)!r} here"
+        for name in sorted({*found, *model})
+        if found.get(name) != model.get(name)
     ]
     if differing:
         raise TrainerCheckpointError(
             f"{directory} is of another model: {'; '.join(differing)}; give a checkpoint of this model and dtype"
         )
-    return document.manifest
+    return manifest
 
 
 def require_complete(directory: Path) -> None:
@@ -135,7 +123,8 @@ def require_complete(directory: Path) -> None:
     Raises:
         TrainerCheckpointError: the folder, its manifest or a file is missing.
     """
-    missing = sorted(name for name in _read_document(directory).files if not (directory / name).is_file())
+    _, hashes = _read_manifest(directory)
+    missing = sorted(name for name in hashes if not (directory / name).is_file())
     if missing:
         raise TrainerCheckpointError(
             f"{directory} lacks {', '.join(missing)}, which ranks wrote on another machine; use a shared disk"
@@ -182,7 +171,8 @@ def _writer(path: Path) -> int:
     return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
 
 
-def _read_document(directory: Path) -> _Document:
+def _read_manifest(directory: Path) -> tuple[Manifest, dict[str, str]]:
+    """The manifest, and name of every other file -> hash of its content."""
     recover_folder(directory)
     path = directory / _MANIFEST
     try:
@@ -192,10 +182,12 @@ def _read_document(directory: Path) -> _Document:
             f"{directory} has no readable {_MANIFEST} ({error.strerror}); give the folder of a trainer checkpoint"
         ) from error
     try:
-        found = msgspec.json.decode(data).get("format")
-        if found == FORMAT:
-            return msgspec.json.decode(data, type=_Document)
-    except (msgspec.DecodeError, AttributeError) as error:
+        document = msgspec.json.decode(data, type=dict[str, Any])
+        if (found := document.get("format")) == FORMAT:
+            return msgspec.convert(
+                (document.get("manifest"), document.get("files")), tuple[Manifest, dict[str, str]], str_keys=True
+            )
+    except msgspec.DecodeError as error:
         raise TrainerCheckpointError(f"{path} is damaged: {error}; restore from an older checkpoint") from error
     raise TrainerCheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
 

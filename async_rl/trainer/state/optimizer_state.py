@@ -54,13 +54,13 @@ def load_state(parts: Sequence[Any], loaded: State, *, steps: int) -> None:
         steps: Adam's step count.
     """
     for number, part in enumerate(parts):
-        held = loaded.get(str(number), {})  # empty if this rank has no weights in this optimizer
+        state = loaded.get(str(number), {})  # empty if this rank has no weights in this optimizer
         if isinstance(part, DistributedOptimizer):
-            _load_split_state(part, held)
+            _load_split_state(part, state)
         else:
-            for i, (_, tensors) in enumerate(_held_tensors(part)):
+            for i, (_, tensors) in enumerate(_state_tensors(part)):
                 for name, tensor in tensors.items():
-                    tensor.copy_(held[i][name])
+                    tensor.copy_(state[i][name])
         _set_steps(part, steps)
 
 
@@ -103,11 +103,11 @@ def _adams(part: Any) -> list[torch.optim.Optimizer]:
 def _whole_state(part: Any, weights: Mapping[int, Shard]) -> dict[Any, dict[str, Any]]:
     return {
         i: {name: shard_like(weights[id(weight)], tensor, f"optimizer.{name}") for name, tensor in tensors.items()}
-        for i, (weight, tensors) in enumerate(_held_tensors(part))
+        for i, (weight, tensors) in enumerate(_state_tensors(part))
     }
 
 
-def _held_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+def _state_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield (weight of the model, its state by name)."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         groups = [
@@ -135,18 +135,18 @@ def _split_state(part: DistributedOptimizer, weights: Mapping[str, Shard], *, lo
         if weight.dtype == torch.float32:
             del tensors["param"]  # equal to the weight
         for name, shard in tensors.items():
-            held = "float32" if name == "param" else name
-            shard.key = shard.key.replace(f"optimizer.state.{name}.", f"optimizer.{held}.", 1)
+            stored = "float32" if name == "param" else name
+            shard.key = shard.key.replace(f"optimizer.state.{name}.", f"optimizer.{stored}.", 1)
     return state
 
 
-def _load_split_state(part: DistributedOptimizer, held: dict[Any, dict[str, Tensor]]) -> None:
+def _load_split_state(part: DistributedOptimizer, loaded: dict[Any, dict[str, Tensor]]) -> None:
     for i, weight in enumerate(_weights_in_order(part)):
-        held[i].setdefault("param", weight.detach())
+        loaded[i].setdefault("param", weight.detach())
     # Megatron copies every entry in the state of a weight, but does not support `step`.
     for state in part.optimizer.state.values():
         state.pop("step", None)
-    part.load_parameter_state_from_fully_reshardable(held)
+    part.load_parameter_state_from_fully_reshardable(loaded)
     optimizer: Any = part.optimizer
     if isinstance(optimizer, HybridDeviceOptimizer):
         # Otherwise each part would keep the complete tensor alive that it is a view of.

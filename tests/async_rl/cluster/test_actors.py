@@ -11,7 +11,7 @@ from async_rl.cluster.rpc import Call
 from tests.helpers.fakes import FakeEngine, SeededScript
 
 
-async def test_the_requests_of_a_dead_client_leave_the_engine_and_others_stay():
+async def test_replica_host_drops_the_requests_of_a_dead_client_alone():
     engine = FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8), token_s=60.0)
     host = ReplicaHost()
     host._serve(engine)
@@ -30,7 +30,7 @@ async def test_the_requests_of_a_dead_client_leave_the_engine_and_others_stay():
     await host.forget_client("worker-1")
 
 
-def test_a_growing_heap_starts_no_full_collection():
+def test_make_collections_rare_starts_no_full_collection_as_a_heap_grows():
     collected = dict.fromkeys(range(3), 0)
 
     def count(phase, info):

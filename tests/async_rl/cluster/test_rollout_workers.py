@@ -1,6 +1,7 @@
 """The driver's side of rollout workers that do not answer."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
@@ -16,8 +17,8 @@ FOR_EVER_S = 1e6  # longer than any test runs
 
 
 class FakeActor:
-    """Keeps the names of its calls. blocked: it answers none until it is killed. unreachable: calls after the kill
-    before it is dead, each with what Ray answers to it."""
+    """Keeps the names of its calls. blocked: it answers none until it is killed. unreachable: answers of Ray to the
+    first calls after the kill; None is a result."""
 
     def __init__(self, *, blocked, unreachable=()):
         self.blocked, self.killed, self.calls, self.answers = blocked, False, [], []
@@ -29,26 +30,19 @@ class FakeActor:
             if not answer.done():
                 answer.set_exception(RayActorError())
 
-    def __getattr__(self, method):
-        return FakeMethod(self, method)
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *_args: self.answer(name))
 
-
-class FakeMethod:
-    def __init__(self, actor, name):
-        self.actor, self.name = actor, name
-
-    def remote(self, *_args):
-        self.actor.calls.append(self.name)
+    def answer(self, name):
+        self.calls.append(name)
         answer = asyncio.get_running_loop().create_future()
-        self.actor.answers.append(answer)
-        if self.actor.killed and self.actor.unreachable:
-            if (error := self.actor.unreachable.pop(0)) is None:
-                answer.set_result(None)
-            else:
-                answer.set_exception(error)
-        elif self.actor.killed:
-            answer.set_exception(RayActorError())
-        elif not self.actor.blocked:
+        self.answers.append(answer)
+        error = None
+        if self.killed:
+            error = self.unreachable.pop(0) if self.unreachable else RayActorError()
+        if error is not None:
+            answer.set_exception(error)
+        elif self.killed or not self.blocked:
             answer.set_result(None)
         return answer
 
@@ -64,7 +58,7 @@ def workers(monkeypatch):
     }
 
 
-async def test_a_blocked_worker_holds_up_a_stop_for_the_time_limit_of_a_stop(workers):
+async def test_blocked_worker_delays_a_stop_by_the_time_limit_of_a_stop(workers):
     (blocked, handle), (free, other) = workers.values()
     dispatcher = Dispatcher([handle, other], pool=ReplicaPool([FakeEngine(SCRIPT)]))
     async with asyncio.timeout(30):
@@ -78,7 +72,7 @@ async def test_a_blocked_worker_holds_up_a_stop_for_the_time_limit_of_a_stop(wor
 
 @pytest.mark.parametrize("call", [Dispatcher.pause, Dispatcher.resume])
 @pytest.mark.parametrize("first", ["call", "end_soon"])
-async def test_a_blocked_worker_holds_up_a_publish_no_longer_than_a_stop(first, call, workers):
+async def test_blocked_worker_delays_a_publish_no_longer_than_a_stop(first, call, workers):
     (blocked, handle), (free, other) = workers.values()
     dispatcher = Dispatcher([handle, other], pool=ReplicaPool([FakeEngine(SCRIPT)]))
     if first == "end_soon":
@@ -86,7 +80,7 @@ async def test_a_blocked_worker_holds_up_a_publish_no_longer_than_a_stop(first, 
     publish = asyncio.create_task(call(dispatcher))
     if first == "call":
         await asyncio.sleep(0.05)  # longer than the time limit of a stop
-        assert not publish.done(), "a tool may take its time while the run goes on"
+        assert not publish.done(), "a tool may take its time while the run continues"
         dispatcher.end_soon()
     async with asyncio.timeout(30):
         await publish
@@ -97,7 +91,7 @@ async def test_a_blocked_worker_holds_up_a_publish_no_longer_than_a_stop(first, 
 
 
 @pytest.mark.parametrize("call", [WorkerHandle.end, WorkerHandle.flush])
-async def test_a_blocked_worker_is_lost_at_a_stop_and_killed_without_another_wait(workers, call):
+async def test_blocked_worker_fails_at_a_stop_and_is_killed_without_another_wait(workers, call):
     blocked, handle = workers["worker-0"]
     async with asyncio.timeout(30):
         with pytest.raises(WorkerLostError, match="worker-0"):
@@ -115,18 +109,13 @@ async def test_closing_a_blocked_worker_kills_it(workers):
 
 
 @pytest.mark.parametrize("answer", [None, ActorUnavailableError("connection refused", None)])
-async def test_a_worker_that_ray_cannot_reach_is_not_gone_until_it_is_dead(answer, monkeypatch):
+@pytest.mark.parametrize(("times", "timeout_s"), [(3, FOR_EVER_S), (10_000, 0.01)], ids=["dies", "stays"])
+async def test_closing_a_worker_waits_in_bounds_until_ray_reports_it_dead(answer, times, timeout_s, monkeypatch):
     monkeypatch.setattr(rollout_workers.ray, "kill", FakeActor.kill)
     monkeypatch.setattr(rollout_workers, "GONE_S", 0)
-    actor = FakeActor(blocked=False, unreachable=[answer] * 3)
+    actor = FakeActor(blocked=False, unreachable=[answer] * times)
     async with asyncio.timeout(30):
-        await WorkerHandle(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=FOR_EVER_S)
-    assert actor.calls == ["end", *["pid"] * 4], "the last one says that it is dead"
-
-
-async def test_closing_a_worker_that_stays_out_of_reach_ends_in_time(monkeypatch):
-    monkeypatch.setattr(rollout_workers.ray, "kill", FakeActor.kill)
-    actor = FakeActor(blocked=False, unreachable=[ActorUnavailableError("connection refused", None)] * 10_000)
-    async with asyncio.timeout(30):
-        await WorkerHandle(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=0.01)
-    assert actor.killed and actor.unreachable
+        await WorkerHandle(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=timeout_s)
+    assert actor.killed and bool(actor.unreachable) == (times > 3)
+    if times == 3:
+        assert actor.calls == ["end", *["pid"] * 4], "the last one says that it is dead"

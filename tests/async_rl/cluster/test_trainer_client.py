@@ -1,4 +1,4 @@
-"""The driver's side of the trainer: what each rank is sent."""
+"""The driver's side of the trainer: plan and content for each rank, and failures of ranks."""
 
 import asyncio
 import json
@@ -18,31 +18,26 @@ from tests.parallel.support import TRAINER, make_batch, make_supervised_batch, t
 
 
 class FakeRank:
-    """Keeps the calls it gets; stands for an actor."""
+    """Stands for an actor: keeps its calls, and fails those in `fails`, by name."""
 
-    def __init__(self, number):
-        self.number, self.got = number, []
+    def __init__(self, number, fails=None):
+        self.number, self.fails, self.got = number, fails or {}, []
 
-    def __getattr__(self, method):
-        return Method(self, method)
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *args, **_options: self.answer(name, args))
 
-    def answer(self):
+    def answer(self, name, args):
+        self.got.append((name, *args))
         answer = asyncio.get_running_loop().create_future()
-        answer.set_result({"rank": self.number})
+        if name in self.fails:
+            answer.set_exception(self.fails[name])
+        else:
+            answer.set_result({"rank": self.number})
         return answer
 
 
-class Method:
-    def __init__(self, rank, name):
-        self._rank, self._name = rank, name
-
-    def remote(self, *args, **_options):
-        self._rank.got.append((self._name, *args))
-        return self._rank.answer()
-
-
 class Stored:
-    """What the object store has; stands for a reference."""
+    """Stands for a reference to the object store."""
 
     def __init__(self, value):
         self.value, self.put_by = value, threading.current_thread()
@@ -50,40 +45,34 @@ class Stored:
 
 @pytest.fixture
 def puts(monkeypatch):
-    """What goes to the object store."""
+    """References to everything that is put into the object store."""
     seen = []
     monkeypatch.setattr(clients.ray, "put", lambda value: seen.append(Stored(value)) or seen[-1])
     monkeypatch.setattr(clients.ray, "ObjectRef", Stored)
     return seen
 
 
-def handle_of(count, **changes):
-    """A handle of fake ranks, and these."""
-    ranks = [FakeRank(i) for i in range(count)]
-    planner = Planner(config=replace(TRAINER, ranks=count, **changes), loss=DecoupledPPO())
-    return clients.TrainerHandle(ranks, planner=planner, timeout_s=5), ranks
+def handle_of(count, *, fails=None, logs=None):
+    """A handle of fake ranks, and the ranks; the last one fails."""
+    ranks = [FakeRank(i, fails if i == count - 1 else None) for i in range(count)]
+    planner = Planner(config=replace(TRAINER, ranks=count), loss=DecoupledPPO())
+    return clients.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=logs), ranks
 
 
-async def test_trainer_handle_gives_all_ranks_one_plan_and_references_to_content(puts):
+@pytest.mark.parametrize("in_store", [False, True])
+async def test_trainer_handle_gives_all_ranks_one_plan_and_references_to_content(puts, in_store):
     handle, ranks = handle_of(2)
     batch = training_batch_of(make_batch())
-    assert await handle.train(batch) == {"rank": 0}
+    given = [Stored(content) for content in batch.contents] if in_store else batch.contents
+    assert await handle.train(replace(batch, contents=given)) == {"rank": 0}
     ((method, plan, contents),), other = ranks[0].got, ranks[1].got
     assert method == "train" and other == [("train", plan, contents)]
     assert [reference.value for reference in contents] == batch.contents
-    assert len(puts) == 1 + len(batch.contents)
+    assert not in_store or contents == given
+    assert len(puts) == 1 + (0 if in_store else len(batch.contents))
     assert plan.value.batch.contents == ()
     assert plan.value.batch.lengths.tolist() == batch.lengths.tolist()
     assert all(put.put_by is not threading.main_thread() for put in puts)
-
-
-async def test_trainer_handle_passes_references_through_as_they_came(puts):
-    handle, ranks = handle_of(2)
-    batch = training_batch_of(make_batch())
-    references = [Stored(content) for content in batch.contents]
-    await handle.train(replace(batch, contents=references))
-    assert ranks[0].got[0][2] == references
-    assert len(puts) == 1
 
 
 async def test_trainer_handle_gives_all_ranks_the_plan_of_a_supervised_batch(puts):
@@ -97,7 +86,7 @@ async def test_trainer_handle_gives_all_ranks_the_plan_of_a_supervised_batch(put
     assert all(any(mb for mb in of_rank) for of_rank in update.micro_batches)
 
 
-def test_a_trainer_rank_fetches_the_content_of_its_own_sequences_alone(monkeypatch):
+def test_trainer_rank_fetches_the_content_of_its_own_sequences_alone(monkeypatch):
     batch = training_batch_of(make_batch((40, 40, 3)).set("group", torch.arange(3)))
     plan = Planner(config=replace(TRAINER, ranks=2), loss=DecoupledPPO()).policy(replace(batch, contents=()))
     references = [Stored(content) for content in batch.contents]
@@ -114,45 +103,25 @@ def test_a_trainer_rank_fetches_the_content_of_its_own_sequences_alone(monkeypat
     assert {len(plan.groups_of(data_rank)) for data_rank in range(2)} != {3}
 
 
-async def test_a_rank_that_raises_shows_the_end_of_its_log(puts, tmp_path):
+async def test_trainer_rank_that_raises_shows_the_end_of_its_log(tmp_path):
     (tmp_path / "trainer-1.log").write_text("FloatingPointError: the gradient is not finite\n")
-
-    class FailingRank(FakeRank):
-        def answer(self):
-            raise_in_ray = asyncio.get_running_loop().create_future()
-            raise_in_ray.set_exception(RayTaskError("call", "its traceback", FloatingPointError("not finite")))
-            return raise_in_ray
-
-    ranks = [FakeRank(0), FailingRank(1)]
-    planner = Planner(config=replace(TRAINER, ranks=2), loss=DecoupledPPO())
-    handle = clients.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=tmp_path)
-    with pytest.raises(clients.TrainerError, match="trainer rank 1: save failed: not finite") as raised:
+    error = RayTaskError("call", "its traceback", FloatingPointError("not finite"))
+    handle, _ = handle_of(2, fails={"save": error}, logs=tmp_path)
+    with pytest.raises(clients.TrainerError, match=r"trainer rank 1: save .*not finite") as raised:
         await handle.save(tmp_path)
     (note,) = raised.value.__notes__
-    assert note.splitlines() == [
-        f"the end of {tmp_path / 'trainer-1.log'}:",
-        "    FloatingPointError: the gradient is not finite",
-    ]
+    assert note.splitlines()[1:] == ["    FloatingPointError: the gradient is not finite"]
 
 
 LOST_OBJECT = ObjectLostError("00", None, "")
 
 
-@pytest.mark.parametrize(
-    "lost", [LOST_OBJECT, RayTaskError("call", "its traceback", LOST_OBJECT).as_instanceof_cause()]
-)
-async def test_an_object_on_a_dead_node_loses_the_trainer_without_the_text_of_ray(lost, tmp_path):
-    class FarRank(FakeRank):
-        def answer(self):
-            answer = asyncio.get_running_loop().create_future()
-            answer.set_exception(lost)
-            return answer
-
-    planner = Planner(config=replace(TRAINER, ranks=1), loss=DecoupledPPO())
-    handle = clients.TrainerHandle([FarRank(0)], planner=planner, timeout_s=5, logs=tmp_path)
-    with pytest.raises(clients.TrainerLostError, match=r"trainer rank 0.* on a node that died$") as raised:
+@pytest.mark.parametrize("lost", [LOST_OBJECT, RayTaskError("call", "traceback", LOST_OBJECT).as_instanceof_cause()])
+async def test_object_on_a_dead_node_fails_the_trainer_without_the_text_of_ray(lost, tmp_path):
+    handle, _ = handle_of(1, fails={"save": lost}, logs=tmp_path)
+    with pytest.raises(clients.TrainerLostError, match=r"trainer rank 0.*node") as raised:
         await handle.save(tmp_path)
-    assert not hasattr(raised.value, "__notes__")
+    assert not hasattr(raised.value, "__notes__") and str(lost) not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +133,11 @@ async def test_an_object_on_a_dead_node_loses_the_trainer_without_the_text_of_ra
         ("pid", RayActorError()),
     ],
 )
-async def test_ranks_that_do_not_start_are_killed_and_others_may_start(call, error, monkeypatch, tmp_path):
-    ranks, killed = [], []
-
-    class StartedRank(FakeRank):
-        def answer(self):
-            answer = super().answer()
-            if self.number == (0 if call == "open_rendezvous" else 1) and self.got[-1][0] == call:
-                answer = asyncio.get_running_loop().create_future()
-                answer.set_exception(error)
-            return answer
+async def test_trainer_ranks_are_killed_if_one_does_not_start(call, error, monkeypatch, tmp_path):
+    ranks, killed, failing = [], [], 0 if call == "open_rendezvous" else 1
 
     def remote(**_options):
-        ranks.append(StartedRank(len(ranks)))
+        ranks.append(FakeRank(len(ranks), {call: error} if len(ranks) == failing else None))
         return ranks[-1]
 
     monkeypatch.setattr(clients, "TrainerActor", SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote)))
@@ -193,7 +154,7 @@ async def test_ranks_that_do_not_start_are_killed_and_others_may_start(call, err
     assert killed == ranks and len(ranks) == 2
 
 
-async def test_ranks_remove_versions_before_they_are_closed(puts, monkeypatch, tmp_path):
+async def test_trainer_ranks_remove_versions_before_they_close(monkeypatch, tmp_path):
     handle, ranks = handle_of(2)
     monkeypatch.setattr(clients.ray, "kill", lambda actor: None)
     await handle.close(timeout_s=5, remove_updates=tmp_path)
@@ -201,7 +162,7 @@ async def test_ranks_remove_versions_before_they_are_closed(puts, monkeypatch, t
 
 
 @pytest.mark.parametrize("first_rank_is_here", [True, False])
-async def test_a_checkpoint_that_ranks_wrote_elsewhere_is_refused(tmp_path, first_rank_is_here):
+async def test_trainer_checkpoint_that_ranks_wrote_elsewhere_is_refused(tmp_path, first_rank_is_here):
     if first_rank_is_here:
         document = {"format": FORMAT, "files": {"__0_0.distcp": "", "__1_0.distcp": ""}}
         manifest = {"model": {}, "layout": {}, "updates": 0, "steps": 0, "reference": False}

@@ -1,4 +1,4 @@
-"""What the import hook makes of megatron's sources."""
+"""Changes of the import hook to the sources of megatron."""
 
 import sys
 from types import ModuleType
@@ -21,11 +21,11 @@ from async_rl.compat.megatron import rewrite_source
         ("torch.cuda.is_available()", "torch.cuda.is_available()"),
     ],
 )
-def test_cuda_names_are_replaced(source, expected):
+def test_rewrite_source_replaces_cuda_names(source, expected):
     assert rewrite_source(source) == expected
 
 
-def test_line_numbers_stay():
+def test_rewrite_source_keeps_line_numbers():
     source = "import os\nimport torch\n\nside = torch.cuda.Stream()\ntorch.cuda.synchronize()\n"
     rewritten = rewrite_source(source)
     assert rewritten.count("\n") == source.count("\n")
@@ -35,8 +35,8 @@ def test_line_numbers_stay():
     assert isinstance(space["side"], megatron_cpu.Stream)
 
 
-def test_importing_megatron_first_is_refused(monkeypatch):
+def test_install_refuses_megatron_imported_first(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [])
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    with pytest.raises(RuntimeError, match=r"import async_rl\.trainer first"):
+    with pytest.raises(RuntimeError, match=r"async_rl\.trainer"):
         megatron_cpu.install()

@@ -38,7 +38,7 @@ class Saver:
             raise self._error
 
 
-async def test_the_state_reads_back(tmp_path):
+async def test_the_state_of_a_checkpoint_reads_back(tmp_path):
     path = await Checkpoints(tmp_path, config=CheckpointConfig()).save(STATE, trainer=Saver(), records=NoRecords())
     state = read_run_state(path)
     assert state.version_updates == STATE.version_updates
@@ -53,16 +53,6 @@ async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_p
         await checkpoints.save(RunState(train_step=5), trainer=Saver(OSError("disk full")), records=NoRecords())
     assert checkpoints.latest() == first
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
-
-
-async def test_a_step_that_is_saved_again_is_the_new_one(tmp_path):
-    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
-    for version in (1, 2):
-        path = await checkpoints.save(
-            RunState(train_step=4, param_version=version), trainer=Saver(), records=NoRecords()
-        )
-    assert read_run_state(path).param_version == 2
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("step", [6, BEFORE[-1]], ids=["a new step", "the same step again"])
@@ -85,12 +75,7 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_whole_checkpoints(tmp_path, step
     assert seen == {("step-000004", 3), (f"step-{step:06d}", 5)}
 
 
-def test_recovering_a_run_that_never_saved_is_nothing(tmp_path):
-    Checkpoints(tmp_path / "checkpoints", config=CheckpointConfig()).recover()
-    assert not list(tmp_path.iterdir())
-
-
-async def test_only_the_newest_are_kept(tmp_path):
+async def test_only_the_newest_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, config=CheckpointConfig(keep=2))
     for step in (2, 9, 10):
         await checkpoints.save(RunState(train_step=step), trainer=Saver(), records=NoRecords())
@@ -98,14 +83,14 @@ async def test_only_the_newest_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"format": 99, "state": {}}'])
-def test_what_is_no_checkpoint_is_refused_with_the_way_out(tmp_path, content):
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "run.json").write_bytes(content)
     with pytest.raises(ValueError, match="resume"):
         read_run_state(tmp_path)
 
 
-def test_due_is_the_batch_that_reaches_the_interval():
+def test_a_checkpoint_is_due_at_the_batch_that_reaches_the_interval():
     assert [s for s in range(1, 12) if is_due(s, every=5, per_batch=1)] == [5, 10]
     assert [s for s in range(4, 41, 4) if is_due(s, every=10, per_batch=4)] == [12, 20, 32, 40]
     assert [s for s in range(7, 31, 4) if is_due(s, every=4, per_batch=4)] == list(range(7, 31, 4))

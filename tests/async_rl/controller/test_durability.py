@@ -9,13 +9,12 @@ import pytest
 from async_rl.config import CheckpointConfig, load_config
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.controller.resume import Resume
-from async_rl.files.atomic_dir import partial_folder, publish_folder
+from async_rl.files.atomic_dir import partial_folder, publish_folder, sync_path
 from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.truncation import ENDED_UNRECORDED, RECORD_LOST, missing_records
 from async_rl.rollout.group_contents import StoredContent
 from message_queue.contract import QueueSnapshot
 from message_queue.ledger import LedgerCounts
-from tests.async_rl.metrics.test_observe import Null
 from tests.helpers.power_loss import Disk
 
 STEPS = 4
@@ -34,14 +33,22 @@ class Saver:
         publish_folder(directory)
 
 
-class Lines(Null):
-    """A console that keeps what it is told."""
+class Console:
+    """Keeps its notes."""
 
     def __init__(self):
         self.notes = []
 
-    def note(self, text):
+    def note(self, text, *, level=0):
         self.notes.append(text)
+
+    def step(self, record): ...
+    def validation(self, train_step, result): ...
+    def close(self): ...
+
+
+def recorder_in(directory, console=None):
+    return Recorder(directory, console=console or Console(), scalars=None)
 
 
 def state_of(step):
@@ -56,7 +63,7 @@ def record(recorder, step):
 
 
 class Run:
-    """Steps with a checkpoint of each, the last of them saved twice; whole, or until the power is lost."""
+    """Steps with a checkpoint of each, the last of them saved twice; whole, or until a loss of power."""
 
     def __init__(self, root, target):
         self.directory, self.target = root / "outputs" / "run", target
@@ -65,7 +72,7 @@ class Run:
         self.disks = 0
 
     async def go(self, disk):
-        recorder = Recorder(self.directory, console=Null(), scalars=None)
+        recorder = recorder_in(self.directory)
         checkpoints = Checkpoints(self.directory / "checkpoints", config=CheckpointConfig(keep=2))
         with contextlib.closing(recorder):
             for step in (*range(1, STEPS + 1), STEPS):
@@ -86,7 +93,7 @@ class Run:
         latest = checkpoints.latest()
         step = 0 if latest is None else read_run_state(latest).train_step
         self.seen.add(step)
-        assert step >= self.returned, f"{directory}: the checkpoint of step {self.returned} was there and is lost"
+        assert step >= self.returned, f"{directory}: the checkpoint of step {self.returned} is missing"
         if latest is None:
             return
         held = {path.name: path.read_text() for path in (latest / "trainer").iterdir()}
@@ -108,30 +115,20 @@ async def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_and_its_records
     assert run.seen == set(range(STEPS + 1)) and run.disks > 200
 
 
-def break_sync_of_records(patch):
-    patch.setattr(Recorder, "sync", lambda self: None)
+PLANTS = {
+    "records": ("async_rl.metrics.recorder.Recorder.sync", lambda recorder: None),
+    "files": ("async_rl.files.atomic_dir._sync_tree", lambda folder: None),
+    "names": (
+        "async_rl.files.atomic_dir.sync_path",
+        lambda path: None if path.name == "checkpoints" else sync_path(path),
+    ),
+    "folders": ("async_rl.metrics.recorder.make_folder", lambda folder: folder.mkdir(parents=True)),
+}
 
 
-def break_sync_of_files(patch):
-    patch.setattr("async_rl.files.atomic_dir._sync_tree", lambda folder: None)
-
-
-def break_sync_of_names(patch):
-    from async_rl.files import atomic_dir
-
-    whole = atomic_dir.sync_path
-    patch.setattr(atomic_dir, "sync_path", lambda path: None if path.name == "checkpoints" else whole(path))
-
-
-def break_making_of_folders(patch):
-    patch.setattr("async_rl.metrics.recorder.make_folder", lambda folder: folder.mkdir(parents=True))
-
-
-@pytest.mark.parametrize(
-    "plant", [break_sync_of_records, break_sync_of_files, break_sync_of_names, break_making_of_folders]
-)
-async def test_a_sync_that_is_left_out_is_found(tmp_path, monkeypatch, plant):
-    plant(monkeypatch)
+@pytest.mark.parametrize(("target", "planted"), PLANTS.values(), ids=PLANTS)
+async def test_a_loss_of_power_finds_a_sync_that_is_left_out(tmp_path, monkeypatch, target, planted):
+    monkeypatch.setattr(target, planted)
     with pytest.raises((AssertionError, ValueError)):
         await lose_power_everywhere(tmp_path)
 
@@ -140,66 +137,64 @@ async def test_a_sync_that_is_left_out_is_found(tmp_path, monkeypatch, plant):
 
 
 def recorded(directory):
-    recorder = Recorder(directory, console=Null(), scalars=None)
+    recorder = recorder_in(directory)
     for step in range(1, STEPS + 1):
         record(recorder, step)
     recorder.close()
 
 
-def gone_on(directory, **of):
-    """What a person is told, and the ledger, of a run that goes on after the last step."""
-    console = Lines()
-    recorder = Recorder(directory, console=console, scalars=None)
+def records(directory, name):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def resumed(directory, **of):
+    """Notes and ledger of a run that resumes after the last step."""
+    console = Console()
+    recorder = recorder_in(directory, console)
     recorder.resume_after(STEPS, **{"next_group": STEPS, "live": (), "trained": STEPS} | of)
     recorder.close()
-    return console.notes, [json.loads(line) for line in (directory / "ledger.jsonl").read_text().splitlines()]
+    return console.notes, records(directory, "ledger.jsonl")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "schedule.jsonl", "ledger.jsonl"])
 @pytest.mark.parametrize("cut", [1, 5, 40])
-def test_a_record_file_that_lost_its_end_is_told_of(tmp_path, name, cut):
+def test_a_record_file_without_its_end_is_reported(tmp_path, name, cut):
     recorded(tmp_path)
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[:-cut])
-    lost = STEPS - whole[:-cut].count(b"\n") - (cut == 1)  # a record without its line's end is whole
-    notes, ledger = gone_on(tmp_path)
-    assert [name in note for note in notes] == [True] * bool(lost)
+    missing = STEPS - whole[:-cut].count(b"\n") - (cut == 1)  # a record without its line's end is whole
+    notes, ledger = resumed(tmp_path)
+    assert [name in note for note in notes] == [True] * bool(missing)
     assert len(ledger) == STEPS
-    for line in ledger[STEPS - lost :] if name == "ledger.jsonl" else ():
+    for line in ledger[STEPS - missing :] if name == "ledger.jsonl" else ():
         assert (line["outcome"], line["reason"]) == ("dropped", RECORD_LOST)
 
 
-def test_lines_that_are_damaged_cost_no_line_after_them(tmp_path):
+@pytest.mark.parametrize(
+    ("damaged", "left"),
+    [(lambda lines: [lines[0], b"\0" * 9 + b"\xff\n", *lines[2:]], [1, 3, 4]), (lambda lines: [], [])],
+    ids=["one line", "empty"],
+)
+def test_damage_of_a_record_file_is_reported_and_costs_no_other_line(tmp_path, damaged, left):
     recorded(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b"\0" * 9 + b"\xff\n" + b"".join(lines[2:]))
-    notes, _ = gone_on(tmp_path)
-    assert len(notes) == 1 and "metrics.jsonl lacks 1 train steps, 2 to 2" in notes[0]
-    left = [json.loads(line)["train_step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert left == [1, 3, 4]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(damaged(lines)))
+    notes, _ = resumed(tmp_path)
+    assert ["metrics.jsonl" in note for note in notes] == [True]
+    assert [line["train_step"] for line in records(tmp_path, "metrics.jsonl")] == left
 
 
-def test_an_empty_record_file_is_told_of(tmp_path):
+def test_only_records_of_this_run_and_its_checkpoint_are_missing(tmp_path):
+    assert resumed(tmp_path, next_group=0, trained=None) == ([], []), "the records are of another run"
     recorded(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes(b"")
-    notes, _ = gone_on(tmp_path)
-    assert len(notes) == 1 and f"lacks {STEPS} train steps" in notes[0]
-
-
-def test_records_of_another_run_are_not_missed(tmp_path):
-    assert gone_on(tmp_path, next_group=0, trained=None) == ([], [])
-
-
-def test_a_group_that_ended_after_the_checkpoint_is_no_lost_record(tmp_path):
-    recorded(tmp_path)
-    notes, ledger = gone_on(tmp_path, next_group=STEPS + 1)
+    notes, ledger = resumed(tmp_path, next_group=STEPS + 1)
     assert ["ledger.jsonl" in note for note in notes] == [True] and ledger[-1]["reason"] == ENDED_UNRECORDED
 
 
-async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tmp_path):
+async def test_a_resumed_run_looks_for_the_records_of_its_own_checkpoint(tmp_path):
     directory = tmp_path / "run"
     recorded(directory)
-    recorder = Recorder(directory, console=Null(), scalars=None)
+    recorder = recorder_in(directory)
     checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig())
     checkpoint = await checkpoints.save(state_of(STEPS), trainer=Saver("weights"), records=recorder)
     recorder.close()
@@ -209,10 +204,9 @@ async def test_a_run_that_goes_on_looks_for_the_records_of_its_own_checkpoint(tm
 
     def notes_of(output_dir, *, resume):
         config = load_config([f"output_dir={output_dir}", f"resume={resume}", "trainer.router_replay=R3"])
-        console = Lines()
-        recorder = Recorder(output_dir, console=console, scalars=None)
-        Resume(config).truncate_records(restored, StoredContent(), recorder)
-        recorder.close()
+        console = Console()
+        with contextlib.closing(recorder_in(output_dir, console)) as recorder:
+            Resume(config).truncate_records(restored, StoredContent(), recorder)
         return [note for note in console.notes if "lacks" in note]
 
     assert notes_of(directory, resume="auto") == []

@@ -1,4 +1,4 @@
-"""A run as a whole, without processes: what is watched beside the pipeline."""
+"""A run as a whole, without processes: the watch of nodes beside the pipeline."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from async_rl.run import causes
 
 
 class FakePlacement:
-    """A placement of a run on one node. error: what its watch raises; None watches until it is cancelled."""
+    """A placement of a run on one node. error: raised by its watch; None watches until it is cancelled."""
 
     def __init__(self, error=None):
         self.error, self.watched = error, None
@@ -46,7 +46,7 @@ def program_of(tmp_path, monkeypatch, *, placement, run):
     return made
 
 
-async def test_an_error_of_the_watch_of_nodes_ends_the_run_with_its_cause(monkeypatch, tmp_path):
+async def test_an_error_of_the_watch_of_nodes_ends_the_run(monkeypatch, tmp_path):
     ended = []
 
     async def run(*_args, **_options):
@@ -60,7 +60,8 @@ async def test_an_error_of_the_watch_of_nodes_ends_the_run_with_its_cause(monkey
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(30):
             await made.run()
-    assert list(causes(caught.value)) == ["stage nodes failed: OSError: the cluster does not answer"]
+    (cause,) = causes(caught.value)
+    assert "nodes" in cause and "OSError: the cluster does not answer" in cause
     assert ended == [True]
 
 

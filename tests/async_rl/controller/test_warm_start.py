@@ -1,4 +1,4 @@
-"""The cache of warm starts: what finds one again, what does not, and that it appears whole or not at all."""
+"""The cache of warm starts: which settings find one again, and that it appears whole or not at all."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +34,11 @@ def folder(warm=WARM, task=TASK, seed=0, trainer=TRAINER):
     ],
     ids=["steps", "optimizer", "task", "seed", "dtype"],
 )
-def test_whatever_shapes_the_weights_makes_another_warm_start(other):
+def test_a_setting_that_shapes_the_weights_makes_another_warm_start(other):
     assert folder(**other) != folder()
 
 
-def test_what_only_rl_uses_finds_the_same_warm_start():
+def test_settings_of_rl_only_find_the_same_warm_start():
     assert folder(trainer=replace(TRAINER, router_replay="none", timeout_s=1.0)) == folder()
     assert folder(task=replace(TASK, prompt_file=Path("prompts.jsonl"))) == folder()
 
@@ -92,7 +92,7 @@ async def test_a_warm_start_is_a_checkpoint_with_the_trained_weights(tmp_path):
     assert (tmp_path / "made" / "model.safetensors").read_bytes() != b"random"
 
 
-async def test_a_warm_start_that_fails_leaves_nothing_to_be_found(tmp_path):
+async def test_a_warm_start_that_fails_leaves_no_folder(tmp_path):
     with pytest.raises(RuntimeError):
         await run(tmp_path, trainer=Trainer(fail_at=2))
     assert not (tmp_path / "made").exists()

@@ -1,4 +1,4 @@
-"""Logs of processes: where output goes, that a kill loses none of it, and how its end is shown."""
+"""Logs of processes: their place, their content after a kill, and the text of their end."""
 
 import contextlib
 import os
@@ -40,12 +40,12 @@ def test_open_log_appends_the_output_of_a_process_and_its_children(tmp_path):
     assert rest == ["printed", "wrong", "of a child"]
 
 
-def test_open_log_loses_nothing_in_a_kill(tmp_path):
+def test_open_log_keeps_all_output_of_a_killed_process(tmp_path):
     run(f"{SCRIPT}\nos.kill(os.getpid(), signal.SIGKILL)", tmp_path / "one.log")
     assert (tmp_path / "one.log").read_text().splitlines()[1:] == ["printed", "wrong", "of a child"]
 
 
-def test_open_log_that_cannot_open_says_so_and_changes_nothing(tmp_path):
+def test_open_log_that_fails_reports_the_path_and_changes_nothing(tmp_path):
     log = tmp_path / "missing" / "one.log"
     done = run(SCRIPT, log)
     assert done.stdout.splitlines() == ["before", "printed"]
@@ -77,20 +77,18 @@ def test_with_notes_puts_notes_below_the_text():
     assert with_notes(error) == "it died\nthe end of x:\n    y"
 
 
-def test_workers_say_which_process_has_no_log(tmp_path):
+def test_processes_report_a_process_without_a_log(tmp_path):
     notes = []
-    config, task, placement = load_config([]), None, None
-    stack = contextlib.AsyncExitStack()
     workers = Processes(
-        config,
-        task=task,
-        placement=placement,
-        stack=stack,
+        load_config([]),
+        task=None,
+        placement=None,
+        stack=contextlib.AsyncExitStack(),
         weights_directory=tmp_path,
         processes=tmp_path / "processes.json",
         logs=tmp_path,
     )
-    workers._console = SimpleNamespace(note=notes.append)
+    workers._console = SimpleNamespace(note=lambda text, *, level: notes.append(text))
     (tmp_path / "queue.log").touch()
     workers._name({"queue": 1, "replica-0": 2})
     (note,) = notes

@@ -1,6 +1,4 @@
-"""Ids in flight are prefix-free, whatever comes and goes."""
-
-from __future__ import annotations
+"""Ids in flight are prefix-free."""
 
 from contextlib import ExitStack
 
@@ -13,24 +11,17 @@ from async_rl.inference.sglang.ids import PrefixFreeIds
 
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=5)))
-def test_exactly_the_ids_without_a_prefix_relation_are_held(asked: list[str]):
+def test_prefix_free_ids_hold_exactly_the_ids_without_a_clash(asked):
     ids, held = PrefixFreeIds("r"), set[str]()
     with ExitStack() as stack:
         for request_id in asked:
             clash = any(request_id.startswith(other) or other.startswith(request_id) for other in held)
             if clash:
-                with pytest.raises(EngineError, match="one is a prefix of the other"):
-                    stack.enter_context(ids.held(request_id))
+                with pytest.raises(EngineError, match="prefix"):
+                    stack.enter_context(ids.reserve(request_id))
             else:
-                stack.enter_context(ids.held(request_id))
+                stack.enter_context(ids.reserve(request_id))
                 held.add(request_id)
-    with ExitStack() as stack:
-        for request_id in held:
-            stack.enter_context(ids.held(request_id))
-
-
-def test_an_id_may_come_again_when_it_has_landed():
-    ids = PrefixFreeIds("r")
-    for request_id in ("a", "ab", "a"):
-        with ids.held(request_id):
+    for request_id in asked:  # all were released
+        with ids.reserve(request_id):
             pass

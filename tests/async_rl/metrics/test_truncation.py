@@ -1,4 +1,4 @@
-"""Records of a run that goes on: each step and each group is there once."""
+"""Records of a resumed run: each step and each group is there once."""
 
 import json
 
@@ -17,7 +17,7 @@ def group(number, outcome, step=None):
     return {"group": number, "outcome": outcome, "train_step": step}
 
 
-def test_what_was_recorded_after_the_checkpoint_is_taken_back(tmp_path):
+def test_truncate_records_removes_records_after_the_checkpoint(tmp_path):
     write(tmp_path / "metrics.jsonl", *({"train_step": n} for n in range(1, 6)), tail='{"train_step": 6, "lo')
     write(tmp_path / "validation.jsonl", {"train_step": 0}, {"train_step": 4})
     ended = [group(0, "trained", 3), group(1, "dropped")]
@@ -30,7 +30,7 @@ def test_what_was_recorded_after_the_checkpoint_is_taken_back(tmp_path):
     truncate_records(tmp_path / "nothing there", train_step=3)
 
 
-def test_a_group_whose_end_was_not_recorded_is_named(tmp_path):
+def test_unrecorded_groups_names_a_group_whose_end_is_missing(tmp_path):
     write(tmp_path / "ledger.jsonl", group(0, "trained", 3), group(2, "dropped"))
     (unrecorded,) = unrecorded_groups(tmp_path, next_group=5, live={3, 4})
     assert (unrecorded["group"], unrecorded["outcome"], unrecorded["reason"]) == (1, "dropped", ENDED_UNRECORDED)

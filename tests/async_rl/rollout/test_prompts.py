@@ -22,13 +22,9 @@ def drawn(source, count):
 
 
 def test_unfinished_prompts_of_a_stopped_run_come_first():
-    assert drawn(PromptSource(Numbers(), cursor=7, unfinished=[5, 2]), 4) == [2, 5, 7, 8]
-
-
-def test_a_prompt_that_was_not_admitted_is_handed_out_again():
-    source = PromptSource(Numbers())
-    assert source.current().index == source.current().index == 0
-    assert source.cursor == 0
+    source = PromptSource(Numbers(), cursor=7, unfinished=[5, 2])
+    assert source.current().index == 2, "it is not admitted yet"
+    assert drawn(source, 4) == [2, 5, 7, 8]
 
 
 def test_a_prompt_file_is_a_new_permutation_each_epoch(tmp_path):
@@ -43,23 +39,15 @@ def test_a_prompt_file_is_a_new_permutation_each_epoch(tmp_path):
     assert [PromptFile(path, seed=1).train_prompt(i).target["n"] for i in range(20)] == first
 
 
-@pytest.mark.parametrize("character", "\u2028\u2029\u0085", ids=ascii)
-def test_a_prompt_file_is_cut_at_newline_characters_only(tmp_path, character):
-    line = json.dumps({"messages": [{"role": "user", "content": f"a{character}b"}]}, ensure_ascii=False)
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f"{line}\n\n{line}\n", encoding="utf-8")
-    prompts = PromptFile(path, seed=0)
-    assert {len(prompts.train_prompt(i).messages[0].content) for i in range(2)} == {3}
-
-
 @pytest.mark.parametrize("before", ["", "\ufeff"], ids=["no-mark", "byte-order-mark"])
-@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
-def test_a_prompt_file_may_have_a_byte_order_mark_and_crlf(tmp_path, before, end):
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n"], ids=["lf", "empty-lines", "crlf"])
+def test_a_prompt_file_is_cut_at_newline_characters_only(tmp_path, before, end):
+    contents = [f"a{character}b" for character in "\u2028\u2029\u0085"]
+    lines = [json.dumps({"messages": [{"role": "user", "content": c}]}, ensure_ascii=False) for c in contents]
     path = tmp_path / "prompts.jsonl"
-    lines = [f'{{"messages": [{{"role": "user", "content": "{i}"}}]}}' for i in range(3)]
     path.write_bytes((before + end.join(lines)).encode())
     prompts = PromptFile(path, seed=0)
-    assert {prompts.train_prompt(i).messages[0].content for i in range(3)} == {"0", "1", "2"}
+    assert {prompts.train_prompt(i).messages[0].content for i in range(3)} == set(contents)
 
 
 USER = '{"role": "user", "content": "1+1"}'
@@ -74,14 +62,12 @@ USER = '{"role": "user", "content": "1+1"}'
         ("[" * 100_000, ["line 1", "JSON"]),
         (f"{USER}\n", ["line 1", "messages is missing"]),
         ("[1]\n", ["line 1"]),
-        ('{"messages": 3}\n', ["line 1", "messages is 3"]),
         ('{"messages": "ab"}\n', ["line 1", "messages is 'ab'"]),
         ('{"messages": []}\n', ["line 1", "messages is []"]),
         ('{"messages": ["hello"]}\n', ["line 1", "messages.0 is 'hello'"]),
         ('{"messages": [{"role": "user"}]}\n', ["line 1", "messages.0.content is missing"]),
         ('{"messages": [{"role": 3, "content": "a"}]}\n', ["line 1", "messages.0.role is 3"]),
         ('{"messages": [{"role": "", "content": "a"}]}\n', ["line 1", "messages.0.role is ''"]),
-        ('{"messages": [{"role": "user", "content": null}]}\n', ["line 1", "messages.0.content is None"]),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}\n', ["line 1", "JSON"]),
         ('{"messages": [{"role": "user", "content": "a", "name": "x"}]}\n', ["line 1", "messages.0.name"]),
         (f'{{"messages": [{USER}], "targt": {{}}}}\n', ["line 1", "targt"]),
@@ -96,8 +82,7 @@ def test_a_bad_prompt_file_is_refused_with_field_line_and_key(tmp_path, content,
         path.write_text(content)
     with pytest.raises(ValueError, match=r"task\.prompt_file") as caught:
         PromptFile(path, seed=0)
-    for part in [*parts, str(path)]:
-        assert part in str(caught.value)
+    assert [part for part in [*parts, str(path)] if part not in str(caught.value)] == []
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""The schedule of a run: what is written down of it, and a run that keeps to it."""
+"""The schedule of a run, written and read, and a run that keeps to it."""
 
 import asyncio
 import json
@@ -21,21 +21,12 @@ from async_rl.rollout.schedule import (
     spans_of,
 )
 from async_rl.rollout.schedule_replay import ScheduleReplay
+from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.contract import Admission
 from message_queue.heads import head_of
-from message_queue.tokens import StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
-
-
-def segment(version, tokens, stop=StopReason.ABORT):
-    return TokenOutput(
-        token_ids=np.full(tokens, 5, np.int32),
-        logprobs=np.full(tokens, -1.0, np.float32),
-        routed_experts=None,
-        weights=WeightVersion(version, f"w{version}"),
-        stop_reason=stop,
-        replica="r",
-    )
+from tests.helpers.groups import segment
 
 
 def trajectory(*turns):
@@ -44,9 +35,15 @@ def trajectory(*turns):
     for turn in turns:
         made.observe(np.array([1, 2], np.int32))
         for version, tokens in turn:
-            made.extend(segment(version, tokens))
+            made.extend(segment(tokens, version=version, stop_reason=StopReason.ABORT))
     made.close(stop_reason=StopReason.STOP, reward=1.0)
     return made
+
+
+def group_of(*trajectories, group=0, prompt=0, version=0, update=0):
+    return PromptGroup(
+        group=group, prompt=prompt, admitted_version=version, admitted_update=update, trajectories=[*trajectories]
+    )
 
 
 def scheduled(group, *spans, prompt=None, admitted=0, step=1):
@@ -55,23 +52,16 @@ def scheduled(group, *spans, prompt=None, admitted=0, step=1):
     )
 
 
-def test_spans_are_by_updates_and_join_over_turns_and_versions_of_the_same_update():
+def test_spans_of_a_schedule_join_segments_of_the_same_update():
     made = trajectory([(0, 3), (1, 2)], [(1, 4), (2, 1)], [(4, 6)])
-    group = PromptGroup(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=[made])
-    (head,) = head_of(group).trajectories
+    (head,) = head_of(group_of(made)).trajectories
     segments = [(s.weights.version, len(s)) for s in made.segments]
     for sampled in (head.spans, [*segments, (2, 0)]):
         assert spans_of(sampled, {0: 0, 1: 2, 2: 2, 4: 5}) == ((0, 3), (2, 7), (5, 6))
 
 
-def test_what_is_written_is_what_is_read(tmp_path):
-    group = PromptGroup(
-        group=7,
-        prompt=3,
-        admitted_version=1,
-        admitted_update=2,
-        trajectories=[trajectory([(1, 2)]), trajectory([(2, 1)])],
-    )
+def test_a_schedule_is_read_as_it_was_written(tmp_path):
+    group = group_of(trajectory([(1, 2)]), trajectory([(2, 1)]), group=7, prompt=3, version=1, update=2)
     line = {"train_step": 1, "groups": scheduled_groups([head_of(group)], version_updates={1: 2, 2: 3})}
     (tmp_path / "schedule.jsonl").write_text(json.dumps(line) + "\n")
     for path in (tmp_path, tmp_path / "schedule.jsonl"):
@@ -81,25 +71,22 @@ def test_what_is_written_is_what_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        (None, "has no schedule.jsonl to read"),
-        ("{", "line 1 of .* is not a train step"),
-        ('{"train_step": 1, "groups": [{"group": 1}]}', "line 1 of .* KeyError"),
-        (
-            '{"train_step": 2, "groups": [{"group": 0, "prompt": 0, "admitted_update": 0, "spans": []}]}',
-            "steps .2.; need",
-        ),
+        (None, "schedule.jsonl"),
+        ("{", "line 1"),
+        ('{"train_step": 1, "groups": [{"group": 1}]}', "line 1 .* KeyError"),
+        ('{"train_step": 2, "groups": [{"group": 0, "prompt": 0, "admitted_update": 0, "spans": []}]}', "steps"),
     ],
 )
-def test_a_schedule_that_cannot_be_read_names_file_and_cause(tmp_path, text, message):
+def test_a_schedule_that_cannot_be_read_is_refused(tmp_path, text, named):
     if text is not None:
         (tmp_path / "schedule.jsonl").write_text(text)
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ScheduleError, match=named):
         read_schedule(tmp_path)
 
 
-def test_the_order_of_prompts_is_that_of_admission():
+def test_the_order_of_prompts_in_a_schedule_is_that_of_admission():
     schedule = RunSchedule([scheduled(9, ((0, 1),), prompt=4), scheduled(2, ((0, 1),), prompt=11)])
 
     class Order:
@@ -132,7 +119,8 @@ class Engine:
         count = min(left, request.max_new_tokens)
         self.sampled[session] += count
         self.by_version.setdefault(session, Counter())[version] += count
-        return [segment(version, count, StopReason.STOP if count == left else StopReason.LENGTH)]
+        reason = StopReason.STOP if count == left else StopReason.LENGTH
+        return [segment(count, version=version, stop_reason=reason)]
 
 
 class Loop:
@@ -154,8 +142,8 @@ def name(group, number):
     return f"g{group}-t{number}"
 
 
-async def conduct(schedule, engine, schedule_replay, *, updates, chance):
-    """What a pipeline does, with a trainer that is always ready: (batches of positions, order of loads)."""
+async def conduct(schedule, engine, schedule_replay, *, chance):
+    """A pipeline with a trainer that is always ready; returns the batches of positions."""
     loop = schedule_replay.loop(Loop(schedule_replay.engine(engine)))
     ready, batches = asyncio.Queue(), []
 
@@ -173,10 +161,9 @@ async def conduct(schedule, engine, schedule_replay, *, updates, chance):
         for position in range(len(schedule.groups)):
             await a_while(chance)
             await schedule_replay.may_admit(position)
+            now = engine.version
             schedule_replay.admitted(
-                Admission(
-                    group=position, prompt=position, admitted_version=engine.version, admitted_update=engine.version
-                )
+                Admission(group=position, prompt=position, admitted_version=now, admitted_update=now)
             )
             rolls.create_task(roll(position))
 
@@ -184,15 +171,14 @@ async def conduct(schedule, engine, schedule_replay, *, updates, chance):
         for step in range(1, schedule.train_steps + 1):
             batches.append([await ready.get() for _ in range(schedule.batch_groups)])
             schedule_replay.taken()
-            if step <= updates:
-                asyncio.get_running_loop().create_task(load(step))
+            asyncio.get_running_loop().create_task(load(step))
 
     async def load(update):
         await schedule_replay.may_load(update)
         engine.version = update
         schedule_replay.loaded(update)
 
-    async with asyncio.timeout(2), asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks:
         tasks.create_task(feed(tasks))
         tasks.create_task(train())
     return batches
@@ -218,7 +204,7 @@ def schedules(draw):
 
 
 @given(schedule=schedules(), seed=st.integers(0, 99))
-def test_a_run_that_keeps_to_a_schedule_samples_and_trains_as_it_says(schedule, seed):
+def test_a_run_that_keeps_to_a_schedule_samples_and_trains_by_it(schedule, seed):
     chance = random.Random(seed)
     planned = {
         name(group.group, number): spans for group in schedule.groups for number, spans in enumerate(group.spans)
@@ -226,7 +212,7 @@ def test_a_run_that_keeps_to_a_schedule_samples_and_trains_as_it_says(schedule, 
     lengths = {session: max(1, sum(n for _, n in spans) + chance.randint(-6, 6)) for session, spans in planned.items()}
     engine = Engine(lengths, chance)
     schedule_replay = ScheduleReplay(schedule, session=name)
-    batches = asyncio.run(conduct(schedule, engine, schedule_replay, updates=schedule.train_steps, chance=chance))
+    batches = run_in_virtual_time(conduct(schedule, engine, schedule_replay, chance=chance))
     steps = {group.group: group.train_step for group in schedule.groups}
     assert [[steps[g] for g in batch] for batch in batches] == [
         [step] * schedule.batch_groups for step in range(1, schedule.train_steps + 1)
@@ -240,31 +226,27 @@ def test_a_run_that_keeps_to_a_schedule_samples_and_trains_as_it_says(schedule, 
         assert +engine.by_version[session] == +expected
 
 
-async def test_a_group_that_is_dropped_ends_the_run():
+def test_a_dropped_group_ends_a_run_that_keeps_to_a_schedule():
     schedule_replay = ScheduleReplay(RunSchedule([scheduled(0, ((0, 1),))]), session=name)
-    with pytest.raises(ScheduleError, match="group 0 was dropped in a run that keeps to a schedule: too bad"):
+    with pytest.raises(ScheduleError, match=r"group 0.* too bad"):
         schedule_replay.dropped(0, reason="too bad")
 
 
-async def test_a_restart_goes_on_within_the_spans():
+async def test_a_restart_resumes_within_the_spans_of_the_schedule():
     schedule = RunSchedule([scheduled(0, ((0, 4), (1, 5), (2, 3)), ((0, 4),), admitted=0)])
     schedule_replay = ScheduleReplay(schedule, session=name)
     open_one, closed = Trajectory(routing=None), trajectory([(0, 4)])
     open_one.observe(np.array([1], np.int32))
     for version, tokens in ((0, 4), (1, 2)):
-        open_one.extend(segment(version, tokens))
-    held = PromptGroup(group=0, prompt=0, admitted_version=0, admitted_update=0, trajectories=[open_one, closed])
-    schedule_replay.begin([held], train_step=0, cursor=1, updates={0: 0, 1: 1})
+        open_one.extend(segment(tokens, version=version, stop_reason=StopReason.ABORT))
+    schedule_replay.resume([group_of(open_one, closed)], train_step=0, cursor=1, updates={0: 0, 1: 1})
     engine = Engine({name(0, 0): 50})
     engine.version = 1
     schedule_replay.loaded(1)
-    going = asyncio.create_task(
-        schedule_replay.loop(Loop(schedule_replay.engine(engine))).run(
-            None, trajectory=None, session=name(0, 0), cache_salt=""
-        )
-    )
+    loop = schedule_replay.loop(Loop(schedule_replay.engine(engine)))
+    decode = asyncio.create_task(loop.run(None, trajectory=None, session=name(0, 0), cache_salt=""))
     await schedule_replay.may_load(2)
     engine.version = 2
     schedule_replay.loaded(2)
-    await going
+    await decode
     assert engine.by_version[name(0, 0)] == {1: 3, 2: 47}

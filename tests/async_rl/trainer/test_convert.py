@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 @dataclass(frozen=True)
 class Weight:
-    """What the reader asks of the parameter that is filled: along which dimension it is split, of how many."""
+    """The parameter that is filled: its number of dimensions, and the one along which it is split."""
 
     partition_dim: int
     dims: int = 2
@@ -55,8 +55,8 @@ def test_parts_of_experts_saved_as_one_tensor_are_those_of_single_ones(tmp_path,
 
 
 def test_a_tensor_or_a_file_that_is_absent_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"\*.safetensors"):
         _Reader(tmp_path)
     of = reader(tmp_path, {"w": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match=r"no tensor e\.experts\.0\.up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"e\.experts\.0\.up_proj\.weight"):
         of.read("e.experts.0.up_proj.weight", weight=Weight(0), split=None)

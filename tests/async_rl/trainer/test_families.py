@@ -1,4 +1,4 @@
-"""Model configs as the trainer reads them: what each family means, and what is refused with a way out."""
+"""Model configs as the trainer reads them: the meaning of each family, and refusals."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import modeling_rope_utils
 
-from async_rl.trainer.model.families import FAMILIES, read_shape, weight_names
+from async_rl.trainer.model.families import FAMILIES, read_shape
 from async_rl.weights.model_info import CheckpointError, read_model_info
 from tests.helpers import numerics, tiny_models
 
@@ -51,37 +51,36 @@ def test_trainer_and_model_info_agree_about_layers_and_experts(tmp_path, family)
     assert shape.megatron["moe_router_topk"] == info.routing.top_k
 
 
-SLIDING = "attends to the whole sequence"
 REFUSED = [
-    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config='fp8'.*convert the checkpoint"),
-    ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'.*SiLU"),
-    ("qwen3", {"attention_bias": True}, "attention_bias=True.*bias on the output"),
+    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config='fp8'"),
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3", {"mlp_bias": True}, "mlp_bias=True"),
-    ("qwen2", {"use_sliding_window": True}, f"use_sliding_window=True.*{SLIDING}"),
-    ("qwen2_moe", {"layer_types": ["sliding_attention", "full_attention"]}, f"sliding_attention.*{SLIDING}"),
-    ("mixtral", {"sliding_window": 4096}, f"sliding_window=4096.*{SLIDING}"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen2_moe", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
-    ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'.*plain and yarn"),
+    ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'"),
     ("qwen3_moe", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
     ("glm4_moe", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
-    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor=0.1.* 3 of 32 channels"),
+    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor=0.1"),
     ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
-    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'.*sigmoid"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
-    ("deepseek_v3", {"n_group": 4, "topk_group": 2}, r"topk_group=2.*num_experts_per_tok // topk_group = 1"),
-    ("deepseek_v3", {"kv_lora_rank": None}, "no field 'kv_lora_rank', which deepseek_v3 needs"),
-    ("qwen3", {"model_type": "llama"}, "model_type 'llama'; the trainer builds deepseek_v3, glm4_moe, mixtral"),
+    ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "topk_group=2"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank'"),
+    ("qwen3", {"model_type": "llama"}, "model_type 'llama'"),
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "message"), REFUSED, ids=[f"{f}-{next(iter(c))}" for f, c, _ in REFUSED])
-def test_what_is_not_built_is_refused_by_name_and_value(tmp_path, family, changes, message):
-    with pytest.raises(CheckpointError, match=message) as error:
+@pytest.mark.parametrize(("family", "changes", "named"), REFUSED, ids=[f"{f}-{next(iter(c))}" for f, c, _ in REFUSED])
+def test_a_model_that_is_not_built_is_refused_by_field_and_value(tmp_path, family, changes, named):
+    with pytest.raises(CheckpointError, match=named) as error:
         read_shape(write(tmp_path, family, **changes))
     assert str(tmp_path / "config.json") in str(error.value)
 
@@ -123,23 +122,3 @@ def test_rope_of_old_configs_is_read_too(tmp_path):
     assert shape.rope.dim == 64
     assert shape.rope.yarn is not None
     assert shape.megatron["softmax_scale"] == pytest.approx((0.1 * 3.6888794541 + 1) ** 2 / 192**0.5)
-
-
-def test_weights_have_the_names_of_their_family(tmp_path):
-    def names(family, weight):
-        (folder := tmp_path / family).mkdir(exist_ok=True)
-        return weight_names(read_shape(write(folder, family)), weight).names
-
-    expert = "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
-    experts = "model.layers.3.mlp.experts.5."
-    assert names("qwen3_moe", expert) == (f"{experts}gate_proj.weight", f"{experts}up_proj.weight")
-    old = "model.layers.3.block_sparse_moe.experts.5."
-    assert names("mixtral", expert) == (f"{old}w1.weight", f"{old}w3.weight")
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert names("glm4_moe", "decoder.layers.1.mlp.router.expert_bias") == (bias,)
-    gate = "model.layers.0.mlp.shared_expert_gate.weight"
-    assert names("qwen2_moe", "decoder.layers.0.mlp.shared_experts.gate_weight") == (gate,)
-    down = "model.layers.2.self_attn.kv_a_proj_with_mqa.weight"
-    assert names("deepseek_v3", "decoder.layers.2.self_attention.linear_kv_down_proj.weight") == (down,)
-    with pytest.raises(KeyError):
-        names("qwen3", "decoder.layers.0.mlp.router.weight")

@@ -1,7 +1,10 @@
-"""The terms around the objective: KL, entropy, aggregation; and what a configuration refuses."""
+"""Every objective against a plain implementation, one token after the other, in value and in gradient; then the terms
+around it: KL, entropy, aggregation; and refusals of a configuration.
+"""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,70 +13,244 @@ from hypothesis import strategies as st
 from async_rl.trainer.loss.losses import (
     DecoupledPPO,
     TokenLogprobs,
+    Trajectories,
     kl_estimate,
     kl_term,
     policy_loss,
     token_weights,
 )
+from async_rl.trainer.loss.ratios import second_moment_bound
 from tests.helpers import numerics
-from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS
+from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS, make_loss
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
+SPREAD = {"gspo": 3.0}  # for means over trajectories to reach the bounds
 POSITIVE = ("behaviour_weight_cap", "max_sequence_drift", "max_second_moment")
+LOW, HIGH, CAP, MASK_LOW, MASK_HIGH, DRIFT, MOMENT = 0.8, 1.28, 2.0, 0.5, 5.0, 0.5, 0.04
 
 
-def logprobs(current, behaviour, proximal=None, reference=None):
-    as_tensor = lambda x: None if x is None else torch.tensor(x, dtype=torch.float64)  # noqa: E731
+def plain_losses(name, current, behaviour, proximal, advantages, trajectory, *, frozen=None, dual_clip=None):
+    """Loss of each token; factors without gradient are computed from `frozen` in place of `current`."""
+    tokens = range(len(current))
+    fixed = current if frozen is None else frozen
+    of = {i: [t for t in tokens if trajectory[t] == i] for i in set(trajectory)}
+
+    def clipped(ratio, advantage):
+        bounded = min(ratio * advantage, min(max(ratio, LOW), HIGH) * advantage)
+        return max(bounded, dual_clip * advantage) if dual_clip and advantage < 0 else bounded
+
+    def drift(t, source):
+        return [source[u] - behaviour[u] for u in of[trajectory[t]]]
+
+    def token(t):
+        a, ratio, held = advantages[t], math.exp(current[t] - behaviour[t]), math.exp(fixed[t] - behaviour[t])
+        near, correction = math.exp(current[t] - proximal[t]), math.exp(proximal[t] - behaviour[t])
+        product = math.exp(sum(drift(t, fixed)))
+        match name:
+            case "ppo_clip":
+                return clipped(ratio, a)
+            case "decoupled_ppo":
+                return min(correction, CAP) * clipped(near, a)
+            case "icepop":
+                return (correction if MASK_LOW <= correction <= MASK_HIGH else 0.0) * clipped(near, a)
+            case "tis":
+                return min(held, CAP) * a * current[t]
+            case "dis":
+                return (held if LOW <= held <= HIGH else 0.0) * a * current[t]
+            case "cispo":
+                return min(max(held, LOW), HIGH) * a * current[t]
+            case "gspo":
+                correction = math.exp(np.mean(drift(t, proximal)))
+                return min(correction, CAP) * clipped(
+                    math.exp(np.mean(drift(t, current)) - np.mean(drift(t, proximal))), a
+                )
+            case "sequence_tis":
+                return min(product, CAP) * a * current[t]
+            case "sequence_mis":
+                return (product if product <= CAP else 0.0) * a * current[t]
+            case "sequence_mask":
+                dropped = a < 0 and -np.mean(drift(t, fixed)) > DRIFT
+                return 0.0 if dropped else clipped(ratio, a)
+            case "m2po":
+                return ratio * a if t in m2po_kept(behaviour, proximal) else 0.0
+
+    return [-token(t) for t in tokens]
+
+
+def m2po_kept(behaviour, proximal):
+    """Takes out the token of largest squared log ratio until the mean over the others is low enough."""
+    kept = sorted(range(len(behaviour)), key=lambda t: (proximal[t] - behaviour[t]) ** 2)
+    while kept and np.mean([(proximal[t] - behaviour[t]) ** 2 for t in kept]) > MOMENT:
+        kept.pop()
+    return kept
+
+
+def example(seed, *, tokens=24, trajectories=4, spread=0.5):
+    """Logprobs, advantages (one per trajectory) and trajectory of random tokens, some ratios in every region."""
+    rng = np.random.default_rng(seed)
+    current = -rng.gamma(2.0, 1.0, tokens)
+    behaviour = current + rng.normal(0, spread, tokens)
+    proximal = current + rng.normal(0, spread / 2, tokens)
+    trajectory = np.arange(tokens) % trajectories
+    advantages = np.array([1.5, -0.7, 0.0, -2.0])[:trajectories][trajectory]
+    return current, behaviour, proximal, advantages, trajectory
+
+
+def ours(name, current, behaviour, proximal, advantages, trajectory, **config):
+    """Loss [n] and, for each filter, the tokens that it changed; `current` may be a tensor."""
+    tensor = lambda x: x if isinstance(x, torch.Tensor) else torch.tensor(np.array(x), dtype=torch.float64)  # noqa: E731
+    config = make_loss(name, bounds={"clip_low": 0.2, "clip_high": 0.28}, **config)
+    count = int(max(trajectory, default=-1)) + 1
+    return policy_loss(
+        TokenLogprobs(current=tensor(current), behaviour=tensor(behaviour), proximal=tensor(proximal)),
+        advantages=tensor(advantages),
+        entropy=torch.zeros(len(trajectory), dtype=torch.float64),
+        config=config,
+        trajectories=Trajectories(index=torch.tensor(np.array(trajectory, np.int64)), count=count),
+        surrogate=config.surrogate_of_update(tensor(proximal) - tensor(behaviour)),
+    )
+
+
+@pytest.mark.parametrize(("seed", "tokens"), [(0, 24), (1, 24), (2, 24), (5, 1), (5, 0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_token_has_the_loss_of_its_equation(name, seed, tokens):
+    given = [part[:tokens] for part in example(seed, spread=SPREAD.get(name, 0.5))]
+    loss, touched = ours(name, *given)
+    assert loss.tolist() == pytest.approx(plain_losses(name, *given), rel=1e-12)
+    assert all(t.shape == (tokens,) for t in touched.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_that_of_the_equation_with_constant_weights(name):
+    current, *others = example(7)
+    x = torch.tensor(current, requires_grad=True)
+    ours(name, x, *others)[0].sum().backward()
+    step = 1e-6
+    for t in range(len(current)):
+        ends = []
+        for sign in (1, -1):
+            moved = current.copy()
+            moved[t] += sign * step
+            ends.append(sum(plain_losses(name, moved, *others, frozen=current)))
+        assert x.grad[t].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["icepop", "dis", "sequence_mis", "m2po", "sequence_mask"])
+def test_with_every_token_masked_the_loss_and_its_gradient_are_zero(name):
+    current = np.full(6, -1.0)
+    far = current + (9.0 if name == "sequence_mask" else -9.0)  # less likely now, or far more
+    x = torch.tensor(current, requires_grad=True)
+    advantages = np.full(6, -1.0)
+    loss, touched = ours(name, x, far, current, advantages, np.zeros(6, int))
+    loss.sum().backward()
+    assert not loss.any() and not x.grad.any()
+    assert touched["mask"].all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratios_beyond_all_bounds_stay_finite(name):
+    current = np.array([-1.0, -1.0, -200.0, -200.0])
+    behaviour = np.array([-200.0, -200.0, -1.0, -1.0])
+    x = torch.tensor(current, dtype=torch.float32, requires_grad=True)
+    config = {"dual_clip": 3.0} if "dual_clip" in OWN_FIELDS[name] else {}
+    parts = [torch.tensor(part, dtype=torch.float32) for part in (behaviour, behaviour, [1.0, -1.0, 1.0, -1.0])]
+    loss, _ = ours(name, x, *parts, np.arange(4), **config)
+    loss.sum().backward()
+    assert loss.isfinite().all() and x.grad.isfinite().all()
+
+
+OTHER_VALUES = {
+    "clip_low": 0.05,
+    "clip_high": 0.05,
+    "dual_clip": 1.5,
+    "behaviour_weight_cap": 1.1,
+    "mask_low": 0.9,
+    "mask_high": 1.1,
+    "max_sequence_drift": 0.01,
+    "max_second_moment": 0.4,
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(n, field) for n, own in OWN_FIELDS.items() for field in own])
+def test_a_field_that_an_objective_uses_changes_its_gradient(name, field):
+    changed = []
+    for seed in range(20):  # few tokens lie between the two values, so one batch may have none
+        current, *others = example(seed, spread=1.0)
+        gradients = []
+        for config in ({}, {field: OTHER_VALUES[field]}):
+            x = torch.tensor(current, requires_grad=True)
+            ours(name, x, *others, **config)[0].sum().backward()
+            gradients.append(x.grad)
+        changed.append(not torch.allclose(*gradients))
+    assert any(changed)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely():
+    given = example(2, spread=2.0)
+    plain = plain_losses("ppo_clip", *given, dual_clip=3.0)
+    assert plain != plain_losses("ppo_clip", *given)
+    assert ours("ppo_clip", *given, dual_clip=3.0)[0].tolist() == pytest.approx(plain)
+
+
+def test_filters_report_the_tokens_they_changed_and_no_others():
+    for name in NAMES:
+        given = example(9, spread=SPREAD.get(name, 0.5))
+        _, touched = ours(name, *given)
+        assert tuple(touched) == tuple(reversed(LOSSES[name]().filters))
+        wide = {"clip_low": 1.0, "clip_high": 1e9, "behaviour_weight_cap": 1e9, "mask_low": 0.0, "mask_high": 1e9,
+                "max_sequence_drift": 1e3}  # fmt: skip
+        free = make_loss(name, bounds=wide).surrogate()
+        tensors = [torch.tensor(part) for part in given]
+        without, _ = free(
+            TokenLogprobs(current=tensors[0], behaviour=tensors[1], proximal=tensors[2]),
+            advantages=tensors[3],
+            trajectories=Trajectories(index=tensors[4], count=4),
+        )
+        changed = ~torch.isclose(ours(name, *given)[0], without, rtol=1e-12)
+        assert torch.equal(changed, torch.stack(list(touched.values())).any(0)), name
+        assert changed.any(), name
+
+
+def test_a_loss_over_trajectories_is_refused_without_them():
+    logprobs = TokenLogprobs(current=torch.zeros(2), behaviour=torch.zeros(2), proximal=torch.zeros(2))
+    for name in NAMES:
+        config = LOSSES[name]()
+        arguments = {"advantages": torch.ones(2), "entropy": torch.zeros(2), "config": config}
+        if config.needs_whole_trajectories:
+            with pytest.raises(ValueError, match="`trajectories`"):
+                policy_loss(logprobs, **arguments)
+        else:
+            policy_loss(logprobs, **arguments)
+
+
+@given(st.lists(st.floats(-3, 3).map(lambda x: round(x, 2)), max_size=30), st.sampled_from([0.01, 0.04, 0.5]))
+def test_m2po_keeps_as_many_tokens_as_the_second_moment_allows(log_ratios, limit):
+    x = torch.tensor(log_ratios, dtype=torch.float64)
+    kept = x.abs() <= second_moment_bound(x, limit=limit)
+    assert not kept.any() or (x[kept] ** 2).mean() <= limit * (1 + 1e-9)
+    if not kept.all():
+        least = x[~kept].abs().min()
+        with_more = kept | (x.abs() <= least)
+        assert (x[with_more] ** 2).mean() > limit * (1 - 1e-9)
+
+
+# ---- KL, entropy and aggregation
+
+
+def logprobs(current, behaviour, reference=None):
+    current = torch.tensor(current, dtype=torch.float64)
     return TokenLogprobs(
-        current=as_tensor(current).requires_grad_(),
-        behaviour=as_tensor(behaviour),
-        proximal=as_tensor(current if proximal is None else proximal),
-        reference=as_tensor(reference),
+        current=current.clone().requires_grad_(),
+        behaviour=torch.tensor(behaviour, dtype=torch.float64),
+        proximal=current,
+        reference=None if reference is None else torch.tensor(reference, dtype=torch.float64),
     )
 
 
 def loss_of(given, advantages, name="decoupled_ppo", **config):
     advantages = torch.tensor(advantages, dtype=torch.float64)
     return policy_loss(given, advantages=advantages, entropy=torch.ones_like(advantages), config=LOSSES[name](**config))
-
-
-def test_ppo_clip_is_the_smaller_of_free_and_clipped_ratio():
-    ratio = torch.tensor([0.5, 1.0, 1.5, 0.5, 1.5], dtype=torch.float64)
-    given = logprobs(ratio.log().tolist(), [0.0] * 5)
-    loss, clipped = loss_of(given, [1.0, 1.0, 1.0, -1.0, -1.0], name="ppo_clip", clip_low=0.2, clip_high=0.28)
-    assert loss.tolist() == pytest.approx([-0.5, -1.0, -1.28, 0.8, 1.5])
-    assert clipped["clip"].tolist() == [False, False, True, True, False]
-
-
-def test_a_clipped_token_has_no_gradient():
-    given = logprobs([0.5, 0.1], [0.0, 0.0])
-    loss, _ = loss_of(given, [1.0, 1.0], name="ppo_clip")
-    loss.sum().backward()
-    assert given.current.grad[0] == 0
-    assert given.current.grad[1] != 0
-
-
-def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_the_behaviour_policy():
-    given = logprobs([-1.0, -1.0], [-1.5, -3.0], proximal=[-1.0, -1.0])
-    loss, touched = loss_of(given, [1.0, -1.0], behaviour_weight_cap=2.0)
-    assert loss.tolist() == pytest.approx([-torch.tensor(0.5).exp().item(), 2.0])  # exp(2) is capped
-    assert not touched["clip"].any()
-    assert touched["truncate"].tolist() == [False, True]
-
-
-def test_decoupled_ppo_equals_ppo_clip_where_behaviour_is_the_proximal_policy():
-    given = logprobs([-1.0, -2.0, -0.5], [-1.2, -1.0, -0.5], proximal=[-1.2, -1.0, -0.5])
-    ours, _ = loss_of(given, [1.0, -0.5, 2.0])
-    theirs, _ = loss_of(given, [1.0, -0.5, 2.0], name="ppo_clip")
-    assert torch.allclose(ours, theirs)
-
-
-def test_the_weight_of_decoupled_ppo_has_no_gradient():
-    given = logprobs([-1.0], [-1.2], proximal=[-1.0])
-    loss, _ = loss_of(given, [1.0])
-    loss.sum().backward()
-    assert given.current.grad.item() == pytest.approx(-torch.tensor(0.2).exp().item())  # -w A r, r = 1
 
 
 @given(st.floats(-3, 0), st.floats(-3, 0))
@@ -94,23 +271,11 @@ def test_kl_and_entropy_are_added_with_their_coefficients():
 
 def test_kl_of_stale_samples_is_weighted_with_current_over_behaviour():
     given = logprobs([-1.0, -1.0], [-1.5, -4.0], reference=[-2.0, -2.0])
-    advantages = [0.0, 0.0]
-    loss, _ = loss_of(given, advantages, kl_coefficient=1.0, kl_estimator="k2", kl_weight_cap=3.0)
+    loss, _ = loss_of(given, [0.0, 0.0], kl_coefficient=1.0, kl_estimator="k2", kl_weight_cap=3.0)
     weights = torch.tensor([math.exp(0.5), 3.0], dtype=torch.float64)  # exp(3) is cut
     assert loss.tolist() == pytest.approx((weights * 0.5).tolist())
     loss.sum().backward()
     assert given.current.grad.tolist() == pytest.approx(weights.tolist())  # none through the weight
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_kl_of_stale_samples_is_that_of_the_current_policy(seed):
-    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    current, behaviour, reference = logits.log_softmax(-1)
-    everything = TokenLogprobs(current=current, behaviour=behaviour, proximal=current, reference=reference)
-    expected = (current.exp() * (current - reference)).sum().item()
-    for estimator in ("k1", "k3"):
-        mean = (behaviour.exp() * kl_term(everything, estimator, cap=1e6)).sum().item()
-        assert mean == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -125,7 +290,7 @@ def test_kl_is_finite_in_float32_however_far_the_reference(estimator, gap):
 
 
 def test_a_kl_term_without_reference_logprobs_is_refused():
-    with pytest.raises(ValueError, match="no reference_logprobs"):
+    with pytest.raises(ValueError, match="reference_logprobs"):
         loss_of(logprobs([-1.0], [-1.0]), [1.0], kl_coefficient=0.1)
 
 
@@ -147,29 +312,28 @@ def test_token_weights_of_a_batch_sum_to_one(sequences, aggregation):
     assert total == pytest.approx(1.0 if counts.any() else 0.0, abs=numerics.rounding(4 + len(sequences)))
 
 
-def test_group_mean_weighs_prompt_groups_the_same_and_the_tokens_of_a_group_the_same():
-    weights = token_weights(torch.tensor([2, 6, 4]), aggregation="group_mean", group=torch.tensor([7, 7, 9]))
-    assert weights.tolist() == pytest.approx([1 / 16, 1 / 16, 1 / 8])
-
-
-def test_group_mean_without_groups_is_refused():
-    with pytest.raises(ValueError, match="no key `group`"):
-        token_weights(torch.tensor([2]), aggregation="group_mean")
-
-
-def test_fixed_length_weighs_tokens_by_a_length_that_is_not_their_own():
-    weights = token_weights(
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("sequence_mean", [1 / 6, 1 / 18, 1 / 12]),
+        ("group_mean", [1 / 16, 1 / 16, 1 / 8]),
+        ("fixed_length", [1 / 20, 1 / 20, 1 / 20]),  # two trajectories
+    ],
+)
+def test_token_weights_are_those_of_their_aggregation(aggregation, weights):
+    found = token_weights(
         torch.tensor([2, 6, 4, 0]),
-        aggregation="fixed_length",
-        trajectory=torch.tensor([0, 0, 1, 2]),
-        fixed_length=10,
+        aggregation=aggregation,
+        group=torch.tensor([7, 7, 9, 9]),
+        trajectory=torch.tensor([0, 0, 1, 2]) if aggregation == "fixed_length" else None,
+        fixed_length=10 if aggregation == "fixed_length" else None,
     )
-    assert weights.tolist() == pytest.approx([1 / 20] * 4)
+    assert found[:3].tolist() == pytest.approx(weights)
 
 
-def test_sequence_mean_weighs_short_and_long_sequences_the_same():
-    weights = token_weights(torch.tensor([2, 8, 0]), aggregation="sequence_mean")
-    assert weights[:2].tolist() == pytest.approx([0.25, 0.0625])
+def test_token_weights_of_groups_are_refused_without_groups():
+    with pytest.raises(ValueError, match="`group`"):
+        token_weights(torch.tensor([2]), aggregation="group_mean")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +351,7 @@ def test_sequence_mean_weighs_short_and_long_sequences_the_same():
         ("decoupled_ppo", "temperature", 0.0),
         ("decoupled_ppo", "dual_clip", 1.1),
         ("decoupled_ppo", "fixed_length", 8),
+        ("decoupled_ppo", "aggregation", "fixed_length"),
         ("gspo", "dual_clip", 1.0),
         ("icepop", "clip_low", 0.0),
         ("icepop", "mask_low", 1.0),
@@ -194,20 +359,18 @@ def test_sequence_mean_weighs_short_and_long_sequences_the_same():
         ("sequence_mask", "clip_low", 0.0),
     ],
 )
-def test_a_bad_value_is_refused_by_name(name, field, value):
+def test_a_bad_value_of_a_loss_is_refused_by_field(name, field, value):
     with pytest.raises(ValueError, match=rf"loss\.{field}( is |={value})"):
         LOSSES[name](**{field: value})
 
 
-def test_fixed_length_needs_its_length():
-    with pytest.raises(ValueError, match=r"loss\.aggregation is fixed_length with loss\.fixed_length=None"):
-        DecoupledPPO(aggregation="fixed_length")
+def test_a_fixed_length_of_zero_is_refused():
     with pytest.raises(ValueError, match=r"loss\.fixed_length is 0"):
         DecoupledPPO(aggregation="fixed_length", fixed_length=0)
 
 
 @pytest.mark.parametrize(("field", "value"), [("kl_estimator", "k1"), ("kl_weight_cap", 4.0)])
-def test_a_setting_of_the_kl_term_is_refused_without_one(field, value):
+def test_a_setting_of_the_kl_term_is_refused_without_the_term(field, value):
     assert getattr(DecoupledPPO(kl_coefficient=0.1, **{field: value}), field) == value
-    with pytest.raises(ValueError, match=rf"loss\.{field} is {value}"):
+    with pytest.raises(ValueError, match=rf"loss\.{field}"):
         DecoupledPPO(**{field: value})

@@ -1,5 +1,6 @@
-"""Rows of a micro-batch: nothing lost, neighbours right, attention slots consistent, ranks together whole."""
+"""Rows of a micro-batch: tokens, their neighbours and their attention slots on all ranks together."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,52 +11,34 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 PARTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3)])
 
 
-def places(tensor, context):
-    return [
+def rows_of_all_ranks(lengths, tensor, context, packing=True):
+    places = [
         Coordinates(tensor=tensor, tensor_rank=t, context=context, context_rank=c)
         for c in range(context)
         for t in range(tensor)
     ]
-
-
-def rows_of_all_ranks(lengths, tensor, context, packing=True):
-    return [pack_rows(lengths, at=at, packing=packing) for at in places(tensor, context)]
+    return [pack_rows(lengths, at=at, packing=packing) for at in places]
 
 
 @given(LENGTHS, PARTS, st.booleans())
-def test_the_rows_of_all_context_ranks_are_every_token_once(lengths, parts, packing):
+def test_rows_of_all_context_ranks_are_every_token_once(lengths, parts, packing):
     tensor, _ = parts
-    tokens = torch.cat([rows.index for rows in rows_of_all_ranks(lengths, *parts, packing)[::tensor]])
+    of_ranks = rows_of_all_ranks(lengths, *parts, packing)
+    tokens = torch.cat([rows.index for rows in of_ranks[::tensor]])
     assert sorted(tokens[tokens >= 0].tolist()) == list(range(sum(lengths)))
+    counts = {len(rows) for rows in of_ranks}
+    assert len(counts) == 1, "collectives need as many rows on each rank"
+    assert counts.pop() % tensor == 0
 
 
 @given(LENGTHS, PARTS, st.booleans())
-def test_a_row_says_of_which_sequence_and_position_its_token_is(lengths, parts, packing):
+def test_a_row_has_the_sequence_and_position_of_its_token(lengths, parts, packing):
     expected = [(s, p) for s, n in enumerate(lengths) for p in range(n)]
     for rows in rows_of_all_ranks(lengths, *parts, packing):
         real = rows.index >= 0
         found = zip(rows.segments[real].tolist(), rows.positions[real].tolist(), strict=True)
         assert list(found) == [expected[token] for token in rows.index[real].tolist()]
         assert (rows.segments.diff() >= 0).all()
-
-
-@given(LENGTHS, PARTS)
-def test_ranks_have_rows_of_equal_number_that_tensor_parallelism_divides(lengths, parts):
-    tensor, context = parts
-    counts = {len(rows) for rows in rows_of_all_ranks(lengths, tensor, context)}
-    assert len(counts) == 1
-    assert counts.pop() % tensor == 0
-
-
-@given(LENGTHS, PARTS, st.booleans())
-def test_a_row_predicts_the_next_token_of_its_sequence(lengths, parts, packing):
-    for rows in rows_of_all_ranks(lengths, *parts, packing):
-        real = rows.index >= 0
-        last = torch.tensor(lengths)[rows.segments[real]] - 1
-        assert torch.equal(rows.next_index[real] >= 0, rows.positions[real] < last)
-        assert (rows.next_index[~real] == -1).all()
-        has_next = rows.next_index >= 0
-        assert torch.equal(rows.next_index[has_next], rows.index[has_next] + 1)
 
 
 @given(LENGTHS, st.booleans())
@@ -89,9 +72,8 @@ def test_an_empty_micro_batch_is_padding():
         assert (rows.index == -1).all()
 
 
-def test_rows_are_taken_with_a_fill_for_padding():
-    assert take_rows(torch.arange(6), torch.tensor([4, -1, 0]), fill=9).tolist() == [4, 9, 0]
-
-
-def test_a_rank_without_tokens_takes_padding():
-    assert take_rows(torch.zeros(0, dtype=torch.int64), torch.tensor([-1, -1]), fill=7).tolist() == [7, 7]
+@pytest.mark.parametrize(
+    ("values", "index", "taken"), [(range(6), [4, -1, 0], [4, 9, 0]), ([], [-1, -1], [9, 9])], ids=["tokens", "none"]
+)
+def test_rows_are_taken_with_a_fill_for_padding(values, index, taken):
+    assert take_rows(torch.tensor([*values], dtype=torch.int64), torch.tensor(index), fill=9).tolist() == taken

@@ -20,7 +20,7 @@ from tests.helpers.groups import group_for
     st.integers(-3, 3),
     st.randoms(use_true_random=False),
 )
-def test_mini_batches_are_of_equal_size_whatever_the_order_of_groups(groups, count, seed, draw):
+def test_mini_batches_are_of_equal_size_in_any_order_of_groups(groups, count, seed, draw):
     found = mini_batches_of(groups, count=count, seed=seed, update=7)
     sizes = Counter(found.values())
     assert set(found) == set(groups)

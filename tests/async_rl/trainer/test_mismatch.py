@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.metrics.registry import LAGS, METRICS
@@ -107,15 +107,11 @@ def test_without_tokens_there_is_no_mismatch_and_no_error():
     assert tally([empty]).metrics(updates=1)["tokens"] == 0
 
 
-def test_equal_logprobs_give_exactly_no_mismatch():
+def test_mismatch_of_equal_logprobs_is_zero_and_a_small_one_is_exact():
     part = tokens(50, spread=0.0)
     found = tally([part]).metrics(updates=1)
     assert found["mismatch/k3"] == found["mismatch/chi2"] == found["mismatch/abs_p99"] == found["mismatch/f2"] == 0
     assert found["ess/token"] == found["ess/sequence"] == 1
-
-
-def test_a_small_mismatch_keeps_its_digits():
-    part = tokens(50, spread=0.0)
     part["current"] = torch.full((50,), -1.0, dtype=torch.float64)
     part["behaviour"] = part["current"] - 1e-6
     found = tally([part]).metrics(updates=1)
@@ -123,15 +119,14 @@ def test_a_small_mismatch_keeps_its_digits():
     assert found["mismatch/chi2"] == pytest.approx(1e-12, rel=1e-3)
 
 
-def test_only_tokens_of_the_current_weights_over_their_own_context_are_at_lag_zero():
+def test_lag_zero_is_of_tokens_whose_context_has_the_current_weights():
     lag = torch.tensor([0, 0, 1, 2, 3, 40])
     pure = torch.tensor([True, False, False, False, False, False])
     assert [LAGS[i] for i in lag_buckets(lag, pure)] == ["lag0", "lag0_mixed", "lag1", "lag2", "lag3", "lag3"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e-7, 50), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_a_quantile_is_at_most_nine_percent_above_the_true_one_and_never_below(values, share):
+def test_a_quantile_is_at_most_nine_percent_above_the_true_one(values, share):
     size = torch.tensor(values, dtype=torch.float64)
     zeros = torch.zeros(len(values), dtype=torch.int64)
     histogram = token_sums(

@@ -1,5 +1,7 @@
 """Learning-rate schedule and checks of the trainer's settings."""
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,19 +10,14 @@ from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 
 
-def test_the_rate_rises_over_the_warm_up_then_falls_to_the_minimum_and_stays():
+def test_the_rate_rises_over_the_warm_up_then_falls_to_its_minimum():
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay="linear", decay_steps=9)
     rates = [config.lr_at(i) for i in range(16)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:14] == pytest.approx([1.0 - 0.1 * i for i in range(10)])
     assert rates[14:] == pytest.approx([0.1, 0.1])
-
-
-def test_cosine_is_halfway_in_the_middle():
-    config = OptimizerConfig(lr=1.0, min_lr=0.2, decay="cosine", decay_steps=10)
-    assert config.lr_at(0) == 1.0
-    assert config.lr_at(5) == pytest.approx(0.6)
-    assert config.lr_at(10) == pytest.approx(0.2)
+    cosine = OptimizerConfig(lr=1.0, min_lr=0.2, decay="cosine", decay_steps=10)
+    assert [cosine.lr_at(i) for i in (0, 5, 10)] == pytest.approx([1.0, 0.6, 0.2])
 
 
 @given(st.integers(0, 200), st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 100))
@@ -33,51 +30,34 @@ def test_the_rate_stays_between_its_bounds(update, decay, warmup, steps):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("kind", "changes", "field"),
     [
-        ({"lr": 0.0}, r"optimizer\.lr is 0.0"),
-        ({"lr": 1e-3, "min_lr": 1.0}, r"optimizer\.min_lr is 1.0"),
-        ({"betas": (0.9, 1.0)}, r"optimizer\.betas"),
-        ({"clip_grad": -1.0}, r"optimizer\.clip_grad is -1.0"),
-        ({"warmup_steps": -1}, r"optimizer\.warmup_steps is -1"),
-        ({"cpu_offload": 1.5}, r"optimizer\.cpu_offload is 1.5"),
-        ({"decay": "step"}, r"optimizer\.decay is 'step'"),
-        ({"decay": "linear"}, r"decay is linear with decay_steps=0"),
+        (OptimizerConfig, {"lr": 0.0}, "optimizer.lr"),
+        (OptimizerConfig, {"lr": 1e-3, "min_lr": 1.0}, "optimizer.min_lr"),
+        (OptimizerConfig, {"betas": (0.9, 1.0)}, "optimizer.betas"),
+        (OptimizerConfig, {"clip_grad": -1.0}, "optimizer.clip_grad"),
+        (OptimizerConfig, {"warmup_steps": -1}, "optimizer.warmup_steps"),
+        (OptimizerConfig, {"cpu_offload": 1.5}, "optimizer.cpu_offload"),
+        (OptimizerConfig, {"decay": "step"}, "optimizer.decay"),
+        (OptimizerConfig, {"decay": "linear"}, "decay_steps"),
+        (TrainerConfig, {"ranks": 0}, "trainer.ranks"),
+        (TrainerConfig, {"micro_batch_tokens": 0}, "trainer.micro_batch_tokens"),
+        (TrainerConfig, {"dtype": "float16"}, "trainer.dtype"),
+        (TrainerConfig, {"recompute": "some"}, "trainer.recompute"),
+        (TrainerConfig, {"router_replay": "R4"}, "trainer.router_replay"),
+        (TrainerConfig, {"timeout_s": 0}, "trainer.timeout_s"),
+        (TrainerConfig, {"aux_loss_coefficient": -1.0}, "trainer.aux_loss_coefficient"),
+        (TrainerConfig, {"ranks": 3, "parallel": ParallelConfig(tensor=2)}, "trainer.ranks"),
+        (TrainerConfig, {"ranks": 2, "parallel": ParallelConfig(expert=4)}, "expert_tensor"),
+        (ParallelConfig, {"virtual_pipeline": 2}, "virtual_pipeline"),
     ],
 )
-def test_a_bad_optimizer_value_is_refused_by_name(changes, message):
-    with pytest.raises(ValueError, match=message):
-        OptimizerConfig(**changes)
+def test_a_bad_value_of_the_trainer_is_refused_by_field(kind, changes, field):
+    with pytest.raises(ValueError, match=re.escape(field)):
+        kind(**changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ranks": 0}, r"trainer\.ranks is 0"),
-        ({"micro_batch_tokens": 0}, r"trainer\.micro_batch_tokens is 0"),
-        ({"dtype": "float16"}, r"trainer\.dtype is 'float16'"),
-        ({"recompute": "some"}, r"trainer\.recompute is 'some'"),
-        ({"router_replay": "R4"}, r"trainer\.router_replay is 'R4'"),
-        ({"timeout_s": 0}, r"trainer\.timeout_s is 0"),
-        ({"aux_loss_coefficient": -1.0}, r"trainer\.aux_loss_coefficient is -1.0"),
-        ({"ranks": 3, "parallel": ParallelConfig(tensor=2)}, r"trainer\.ranks is 3, not a multiple of tensor"),
-        (
-            {"ranks": 2, "parallel": ParallelConfig(expert=4)},
-            r"not a multiple of expert x expert_tensor x pip",
-        ),
-    ],
-)
-def test_a_bad_trainer_value_is_refused_by_name(changes, message):
-    with pytest.raises(ValueError, match=message):
-        TrainerConfig(**changes)
-
-
-def test_virtual_stages_need_a_pipeline():
-    with pytest.raises(ValueError, match=r"virtual_pipeline is 2 with pipeline=1"):
-        ParallelConfig(virtual_pipeline=2)
-
-
-def test_what_the_model_does_not_use_is_data_parallel():
+def test_ranks_that_the_model_does_not_use_are_data_parallel():
     config = TrainerConfig(ranks=16, parallel=ParallelConfig(tensor=2, pipeline=2, context=2))
     assert config.data_parallel == 2
     assert config.parallel.expert_tensor_size == 2

@@ -1,7 +1,7 @@
 """Plans of micro-batches."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from async_rl.trainer.batch.packing import plan_micro_batches
@@ -15,26 +15,18 @@ def cost(micro_batch, lengths, *, padded):
 
 
 @given(LENGTHS, st.integers(1, 800), st.integers(1, 5), st.booleans())
-def test_every_sequence_is_planned_once(lengths, max_tokens, num_ranks, padded):
+def test_a_plan_holds_every_sequence_once_within_its_bounds(lengths, max_tokens, num_ranks, padded):
     plan = plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks, padded=padded)
-    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(len(lengths)))
-
-
-@given(LENGTHS, st.integers(1, 800), st.integers(1, 5), st.booleans())
-def test_every_rank_has_as_many_micro_batches(lengths, max_tokens, num_ranks, padded):
-    plan = plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks, padded=padded)
+    micro_batches = [micro_batch for rank in plan for micro_batch in rank]
+    assert sorted(i for micro_batch in micro_batches for i in micro_batch) == list(range(len(lengths)))
     assert len(plan) == num_ranks
     assert len({len(rank) for rank in plan}) == 1
-
-
-@given(LENGTHS, st.integers(1, 800), st.integers(1, 5), st.booleans())
-def test_a_micro_batch_is_within_bounds_or_a_single_sequence(lengths, max_tokens, num_ranks, padded):
-    for rank in plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks, padded=padded):
-        for micro_batch in rank:
-            assert len(micro_batch) <= 1 or cost(micro_batch, lengths, padded=padded) <= max_tokens
+    for micro_batch in micro_batches:
+        assert len(micro_batch) <= 1 or cost(micro_batch, lengths, padded=padded) <= max_tokens
 
 
 @given(LENGTHS.filter(len), st.integers(1, 800), st.integers(1, 3), st.booleans(), st.integers(1, 4))
+@example([10] * 4, 20, 1, False, 3)  # two micro-batches are as good as three
 def test_the_number_of_micro_batches_is_the_next_multiple(lengths, max_tokens, num_ranks, padded, multiple):
     limits = {"max_tokens": max_tokens, "num_ranks": num_ranks, "padded": padded}
     free = plan_micro_batches(lengths, **limits)
@@ -51,7 +43,7 @@ def test_ranks_differ_by_at_most_one_sequence_in_tokens(lengths, num_ranks):
 
 
 @given(LENGTHS, st.integers(1, 800), st.integers(1, 3))
-def test_sequences_of_like_length_go_together(lengths, max_tokens, num_ranks):
+def test_sequences_of_similar_length_share_a_micro_batch(lengths, max_tokens, num_ranks):
     for rank in plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks):
         in_order = [lengths[i] for micro_batch in rank for i in micro_batch]
         assert in_order == sorted(in_order, reverse=True)
@@ -68,13 +60,9 @@ def test_a_rank_without_sequences_takes_part_with_empty_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lengths": [3], "max_tokens": 0, "num_ranks": 1}, "max_tokens is 0"),
-        ({"lengths": [3], "max_tokens": 1, "num_ranks": 0}, "num_ranks is 0"),
-        ({"lengths": [3, 0], "max_tokens": 1, "num_ranks": 1}, "without tokens"),
-    ],
+    ("lengths", "max_tokens", "num_ranks", "name"),
+    [([3], 0, 1, "max_tokens"), ([3], 1, 0, "num_ranks"), ([3, 0], 1, 1, "tokens")],
 )
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        plan_micro_batches(arguments.pop("lengths"), **arguments)
+def test_bad_arguments_of_a_plan_are_refused(lengths, max_tokens, num_ranks, name):
+    with pytest.raises(ValueError, match=name):
+        plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks)

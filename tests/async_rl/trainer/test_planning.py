@@ -1,4 +1,4 @@
-"""Plans of a batch: every sequence once, and what is of all ranks from the whole batch."""
+"""Plans of a batch: every sequence once, and counts of the whole batch for all ranks."""
 
 import pickle
 from dataclasses import replace
@@ -22,21 +22,16 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 PARTS = st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
 
 
-def config_of(data, context, tensor, **changes):
-    return replace(
-        TRAINER, ranks=data * context * tensor, parallel=ParallelConfig(context=context, tensor=tensor), **changes
-    )
-
-
 def planner_of(data, context, tensor, *, loss=None, **changes):
-    return Planner(config=config_of(data, context, tensor, **changes), loss=loss or DecoupledPPO())
+    parallel = ParallelConfig(context=context, tensor=tensor)
+    config = replace(TRAINER, ranks=data * context * tensor, parallel=parallel, **changes)
+    return Planner(config=config, loss=loss or DecoupledPPO())
 
 
-def numbered(lengths, updates=1, support=False):
-    """A padded batch in which every token is its own number, in mini-batches."""
+def numbered(lengths, support=False):
+    """A padded batch in which every token is its own number."""
     batch = make_batch(tuple(lengths))
     batch["token_ids"] = torch.arange(batch["token_ids"].numel()).view(batch["token_ids"].shape)
-    batch["mini_batch"] = batch["group"] % updates
     return add_random_support(batch, vocab=batch["token_ids"].numel()) if support else batch
 
 
@@ -75,18 +70,6 @@ def micro_batches_of(plan, *, data, context, tensor, packing):
 
 
 @settings(max_examples=30)
-@given(LENGTHS, PARTS, st.booleans(), st.integers(1, 3))
-def test_a_plan_forwards_every_sequence_once_at_its_mini_batch(lengths, parts, packing, updates):
-    batch = training_batch_of(numbered(lengths, updates))
-    plan = planner_of(*parts, packing=packing, updates_per_batch=updates).policy(batch)
-    assert sorted(number for numbers in made_of(plan) for number in numbers) == list(range(len(lengths)))
-    for mini_batch, numbers in enumerate(made_of(plan)):
-        assert {int(batch.mini_batch[number]) for number in numbers} <= {mini_batch}
-    for update in plan.updates:
-        assert update is None or len({len(of_rank) for of_rank in update.micro_batches}) == 1
-
-
-@settings(max_examples=30, deadline=None)
 @given(LENGTHS, PARTS, st.booleans())
 def test_micro_batches_of_all_ranks_are_the_tokens_and_rows_of_the_batch(lengths, parts, packing):
     padded = numbered(lengths, support=True)
@@ -129,7 +112,7 @@ def test_a_micro_batch_is_built_from_content_in_read_only_memory():
 
 @settings(max_examples=30)
 @given(LENGTHS, PARTS)
-def test_what_is_of_the_whole_update_is_of_the_sequences_of_all_ranks(lengths, parts):
+def test_an_update_weighs_and_counts_the_sequences_of_all_ranks(lengths, parts):
     batch = training_batch_of(numbered(lengths))
     (update,) = planner_of(*parts).policy(batch).updates
     tokens = torch.from_numpy(batch.num_loss_tokens)
@@ -152,7 +135,7 @@ def test_the_size_of_a_plan_does_not_depend_on_tokens(tokens):
     assert len(pickle.dumps(planner_of(4, 1, 1).policy(batch))) < 200 * 64
 
 
-def test_sequences_of_a_trajectory_stay_together_where_the_loss_weighs_it_whole():
+def test_a_plan_keeps_trajectories_together_if_the_loss_needs_them_whole():
     padded = make_batch((9, 9, 9, 9))
     padded["trajectory"] = torch.tensor([0, 1, 0, 1])
     batch = training_batch_of(padded)
@@ -161,32 +144,26 @@ def test_sequences_of_a_trajectory_stay_together_where_the_loss_weighs_it_whole(
         assert len({int(batch.trajectory[n]) for numbers in of_rank for n in numbers}) == 1
 
 
-def test_trajectories_without_an_advantage_are_not_forwarded():
+def test_a_plan_does_not_forward_trajectories_without_an_advantage():
     batch = training_batch_of(make_batch())
     nothing = replace(batch, informative=np.zeros(6, bool))
     assert list(planner_of(2, 1, 1).policy(nothing).updates) == [None]
     assert made_of(planner_of(2, 1, 1).policy(replace(batch, informative=np.arange(6) == 3))) == [[3]]
-
-
-def test_a_mini_batch_without_an_advantage_stays_an_update_of_its_own():
-    padded = make_batch()
-    padded["mini_batch"] = padded["group"]
-    padded["informative"] = padded["group"] != 1
-    plan = planner_of(1, 1, 1, updates_per_batch=3).policy(training_batch_of(padded))
+    second = replace(batch, mini_batch=np.arange(6) // 2, informative=np.arange(6) // 2 != 1)
+    plan = planner_of(1, 1, 1, updates_per_batch=3).policy(second)
     assert [sorted(numbers) for numbers in made_of(plan)] == [[0, 1], [], [4, 5]]
-    assert plan.updates[1] is None
+    assert plan.updates[1] is None, "it stays an update of its own"
 
 
 def test_mini_batches_that_the_trainer_does_not_make_are_refused():
-    padded = make_batch()
-    padded["mini_batch"] = torch.tensor([0, 1, 2, 3, 0, 1])
-    with pytest.raises(ValueError, match=r"up to 3 with trainer\.updates_per_batch=3"):
-        planner_of(1, 1, 1, updates_per_batch=3).policy(training_batch_of(padded))
+    batch = replace(training_batch_of(make_batch()), mini_batch=np.array([0, 1, 2, 3, 0, 1]))
+    with pytest.raises(ValueError, match=r"trainer\.updates_per_batch"):
+        planner_of(1, 1, 1, updates_per_batch=3).policy(batch)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "group_mean", "fixed_length"])
 @pytest.mark.parametrize("terms", [{}, {"entropy_coefficient": 1e-12}, {"kl_coefficient": 1e-12}])
-def test_the_divisor_counts_groups_without_reward_spread_whatever_the_terms(aggregation, terms):
+def test_divisors_count_groups_without_reward_spread_for_all_terms(aggregation, terms):
     batch = make_batch()
     batch["informative"] = batch["group"] == 1
     length = {"fixed_length": 10} if aggregation == "fixed_length" else {}

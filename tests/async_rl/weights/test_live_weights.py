@@ -1,4 +1,4 @@
-"""Checksums of live parameters, and what a load must have changed."""
+"""Checksums of live parameters, and the changes that a load must make."""
 
 import pytest
 import torch
@@ -79,51 +79,44 @@ def test_checksum_sees_columns_and_rows_that_trade_places():
     assert len({checksum(t.contiguous()) for t in (given, *others)}) == 6
 
 
-def test_live_weights_accept_a_load_that_changed_what_was_published():
+def load(held, given, *ranks):
+    """The modules that a load of `given` left unchanged, if the engine then holds `ranks`."""
+    return held.replace(published(given), live(*ranks or (given,)))
+
+
+def test_live_weights_accept_loads_that_changed_the_parameters():
     held = holding(tensors(version=0))
     before = held.checksum
-    assert held.replace(published(tensors(version=1)), live(tensors(version=1))) == []
+    assert load(held, tensors(version=1)) == []
     assert held.checksum != before
-    assert held.replace(published(tensors(version=0)), live(tensors(version=0))) == []
+    assert load(held, tensors(version=0)) == []
     assert held.checksum == before
-
-
-def test_live_weights_find_a_load_that_changed_nothing():
-    held = holding(tensors(version=0))
-    found = held.replace(published(tensors(version=1)), live(tensors(version=0)))
-    assert set(found) == {WHOLE_MODEL, *map(module_of, NAMES)}
 
 
 def test_live_weights_find_the_modules_that_a_load_left_out():
     held, given = holding(tensors(version=0)), tensors(version=1)
+    assert set(load(held, given, tensors(version=0))) == {WHOLE_MODEL, *map(module_of, NAMES)}
     half = tensors(version=0) | {name: given[name] for name in NAMES[: len(NAMES) // 2]}
-    found = held.replace(published(given), live(half))
-    assert set(found) == {f"model.layers.{part}" for part in ("0.input_layernorm", "1.self_attn", "1.input_layernorm")}
+    missing = {f"model.layers.{part}" for part in ("0.input_layernorm", "1.self_attn", "1.input_layernorm")}
+    assert set(load(held, given, half)) == missing
+    assert load(held, tensors(version=0)) == [], "refused loads are not recorded"
 
 
 def test_live_weights_find_a_version_that_was_loaded_again():
     held = holding(tensors(version=0))
-    assert held.replace(published(tensors(version=1)), live(tensors(version=1))) == []
-    assert WHOLE_MODEL in held.replace(published(tensors(version=2)), live(tensors(version=1)))
-
-
-def test_live_weights_accept_the_version_before_after_a_refused_load():
-    held = holding(tensors(version=0))
-    assert held.replace(published(tensors(version=1)), live(tensors(version=0)))
-    assert held.replace(published(tensors(version=0)), live(tensors(version=0))) == []
-    assert held.replace(published(tensors(version=1)), live(tensors(version=1))) == []
+    assert load(held, tensors(version=1)) == []
+    assert WHOLE_MODEL in load(held, tensors(version=2), tensors(version=1))
 
 
 def test_live_weights_accept_frozen_tensors_and_an_update_of_nothing():
     held, frozen = holding(tensors(version=0)), tensors(version=0) | {NAMES[1]: torch.zeros(8)}
-    assert held.replace(published(frozen), live(frozen)) == []
-    assert held.replace(published(frozen), live(frozen)) == []
+    assert load(held, frozen) == []
+    assert load(held, frozen) == []
 
 
 def test_live_weights_accept_a_change_on_one_rank_alone():
     first, second = tensors(version=0), tensors(version=1)
-    held = holding(first, ranks=live(first, second))
-    assert held.replace(published(second), live(second, second)) == []
+    assert load(holding(first, ranks=live(first, second)), second, second, second) == []
 
 
 def test_live_weights_distinguish_ranks_that_trade_places():
@@ -133,10 +126,9 @@ def test_live_weights_distinguish_ranks_that_trade_places():
 
 
 @pytest.mark.parametrize(("dtype", "refused"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_live_weights_are_not_held_to_changes_that_rounding_may_hide(dtype, refused):
-    held = holding(tensors(version=0, dtype=dtype), dtype="bfloat16")
-    found = held.replace(published(tensors(version=1, dtype=dtype)), live(tensors(version=0, dtype=dtype)))
-    assert bool(found) == refused
+def test_live_weights_ignore_changes_that_rounding_may_hide(dtype, refused):
+    before = tensors(version=0, dtype=dtype)
+    assert bool(load(holding(before, dtype="bfloat16"), tensors(version=1, dtype=dtype), before)) == refused
 
 
 def test_model_checksums_are_of_parameters_and_persistent_buffers():

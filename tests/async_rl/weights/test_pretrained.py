@@ -1,4 +1,4 @@
-"""The writer of Hugging Face checkpoint folders: shards, index, dtype, and a folder that is whole or not there."""
+"""The writer of Hugging Face checkpoint folders: shards, index, dtype, and a folder that is complete or absent."""
 
 import json
 import weakref
@@ -7,9 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from async_rl.files import atomic_dir
 from async_rl.inference.checkpoint_weights import digest_checkpoint
-from async_rl.weights import pretrained
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.pretrained import keep_model_files, save_pretrained
 from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
@@ -46,7 +44,9 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_save_pretrained_writes_one_file_if_one_shard_suffices(tmp_path, model):
+def test_save_pretrained_writes_one_file_and_copies_all_but_weights(tmp_path, model):
+    for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        (model / name).touch()
     save_pretrained(tmp_path / "final", tensors(), like=model)
     assert names(tmp_path / "final") == FILES | {"model.safetensors"}
     with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
@@ -97,21 +97,14 @@ def test_save_pretrained_gives_a_tensor_above_the_limit_its_own_shard(tmp_path, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_save_pretrained_says_the_dtype_of_the_weights(tmp_path, model, dtype):
+def test_save_pretrained_sets_the_dtype_of_the_weights(tmp_path, model, dtype):
     save_pretrained(tmp_path / "final", tensors(dtype=dtype), like=model)
     config = json.loads((tmp_path / "final" / "config.json").read_text())
     expected = str(dtype).removeprefix("torch.")
     assert (config["dtype"], config["torch_dtype"], config["model_type"]) == (expected, expected, "tiny")
 
 
-def test_save_pretrained_copies_no_weights_of_the_model_it_is_like(tmp_path, model):
-    for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
-        (model / name).touch()
-    save_pretrained(tmp_path / "final", tensors(), like=model)
-    assert names(tmp_path / "final") == FILES | {"model.safetensors"}
-
-
-def test_save_pretrained_that_fails_leaves_the_folder_before(tmp_path, model, monkeypatch):
+def test_save_pretrained_that_fails_leaves_the_folder_unchanged(tmp_path, model):
     def full_disk():
         yield from tensors(1)
         raise OSError("no space left")
@@ -123,18 +116,6 @@ def test_save_pretrained_that_fails_leaves_the_folder_before(tmp_path, model, mo
     with pytest.raises(OSError, match="no space"):
         save_pretrained(tmp_path / "final", full_disk(), like=model)
     assert names(tmp_path) == {"model", "final"} and digest_checkpoint(tmp_path / "final") == digest_of(tensors())
-
-
-def test_save_pretrained_goes_through_the_folder_that_appears_whole(tmp_path, model, monkeypatch):
-    seen = []
-
-    def publish(folder):
-        seen.append((folder.exists(), names(atomic_dir.partial_folder(folder))))
-        atomic_dir.publish_folder(folder)
-
-    monkeypatch.setattr(pretrained, "publish_folder", publish)
-    save_pretrained(tmp_path / "final", tensors(), like=model)
-    assert seen == [(False, FILES | {"model.safetensors"})]
 
 
 def test_keep_model_files_keeps_all_but_weights_and_adds_generation(tmp_path):

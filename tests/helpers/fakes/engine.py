@@ -29,7 +29,7 @@ from tests.helpers.fakes.sampled import SPEC, Script, fake_kept, fake_logprob, f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interruption:
-    """After `after` more tokens of a decode, `load` if given; then the decode ends, or with `goes_on` goes on."""
+    """After `after` more tokens of a decode, `load` if given; then the decode ends, unless `goes_on`."""
 
     after: int
     load: int | None = None
@@ -37,7 +37,7 @@ class Interruption:
 
 
 Fault = Callable[[GenerateRequest, list[TokenOutput]], list[TokenOutput]]
-"""What becomes of an answer on its way; tests/helpers/faults.py has a collection."""
+"""Changes an answer on its way; tests/helpers/faults.py has a collection."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +62,10 @@ class FakeEngine:
     Args:
         script: next token given the tokens so far.
         token_s: seconds per token on the event loop's clock; 0 gives way to other tasks after each token.
-        interruptions: consumed one per `generate` call, and one more after each that lets its decode go on; None lets
-            that call run through.
+        interruptions: consumed one per `generate` call, and one more after each that lets its decode continue; None
+            lets that call run through.
         context_length: a decode that reaches it ends with LENGTH.
-        fail: called with each request before it decodes; what it returns is raised.
+        fail: called with each request before it decodes; the exception that it returns is raised.
         faults: consumed one per answer, which it spoils; None leaves it good.
         edge: whether answers are checked as a replica does, which makes bad ones AnswerError; else they are passed on.
     """
@@ -114,7 +114,7 @@ class FakeEngine:
         return len(self._running)
 
     async def pause(self) -> None:
-        """New decodes wait; running ones go on."""
+        """New decodes wait; running ones continue."""
         await self._answering()
         self._open.clear()
 
@@ -125,7 +125,7 @@ class FakeEngine:
             decode.moving.set()
 
     async def abort(self) -> int:
-        """End every running decode with what it has; returns their number once all have answered."""
+        """End every running decode with its tokens so far; returns their number once all have answered."""
         await self._answering()
         decodes = list(self._running.values())
         for decode in decodes:
@@ -311,13 +311,13 @@ class FakeEngine:
     def _refuse_bad_ids(self, request: GenerateRequest) -> None:
         name = request.request_id
         if self._prefixes[name] or any(name[:end] in self._running for end in range(1, len(name) + 1)):
-            raise EngineError(f"request id {name!r} is a prefix of one that runs, or begins with one")
+            raise EngineError(f"request id {name!r} is a prefix of one that runs, or starts with one")
 
 
 def check_at_edge(
     request: GenerateRequest, answer: list[TokenOutput], *, routing: RoutingSpec | None, vocab_size: int = 1 << 20
 ) -> None:
-    """What a replica checks before it returns an answer: every segment, and the extent of its rows.
+    """Check an answer like a replica before it returns it: every segment, and the extent of its rows.
 
     Raises:
         ContractError: the first thing that is wrong.

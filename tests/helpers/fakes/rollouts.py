@@ -1,4 +1,4 @@
-"""What a publisher asks of rollouts, without any."""
+"""The calls of a publisher to rollouts, without any rollouts."""
 
 from agent_loop.tools import PauseGate
 

@@ -1,4 +1,4 @@
-"""What a fake engine gives: tokens by a script, and logprobs and rows from which a test can tell who gave them."""
+"""Answers of a fake engine: tokens by a script, and logprobs and rows that name their version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.dense import loss_mask, param_versions
 SPEC = RoutingSpec(layers=(1, 2, 4), num_experts=8, top_k=2)
 
 Script = Callable[[Int32Array], int]
-"""Next token, given all tokens so far. Pure, so that an interrupted decode goes on as if nothing had happened."""
+"""Next token, given all tokens so far. Pure, so that an interrupted decode continues unchanged."""
 
 
 def fake_weights(version: int) -> WeightVersion:

@@ -1,4 +1,4 @@
-"""Stand-ins for tools and rewards that record what they are asked."""
+"""Stand-ins for tools and rewards that record their calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeTool:
 
 @dataclass(slots=True)
 class FakeReward:
-    """A Reward that records what it saw."""
+    """A Reward that records the completions that it scored."""
 
     value: float = 1.0
     seconds: float = 0.0

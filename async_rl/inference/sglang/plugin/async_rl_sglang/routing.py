@@ -41,10 +41,10 @@ def keep_rows(*, req: Any, req_to_token_pool: Any, **rest: Any) -> None:
         return
     length = len(req.origin_input_ids) + len(req.output_ids)
     rows = capturer.get_topk(req_pool_idx=req.kv.req_pool_idx, seqlen=length, req_to_token_pool=req_to_token_pool)
-    held = getattr(req, _ROWS, None)
+    earlier = getattr(req, _ROWS, None)
     kept = getattr(req, _KEPT, 0)
-    if held is not None and kept:
-        rows[:kept] = held[:kept]
+    if earlier is not None and kept:
+        rows[:kept] = earlier[:kept]
     forcing.free_dense_layers(rows)
     setattr(req, _ROWS, rows)
     setattr(req, _KEPT, length - 1)

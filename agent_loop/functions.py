@@ -1,0 +1,188 @@
+"""Tools and rewards from plain Python functions.
+
+    def multiply(a: int, b: int) -> int:                        a tool: its schema comes from the signature, its texts
+        \"\"\"Multiplies two integers.\"\"\"                          from the docstring
+        return a * b
+
+    def exact(completion: Completion, answer: str) -> bool:     a reward: `answer` is a column of the prompt's row
+        return completion.text.strip() == answer
+
+A function may be `async`. Any other runs in a thread, so that a call that blocks stops no other rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from agent_loop.loop import Prompt, RolloutError
+from agent_loop.reward import Completion, RewardError, Score
+from agent_loop.tools import ToolError
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_OWN = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("agent_loop", "async_rl", "message_queue"))
+
+RewardFunction = Callable[..., Any]
+"""A function of any of `prompt`, `completion` and the keys of `prompt.target`; returns a number."""
+
+
+def user_line(error: BaseException) -> str:
+    """`file:line in function` of the innermost frame outside of libraries and of this project; "" if there is none."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*_LIBRARIES, *_OWN, "<"))
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def describe_error(error: BaseException) -> str:
+    """`ValueError: text (file:line in function)`."""
+    line = user_line(error)
+    return f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
+
+
+class FunctionTool:
+    """A Tool from a function with type annotations.
+
+    Arguments are checked and converted as the annotations say; the model reads what is wrong with a call. A result that
+    is no text is shown as JSON.
+
+    Args:
+        function: its name, its docstring (with `Args:`) and its parameters describe the tool to the model.
+
+    Raises:
+        ValueError: a parameter has no annotation, one that has no JSON schema, or there is no docstring.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        from docstring_parser import parse  # not needed by other users of this package
+        from pydantic import TypeAdapter, validate_call
+        from pydantic.errors import PydanticUserError
+
+        self.name = getattr(function, "__name__", type(function).__name__)
+        doc = parse(inspect.getdoc(function) or "")
+        self.description = (doc.description or "").strip()
+        if not self.description:
+            raise ValueError(f"tool {self.name} has no docstring; describe it to the model in one")
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.annotation is parameter.empty:
+                raise ValueError(f"parameter {parameter.name} of tool {self.name} has no annotation; write its type")
+        try:
+            schema = TypeAdapter[Any](cast(Any, function)).json_schema()
+            self._call = validate_call(function)
+        except (PydanticUserError, NameError) as error:
+            raise ValueError(f"tool {self.name} has an annotation without a JSON schema: {error}") from error
+        texts = {parameter.arg_name: parameter.description for parameter in doc.params if parameter.description}
+        for name, field in schema.get("properties", {}).items():
+            field.pop("title", None)
+            if name in texts:
+                field["description"] = texts[name]
+        self.parameters: Mapping[str, Any] = schema
+        self._is_async = inspect.iscoroutinefunction(function)
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """See `agent_loop.tools.Tool`."""
+        from pydantic import ValidationError
+
+        try:
+            result = await _called(self._call, self._is_async, arguments)
+        except ValidationError as error:
+            if error.title != getattr(self._call, "__name__", error.title):
+                raise
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the arguments"
+            raise ToolError(f"{place}: {first['msg']}") from error
+        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+
+
+class FunctionReward:
+    """A Reward: the weighted sum of functions, each of which becomes a metric of its own name.
+
+    Args:
+        functions: name -> (weight, function).
+
+    Raises:
+        ValueError: a function has parameters that are no names, such as `*args`.
+    """
+
+    def __init__(self, functions: Mapping[str, tuple[float, RewardFunction]]) -> None:
+        self._functions = dict(functions)
+        self._parameters = {name: _named_parameters(name, function) for name, (_, function) in functions.items()}
+
+    def check(self, target: Mapping[str, Any]) -> None:
+        """Check that a row has the columns that the functions need.
+
+        Raises:
+            ValueError: names the function, its parameter and the columns.
+        """
+        for name, parameters in self._parameters.items():
+            for parameter, needed in parameters.items():
+                if needed and parameter not in ("prompt", "completion", *target):
+                    raise ValueError(
+                        f"reward {name} has the parameter {parameter}, and a prompt has the columns "
+                        f"{', '.join(sorted(target)) or '(none)'}; name it prompt, completion or as one of them"
+                    )
+
+    async def score(self, prompt: Prompt, *, completion: Completion) -> Score:
+        """See `agent_loop.reward.Reward`."""
+        parts: dict[str, float] = {}
+        available = {**prompt.target, "prompt": prompt, "completion": completion}
+        for name, (_, function) in self._functions.items():
+            arguments = {key: available[key] for key in self._parameters[name] if key in available}
+            try:
+                parts[name] = float(await _called(function, inspect.iscoroutinefunction(function), arguments))
+            except RolloutError:
+                raise
+            except Exception as error:
+                raise RewardError(f"reward {name} of prompt {prompt.index} failed: {describe_error(error)}") from error
+        value = sum(weight * parts[name] for name, (weight, _) in self._functions.items())
+        return Score(value, parts if len(parts) > 1 else {})
+
+
+def weighted(
+    rewards: RewardFunction | Sequence[RewardFunction] | Mapping[str, Any],
+) -> dict[str, tuple[float, RewardFunction]]:
+    """name -> (weight, function), from the `rewards` of a task.
+
+    `exact` and `[exact, short]` have weight 1 each; `{"exact": exact, "short": (0.2, short)}` names and weighs them.
+
+    Raises:
+        ValueError: nothing, two functions of one name, or a value that is no function.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    if isinstance(rewards, Mapping):
+        for name, value in cast(Mapping[str, Any], rewards).items():
+            found[name] = value if isinstance(value, tuple) else (1.0, value)
+    else:
+        functions = [rewards] if callable(rewards) else list(rewards)
+        found = {getattr(function, "__name__", repr(function)): (1.0, function) for function in functions}
+        if len(found) < len(functions):
+            raise ValueError("two rewards have one name; give a mapping of names to functions")
+    if not found:
+        raise ValueError("rewards is empty; give a function")
+    for name, (weight, function) in found.items():
+        if not callable(function) or not isinstance(weight, int | float):
+            raise ValueError(f"reward {name} is {(weight, function)}; give a function, or (weight, function)")
+    return found
+
+
+async def _called(function: Callable[..., Any], is_async: bool, arguments: Mapping[str, Any]) -> Any:
+    if is_async:
+        return await function(**arguments)
+    return await asyncio.to_thread(function, **arguments)
+
+
+def _named_parameters(name: str, function: RewardFunction) -> dict[str, bool]:
+    """Parameter -> whether it has no default."""
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ValueError(f"reward {name} has the parameter {parameter}; give it named parameters only")
+    return {parameter.name: parameter.default is parameter.empty for parameter in parameters}

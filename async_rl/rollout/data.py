@@ -1,0 +1,217 @@
+"""Prompts from a list, a generator, a file or a dataset, in an order that a restarted run finds again."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from agent_loop.functions import describe_error
+from agent_loop.loop import Message, Prompt
+
+Source = Any
+"""A sequence of rows; a function of a seed (or of nothing) that yields rows; the path of a .jsonl, .json or .parquet
+file or of a folder that `datasets` saved; or a dataset's name at the Hugging Face hub, as NAME or NAME:SPLIT.
+
+A row is a text, a `Prompt`, or a mapping with `prompt` (a text) or `messages` (a list of role and content). Its other
+keys are the columns that rewards and templates use.
+"""
+CHECKED = 100_000  # rows that are checked before the start
+
+
+class PromptFormat:
+    """Makes prompts of rows.
+
+    Args:
+        template: text with {column} places, which becomes the user's message; None takes the column `prompt`.
+        system: first message of each prompt; None for none.
+    """
+
+    def __init__(self, *, template: str | None = None, system: str | None = None) -> None:
+        self._template = template
+        self._system = system
+
+    def prompt(self, row: Any, *, index: int) -> Prompt:
+        """The prompt of a row.
+
+        Raises:
+            ValueError: a column is missing or has another type; names it.
+        """
+        if isinstance(row, Prompt):
+            return replace(row, index=index)
+        if not isinstance(row, Mapping | str):
+            raise ValueError(f"row {index} is a {type(row).__name__}; give a text, a Prompt or a mapping of columns")
+        columns = {"prompt": row} if isinstance(row, str) else dict(cast(Mapping[str, Any], row))
+        messages = self._messages(columns, index)
+        if self._system is not None:
+            messages = (Message(role="system", content=self._system), *messages)
+        return Prompt(index=index, messages=messages, target=columns)
+
+    def _messages(self, columns: Mapping[str, Any], index: int) -> tuple[Message, ...]:
+        there = f"row {index} has the columns {', '.join(map(str, columns)) or '(none)'}"
+        if self._template is not None:
+            try:
+                return (Message(role="user", content=self._template.format(**columns)),)
+            except (KeyError, IndexError) as error:
+                raise ValueError(f"template needs the column {error}, and {there}") from error
+        if isinstance(text := columns.get("prompt"), str):
+            return (Message(role="user", content=text),)
+        found = columns.get("messages", columns.get("prompt"))
+        if found is None:
+            raise ValueError(f"{there}; give prompt, messages, or a template with other columns")
+        try:
+            return tuple(Message(role=str(each["role"]), content=str(each["content"])) for each in found)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"row {index}: messages need role and content each: {error!r}") from error
+
+
+class Epochs:
+    """The rows of a sequence, shuffled again in each epoch. With 3 rows, index 7 is the second row of epoch 2.
+
+    Args:
+        rows: not empty.
+        seed: of the shuffle; None keeps the order of the rows.
+    """
+
+    def __init__(self, rows: Sequence[Any], *, seed: int | None) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._epoch = -1
+        self._order: Sequence[int] = ()
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, at = divmod(index, len(self._rows))
+        if epoch != self._epoch:
+            self._epoch, order = epoch, list(range(len(self._rows)))
+            if self._seed is not None:
+                random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._order = order
+        return self._rows[self._order[at]]
+
+
+class Stream:
+    """The rows that a generator function yields, by index. A smaller index than the last one starts it again.
+
+    Args:
+        start: starts the generator; it must yield the same rows each time.
+        name: of the source in error texts.
+    """
+
+    def __init__(self, start: Callable[[], Iterator[Any]], *, name: str) -> None:
+        self._start = start
+        self._name = name
+        self._rows: Iterator[Any] = iter(())
+        self._next = -1
+        self._recent: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self._recent:
+            return self._recent[index]
+        try:
+            if self._next < 0 or index < self._next:
+                self._rows, self._next = iter(self._start()), 0
+            while self._next <= index:
+                self._recent[self._next] = next(self._rows)
+                self._recent.pop(self._next - CHECKED, None)
+                self._next += 1
+        except StopIteration:
+            raise ValueError(
+                f"{self._name} ended after {self._next} rows; yield without end, or give a list, which is repeated"
+            ) from None
+        except Exception as error:
+            raise ValueError(f"{self._name} failed at row {self._next}: {describe_error(error)}") from error
+        return self._recent[index]
+
+
+def open_rows(source: Source, *, seed: int, name: str) -> Sequence[Any] | Stream:
+    """The rows of a source.
+
+    Args:
+        seed: of a generator function.
+        name: of the source in error texts.
+
+    Raises:
+        ValueError: the source cannot be read, is empty, or is of another kind; names it.
+    """
+    if isinstance(source, str | Path):
+        rows = _read(source, name=name)
+    elif callable(source):
+        start = cast(Callable[..., Iterator[Any]], source)
+        arguments = (seed,) if inspect.signature(start).parameters else ()
+        return Stream(lambda: start(*arguments), name=name)
+    elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping):
+        rows = cast(Sequence[Any], source)
+    else:
+        raise ValueError(f"{name} is a {type(source).__name__}; give rows, a function that yields them, or a path")
+    if not len(rows):
+        raise ValueError(f"{name} has no rows")
+    return rows
+
+
+def split_rows(rows: Sequence[Any], *, share: float, name: str) -> tuple[Sequence[Any], Sequence[Any]]:
+    """(rows to train on, held-out rows), the same ones in every run.
+
+    Args:
+        share: part of the rows that is held out, between 0 and 1.
+    """
+    count = round(len(rows) * share)
+    if not 0 < count < len(rows):
+        raise ValueError(f"validation is {share:g} of the {len(rows)} rows of {name}; leave at least one on each side")
+    held_out = set(random.Random("validation").sample(range(len(rows)), count))
+    return _Chosen(rows, [i for i in range(len(rows)) if i not in held_out]), _Chosen(rows, sorted(held_out))
+
+
+class _Chosen(Sequence[Any]):
+    """Some rows of a sequence, which may read them only when they are asked for."""
+
+    def __init__(self, rows: Sequence[Any], indices: Sequence[int]) -> None:
+        self._rows = rows
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[self._indices[index]]
+
+
+def _read(source: str | Path, *, name: str) -> Sequence[Any]:
+    path = Path(source)
+    try:
+        if path.suffix in (".jsonl", ".json"):
+            return _read_json(path)
+        if path.suffix == ".parquet":
+            return _datasets().Dataset.from_parquet(str(path), keep_in_memory=False)
+        if path.is_dir():
+            return _datasets().load_from_disk(str(path))
+        if path.exists() or path.suffix:
+            raise ValueError("use .jsonl, .json or .parquet, or a folder that datasets saved")
+        dataset, _, split = str(source).partition(":")
+        return _datasets().load_dataset(dataset, split=split or "train")
+    except Exception as error:
+        raise ValueError(f"{name} is {str(source)!r}, which cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> list[Any]:
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
+    rows: list[Any] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} is not JSON: {error.msg}") from error
+    return rows
+
+
+def _datasets() -> Any:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError("this kind of source needs the package datasets: pip install 'async-rl[data]'") from error
+    return datasets

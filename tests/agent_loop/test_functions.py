@@ -1,0 +1,199 @@
+"""Tools and rewards from functions."""
+
+import asyncio
+import threading
+
+import pytest
+
+from agent_loop.functions import FunctionReward, FunctionTool, user_line, weighted
+from agent_loop.loop import Message, Prompt, RolloutError
+from agent_loop.reward import Completion, RewardError, score_in_time
+from agent_loop.tools import ToolCall, ToolRunner
+from message_queue.tokens import StopReason
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiplies two integers.
+
+    Args:
+        a: first factor.
+    """
+    return a * b
+
+
+def prompt(**target):
+    return Prompt(index=7, messages=(Message(role="user", content="?"),), target=target)
+
+
+def completion(*turns):
+    return Completion(turns=turns, stop_reason=StopReason.STOP)
+
+
+async def call(tool, **arguments):
+    [reply] = await ToolRunner([FunctionTool(tool)], timeout_s=5).run([ToolCall(tool.__name__, arguments)])
+    return reply
+
+
+async def score(rewards, *turns, **target):
+    reward = FunctionReward(weighted(rewards))
+    return await score_in_time(reward, prompt(**target), completion=completion(*turns), timeout_s=5)
+
+
+def test_a_function_tool_is_described_by_its_signature_and_docstring():
+    tool = FunctionTool(multiply)
+    assert (tool.name, tool.description) == ("multiply", "Multiplies two integers.")
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "first factor."},
+            "b": {"type": "integer", "default": 2},
+        },
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments, text, failed",
+    [
+        ({"a": 3, "b": 4}, "12", False),
+        ({"a": "3"}, "6", False),
+        ({"a": "three"}, "a:", True),
+        ({"b": 1}, "a:", True),
+        ({"a": 1, "c": 1}, "c:", True),
+    ],
+)
+async def test_arguments_of_a_function_tool_are_checked_and_converted(arguments, text, failed):
+    reply = await call(multiply, **arguments)
+    assert text in reply.text and reply.failed == failed
+
+
+async def test_the_result_of_a_function_tool_is_text_or_json():
+    async def words(text: str) -> list[str]:
+        """Splits a text."""
+        return text.split()
+
+    def greet(name: str) -> str:
+        """Greets."""
+        return f"hello {name}"
+
+    assert (await call(words, text="a b")).text == '["a", "b"]'
+    assert (await call(greet, name="b")).text == "hello b"
+
+
+async def test_calls_of_a_turn_run_side_by_side_and_reply_in_order():
+    met = threading.Barrier(2, timeout=5)
+
+    def meet(name: str) -> str:
+        """Waits for the other call."""
+        met.wait()
+        return name
+
+    replies = await ToolRunner([FunctionTool(meet)], timeout_s=10).run(
+        [ToolCall("meet", {"name": "first"}), ToolCall("meet", {"name": "second"})]
+    )
+    assert [reply.text for reply in replies] == ["first", "second"]
+
+
+async def test_a_rollout_error_of_a_function_tool_ends_the_rollout():
+    def broken() -> str:
+        """Fails."""
+        raise RolloutError("out of order")
+
+    with pytest.raises(RolloutError, match="out of order"):
+        await call(broken)
+
+
+def without_docstring(a: int) -> int:
+    return a
+
+
+def without_annotation(a):
+    """Has one."""
+    return a
+
+
+def without_schema(a: threading.Lock) -> None:
+    """Has one."""
+
+
+@pytest.mark.parametrize("function", [without_docstring, without_annotation, without_schema])
+def test_a_function_tool_that_cannot_be_described_is_refused(function):
+    with pytest.raises(ValueError, match=function.__name__):
+        FunctionTool(function)
+
+
+async def test_a_reward_function_gets_columns_prompt_and_completion_by_name():
+    def exact(completion, answer, prompt, scale=1.0):
+        return scale * (completion.text == answer) + prompt.index
+
+    assert await score(exact, "no", "42", answer="42") == (8.0, {})
+    assert await score(exact, "42", answer="42", scale=3) == (10.0, {})
+
+
+async def test_weighted_rewards_are_added_and_named():
+    async def short(completion):
+        return len(completion.text) < 3
+
+    def exact(completion, answer):
+        return completion.text == answer
+
+    assert await score([exact, short], "42", answer="42") == (2.0, {"exact": 1.0, "short": 1.0})
+    found = await score({"right": exact, "brief": (0.5, short)}, "7", answer="42")
+    assert found == (0.5, {"right": 0.0, "brief": 1.0})
+
+
+async def test_a_reward_function_that_blocks_stops_no_other_rollout():
+    ticked = threading.Event()
+
+    def waits(completion):
+        return ticked.wait(5)
+
+    async def tick():
+        ticked.set()
+
+    found, _ = await asyncio.gather(score(waits, "x"), tick())
+    assert found.value == 1.0
+
+
+async def test_an_error_of_a_reward_function_names_prompt_file_and_line():
+    def wrong(completion):
+        return {}["missing"]
+
+    with pytest.raises(RewardError) as error:
+        await score(wrong, "x")
+    line = wrong.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line} in wrong" in str(error.value)
+    assert "wrong" in str(error.value) and "prompt 7" in str(error.value) and "KeyError" in str(error.value)
+
+
+def test_an_error_inside_a_library_names_the_line_of_the_user():
+    try:
+        int.__new__(int, "x", base=3)
+    except ValueError as error:
+        assert "test_functions.py" in user_line(error)
+    assert user_line(ValueError("never raised")) == ""
+
+
+async def test_a_part_of_a_reward_that_is_not_finite_is_refused():
+    with pytest.raises(RewardError, match="nan"):
+        await score([lambda completion: float("nan")], "x")
+
+
+def test_a_reward_with_an_unknown_parameter_is_refused_with_the_columns():
+    def exact(completion, anwser):
+        return 0
+
+    with pytest.raises(ValueError, match=r"anwser.*answer"):
+        FunctionReward(weighted(exact)).check({"answer": "42"})
+
+
+@pytest.mark.parametrize("rewards", [[], {}, {"a": 3}, [len, len], {"a": ("x", len)}])
+def test_rewards_that_are_no_functions_are_refused(rewards):
+    with pytest.raises(ValueError):
+        weighted(rewards)
+
+
+def test_a_reward_with_a_variable_number_of_parameters_is_refused():
+    with pytest.raises(ValueError, match="named"):
+        FunctionReward({"named": (1.0, lambda *anything: 0.0)})

@@ -1,0 +1,133 @@
+"""Refusals that all engines share, before any process starts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from async_rl.inference.sglang import config as sglang
+from async_rl.inference.sglang.config import SglangConfig
+from async_rl.inference.vllm import config as vllm
+from async_rl.inference.vllm.config import VllmConfig
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 117,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 2048,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [],
+}
+DENSE = {**QWEN, "model_type": "qwen3", "num_experts": None}
+EVERY = [VllmConfig, SglangConfig]
+
+
+def checkpoint(folder, fields):
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def check(config, folder, fields, *, capture_routing=True, **options):
+    """The model of a checkpoint with these fields, as an engine serves it."""
+    check_engine = vllm.check_engine if isinstance(config, VllmConfig) else sglang.check_engine
+    return check_engine(config, checkpoint=checkpoint(folder, fields), capture_routing=capture_routing, **options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "field", "value"),
+    [
+        *(
+            (engine, *wrong)
+            for engine in EVERY
+            for wrong in (
+                ("device", "tpu"),
+                ("dtype", "int8"),
+                ("replicas", 0),
+                ("max_model_len", 1),
+                ("max_num_seqs", 0),
+                ("max_num_batched_tokens", 0),
+                ("gpu_memory_utilization", 1.5),
+                ("tensor_parallel", 0),
+                ("threads", 0),
+                ("load_timeout_s", 0.0),
+                ("start_timeout_s", 0.0),
+            )
+        ),
+        (VllmConfig, "name", "sglang"),
+        (VllmConfig, "max_num_batched_tokens", 8),
+        (VllmConfig, "kv_cache_bytes", 0),
+        (VllmConfig, "block_size", 20),
+        (SglangConfig, "name", "vllm"),
+        (SglangConfig, "kv_cache_tokens", 1031),
+    ],
+)
+def test_engine_config_names_the_field_and_the_value_that_it_refuses(engine, field, value):
+    with pytest.raises(ValueError, match=rf"engine\.{field} is {value!r}"):
+        engine(**{field: value})
+
+
+CHANGING = {
+    VllmConfig: (
+        *(
+            "speculative_config",
+            "spec_method",
+            "quantization",
+            "hf_overrides",
+            "logits_processors",
+            "generation_config",
+        ),
+        *("override_generation_config", "enable_lora", "kv_cache_dtype", "load_format", "model_impl"),
+        *("watermark_config", "enforce_eager", "logprobs_mode", "distributed_executor_backend"),
+        *("return_sampling_mask", "an_option_of_tomorrow"),
+    ),
+    SglangConfig: (
+        *("disable_overlap_schedule", "dp_size", "weight_version", "sampling_defaults", "json_model_override_args"),
+        *("speculative_algorithm", "speculative_num_steps", "quantization", "load_format", "enable_lora"),
+        *("enable_custom_logit_processor", "preferred_sampling_params", "kv_cache_dtype"),
+        *("enable_watermark", "custom_weight_loader", "model_impl", "an_option_of_tomorrow"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine in EVERY for name in CHANGING[engine]])
+def test_extra_args_that_may_change_weights_or_distribution_are_refused(engine, name):
+    with pytest.raises(ValueError, match=rf"engine\.extra_args sets {name}\b"):
+        engine(extra_args={name: 2})
+    assert engine(extra_args={"log_level": "info"}).extra_args
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_capture_of_a_dense_model_is_refused(tmp_path, engine):
+    with pytest.raises(ValueError, match=r"qwen3.*trainer\.router_replay"):
+        check(engine(device="cpu"), tmp_path, DENSE)
+    check(engine(device="cpu"), tmp_path, DENSE, capture_routing=False)
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_context_beyond_that_of_the_model_is_refused(tmp_path, engine):
+    with pytest.raises(ValueError, match=r"engine\.max_model_len is 4096.* 2048 "):
+        check(engine(max_model_len=4096), tmp_path, QWEN)
+
+
+@pytest.mark.parametrize(
+    ("engine", "family"),
+    [
+        *((VllmConfig, family) for family in ("glm4_moe", "olmoe", "deepseek_v3")),
+        *((SglangConfig, family) for family in ("qwen3_moe", "mixtral", "glm4_moe")),
+    ],
+)
+def test_tied_weights_that_an_engine_would_not_tie_are_refused(tmp_path, engine, family):
+    tied = {"tie_word_embeddings": True}
+    with pytest.raises(ValueError, match=rf"\({family}\).*tie_word_embeddings"):
+        check(engine(device="cpu"), tmp_path, {**QWEN, **tied, "model_type": family})
+    check(engine(device="cpu"), tmp_path, {**DENSE, **tied}, capture_routing=False)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_replica_module_imports_no_engine(engine):
+    script = (
+        f"import sys, async_rl.inference.{engine}.engine; assert not {{'sglang', 'vllm', 'ray'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,100 @@
+"""Replicas for tests: the models that they serve, and each as an `EngineUnderTest`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.inference.sglang.engine import SglangReplica
+from async_rl.inference.vllm import engine as vllm
+from async_rl.inference.vllm.engine import VllmBackend, VllmConfig, VllmReplica
+from async_rl.weights.model_info import read_model_info
+from async_rl.weights.transport import WeightUpdate, read_update, write_update
+from message_queue.tokens import WeightVersion
+from tests.conformance.engines import VOCAB, EngineUnderTest, Exchange
+from tests.conformance.planted_vllm import EXTENSION
+from tests.conformance.probes import CountingScript, FakeProbe, FakeTruth, SglangProbe, TransformersTruth, VllmProbe
+from tests.conformance.sglang_support import SMALL_POOL
+from tests.helpers import numerics
+from tests.helpers.fakes import SPEC, FakeEngine
+from tests.helpers.tiny_models import save_checkpoint, spread_model
+
+VLLM_KV_TOKENS = 3072
+VLLM = VllmConfig(
+    device="cpu",
+    threads=numerics.THREADS,
+    max_model_len=512,
+    max_num_seqs=32,
+    max_num_batched_tokens=96,  # prompts longer than this are prefilled in chunks
+    kv_cache_bytes=6 << 20,  # VLLM_KV_TOKENS: many long requests do not fit at once
+    load_timeout_s=60,
+    start_timeout_s=110,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Checkpoints of one architecture with seeds 0 and 1: folders, transformers models, updates of version 0 and 1."""
+
+    paths: tuple[Path, Path]
+    models: tuple[Any, Any]
+    updates: tuple[WeightUpdate, WeightUpdate]
+
+
+def make_models(folder: Path, architecture: Any) -> Models:
+    """Save both, and write both as updates."""
+    first, second = (save_checkpoint(architecture, folder / str(seed), seed=seed) for seed in (0, 1))
+    updates = [
+        write_update(folder / "updates", version=i, tensors=read_update(path / "model.safetensors"))
+        for i, path in enumerate((first, second))
+    ]
+    models = spread_model(architecture, seed=0), spread_model(architecture, seed=1)
+    return Models((first, second), models, (updates[0], updates[1]))
+
+
+def under_test(
+    replica: VllmReplica | SglangReplica,
+    models: Models,
+    *,
+    patch: pytest.MonkeyPatch,
+    exchanges: list[Exchange] | None = None,
+) -> EngineUnderTest:
+    """A replica that serves `models`."""
+    if isinstance(replica.backend, VllmBackend):
+        probe: Any = VllmProbe(replica, kv_tokens=VLLM_KV_TOKENS, patch=patch)
+    else:
+        probe = SglangProbe(replica, kv_tokens=SMALL_POOL, patch=patch)
+    return EngineUnderTest(
+        replica,
+        routing=read_model_info(models.paths[0]).routing,
+        updates=models.updates,
+        truth=TransformersTruth(models.models),
+        probe=probe,
+        exchanges=exchanges,
+    )
+
+
+def fake_under_test(name: str = "fake-0", *, exchanges: list[Exchange] | None = None) -> EngineUnderTest:
+    """A new fake engine."""
+    script = CountingScript(vocab_size=VOCAB)
+    engine = FakeEngine(script, name=name)
+    first, second = (WeightUpdate(Path("none"), WeightVersion(version, "fake")) for version in (0, 1))
+    return EngineUnderTest(
+        engine,
+        routing=SPEC,
+        updates=(first, second),
+        truth=FakeTruth(SPEC, vocab_size=VOCAB),
+        probe=FakeProbe(engine, script=script),
+        exchanges=exchanges,
+    )
+
+
+async def start_vllm(config: VllmConfig, *, name: str = "replica-0", checkpoint: Path, **options: Any) -> VllmReplica:
+    """A replica whose steps can be slowed down, and whose loads can go wrong."""
+    with pytest.MonkeyPatch.context() as patch:
+        args = vllm.engine_args
+        patch.setattr(vllm, "engine_args", lambda *a, **k: args(*a, **k) | {"worker_extension_cls": EXTENSION})
+        return await vllm.start_vllm(config, name=name, checkpoint=checkpoint, **options)

@@ -1,0 +1,139 @@
+"""Other models and layouts of vLLM and SGLang: routers of every kind, latent attention, tensor parallelism."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import pytest
+import transformers
+
+from agent_loop.engine import GenerateRequest
+from async_rl.inference.sglang.engine import start_sglang
+from async_rl.inference.vllm.engine import engine_environment
+from tests.conformance import sglang_support
+from tests.conformance.checks import assert_forced, assert_true, assert_whole, odd_rows, versions_of, whole
+from tests.conformance.engines import STEP_S, VOCAB, EngineUnderTest, prompts, tokens
+from tests.conformance.probes import VllmProbe
+from tests.conformance.reference import logprob_gap, reference, reference_of_parts
+from tests.conformance.served import VLLM, Models, make_models, start_vllm, under_test
+from tests.helpers import tiny_models
+
+pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
+
+CONFIG = replace(VLLM, max_num_seqs=16, max_num_batched_tokens=512, kv_cache_bytes=16 << 20)
+FIELDS = {**tiny_models.COMMON, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+SHARED = {"num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": 64}
+FAMILIES = {
+    "vllm-deepseek_v3": tiny_models.deepseek_v3_config,
+    "vllm-mixtral": lambda: transformers.MixtralConfig(**FIELDS, num_local_experts=8),
+    "vllm-olmoe": lambda: transformers.OlmoeConfig(**FIELDS, num_experts=8, norm_topk_prob=False),
+    "vllm-qwen2_moe": lambda: transformers.Qwen2MoeConfig(**FIELDS, **SHARED),
+    "vllm-glm4_moe": lambda: tiny_models.glm4_moe_config(n_group=2, topk_group=1),
+    "sglang-mixtral": sglang_support.mixtral,
+    "sglang-glm4_moe": sglang_support.glm4_moe,
+}
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: str, models: Models, patch: pytest.MonkeyPatch, **changes: Any
+) -> AsyncIterator[EngineUnderTest]:
+    """An engine that serves version 0. changes: of its configuration."""
+    if engine == "vllm":
+        config = replace(CONFIG, **changes)
+        for name, value in engine_environment(config).items():
+            patch.setenv(name, value)
+        replica: Any = await start_vllm(config, checkpoint=models.paths[0])
+    else:
+        config = sglang_support.config(kv_cache_tokens=4096, **changes)
+        replica = await start_sglang(config, name="replica-0", checkpoint=models.paths[0])
+    try:
+        tested = under_test(replica, models, patch=patch)
+        await tested.publish(version=0)
+        yield tested
+        await tested.end()
+    finally:
+        await replica.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_family_agrees_free_forced_updated_and_resumed(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = family.split("-")[0]
+    if engine == "sglang":
+        sglang_support.require_sglang()
+    async with serving(engine, make_models(tmp_path, FAMILIES[family]()), monkeypatch) as tested:
+        await asyncio.gather(*(tested.ask(f"free-{i}", ids) for i, ids in enumerate(prompts(5, length=30, step=40))))
+        ids = whole(tested.exchanges[0])
+        assert_forced(tested, await tested.ask("forced", ids, forced_experts=odd_rows(tested, len(ids) - 1)))
+        rollouts, tasks = tested.start_rollouts(prompts(2, length=50), max_new_tokens=160)
+        for mode in ("keep-recompute", "resume"):
+            await tested.until_more(20)
+            await tested.publish(mode, stays_slow=mode != "resume")
+        await asyncio.gather(*tasks)
+        for rollout in rollouts:
+            assert [versions_of(exchange) for exchange in tested.of_session(rollout.name)] == [[0, 1], [2]]
+        assert_whole(tested, *rollouts)
+
+
+@pytest.mark.parametrize(("kv", "tied"), [("keep", False), ("recompute", True)])
+async def test_a_dense_model_is_updated_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: Literal["keep", "recompute"], tied: bool
+):
+    models = make_models(tmp_path, tiny_models.qwen3_dense_config(tie_word_embeddings=tied))
+    for name, value in engine_environment(CONFIG).items():
+        monkeypatch.setenv(name, value)
+    replica = await start_vllm(CONFIG, checkpoint=models.paths[0], capture_routing=False)
+    try:
+        probe = VllmProbe(replica, kv_tokens=0, patch=monkeypatch)
+        await probe.slow_down(STEP_S)
+        request = GenerateRequest(request_id="dense", token_ids=tokens(40), max_new_tokens=120)
+        running = asyncio.create_task(replica.generate(request))
+        while await probe.sampled([request]) < 10:  # noqa: ASYNC110 - no engine has an event for it
+            await asyncio.sleep(0.004)
+        await replica.pause()
+        assert await replica.freeze() == 1
+        await replica.load(models.updates[1], kv=kv)
+        await replica.resume()
+        await probe.slow_down(None)
+        first, second = await running
+    finally:
+        await replica.close()
+    old, new = models.models
+    so_far = np.concatenate([tokens(40), first.token_ids])
+    ids = np.concatenate([so_far, second.token_ids])
+    assert logprob_gap(reference(old, so_far), so_far, first.logprobs, start=40) <= 1
+    kept = len(so_far) - 1 if kv == "keep" else 0
+    expected = reference_of_parts([(old, kept), (new, len(ids))], ids)
+    assert logprob_gap(expected, ids, second.logprobs, start=len(so_far)) <= 1
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_tensor_parallel_ranks_agree_load_alike_and_end_together(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if engine == "sglang":
+        sglang_support.require_sglang()
+    architecture = tiny_models.qwen3_moe_config() if engine == "vllm" else sglang_support.qwen3_moe()
+    async with serving(engine, make_models(tmp_path, architecture), monkeypatch, tensor_parallel=2) as tested:
+        await tested.ask("before", tokens(40))
+        await tested.publish()
+        assert_true(tested, [*tested.exchanges, await tested.ask("after", tokens(40))])
+        assert_forced(tested, await tested.ask("forced", tokens(90), forced_experts=odd_rows(tested, 60)))
+        backend: Any = tested.replica.backend
+        pid = backend.processes[0].pid if engine == "vllm" else backend.server.pid
+        ranks = psutil.Process(pid).children(recursive=True)
+        if engine == "vllm":
+            assert len(ranks) == 2
+            psutil.Process(pid).kill()
+        else:
+            assert sum("scheduler" in process.name() for process in ranks) == 2
+    assert (await asyncio.to_thread(psutil.wait_procs, ranks, timeout=30))[1] == []

@@ -1,0 +1,85 @@
+"""A user's own model, dataset, tool and reward, from a folder outside the repository."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
+from recipes.calculator.tokenizer import build_tokenizer
+from tests.docs.pages import module_of
+
+SMALL = (
+    "total_train_steps=2",
+    "rollout.groups_per_batch=4",
+    "rollout.trajectories_per_group=4",
+    "rollout.limits.max_tokens=96",
+    "validation.prompts=4",
+    "checkpoint.every=0",
+)
+DATASET = """
+from async_rl import Task
+
+
+def exact(completion, answer):
+    return completion.text.strip() == answer
+
+
+def short(completion):
+    return -len(completion.text)
+
+
+task = Task(
+    prompts="rows.jsonl",
+    template="{a}+{b}",
+    validation=0.2,
+    rewards={"exact": exact, "short": (0.01, short)},
+)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a model and a dataset."""
+    save_initial_checkpoint(tmp_path / "model", tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
+    rows = [{"a": a, "b": b, "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def run(folder, *arguments):
+    command = [sys.executable, "-m", "async_rl.run", *arguments, "model.checkpoint=model", *SMALL]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.parametrize("task", ["dataset", "products"])
+def test_own_task_is_trained_from_a_folder_of_the_user(folder, task):
+    code = DATASET if task == "dataset" else module_of("README.md", "products.py")
+    (folder / "mine.py").write_text(code)
+    done = run(folder, "--task", "mine.py", "name=mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    assert [step["train_step"] for step in steps] == [1, 2]
+    if task == "dataset":
+        assert all({"info/reward/exact", "info/reward/short"} <= set(step) for step in steps)
+    else:
+        assert all("info/tool_calls" in step for step in steps)
+    assert (folder / "outputs/mine/final/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('"rows.jsonl"', '"absent.jsonl"', "absent.jsonl"),
+        ("{b}", "{c}", "'c'"),
+        ("def exact(completion, answer)", "def exact(completion, answr)", "answr"),
+        ("import Task", "import Tusk", "Tusk"),
+        ("task = Task", "other = Task", "task"),
+    ],
+)
+def test_own_task_with_an_error_is_refused_before_a_process_starts(folder, old, new, named):
+    (folder / "mine.py").write_text(DATASET.replace(old, new))
+    done = run(folder, "--task", "mine.py", "name=mine")
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and named in line and not (folder / "outputs").exists()
