@@ -1,4 +1,4 @@
-"""Interface of a task: prompts, an agent loop, and a warm start if the task builds its own model."""
+"""A task: prompts, an agent loop, and a warm start if the task builds its own model."""
 
 from __future__ import annotations
 
