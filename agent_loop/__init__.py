@@ -7,6 +7,7 @@ from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest,
 from agent_loop.functions import FunctionReward, FunctionTool
 from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, TurnLimits
 from agent_loop.reward import Completion, Reward, RewardError, Score
+from agent_loop.rewards import exact_match, in_processes, math_answer, overlong_penalty, regex_match
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import (
@@ -54,7 +55,12 @@ __all__ = [
     "TurnLimits",
     "budget_left",
     "describe_tool",
+    "exact_match",
+    "in_processes",
+    "math_answer",
     "observe_prompt",
+    "overlong_penalty",
     "parse_tool_calls",
+    "regex_match",
     "sampled_tokens",
 ]

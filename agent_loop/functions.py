@@ -22,14 +22,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.loop import Prompt, RolloutError
-from agent_loop.reward import Completion, RewardError, Score
+from agent_loop.reward import Completion, RewardError, RewardFunction, Score
 from agent_loop.tools import ToolError
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OWN = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("agent_loop", "async_rl", "message_queue"))
-
-RewardFunction = Callable[..., Any]
-"""A function of any of `prompt`, `completion` and the keys of `prompt.target`; returns a number."""
 
 
 def user_line(error: BaseException) -> str:

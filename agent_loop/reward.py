@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from agent_loop.loop import Prompt, RolloutError
 from message_queue.tokens import StopReason
@@ -25,6 +25,8 @@ class Completion:
     stop_reason: StopReason
     """Why the last turn ended; LENGTH if it was cut off, TOOL_CALL if its calls were not executed because no turn was
     left."""
+    num_tokens: int = 0
+    """Sampled tokens of all turns."""
     observations: tuple[str, ...] = ()
     """Text between two turns as the model saw it: the replies to its calls, with the markup of the chat template."""
 
@@ -41,6 +43,10 @@ class Score(NamedTuple):
     """The reward."""
     parts: Mapping[str, float] = {}
     """Name -> value before its weight; they become the entries `reward/NAME` of `Trajectory.info`."""
+
+
+RewardFunction = Callable[..., Any]
+"""A function of any of `prompt`, `completion` and the keys of `prompt.target`; returns a number."""
 
 
 class Reward(Protocol):

@@ -39,7 +39,7 @@ class SingleTurnLoop:
         score = await score_in_time(
             self._reward,
             prompt,
-            completion=Completion(turns=(text,), stop_reason=stop_reason),
+            completion=Completion(turns=(text,), stop_reason=stop_reason, num_tokens=trajectory.num_sampled),
             timeout_s=self._limits.reward_timeout_s,
         )
         info = {

@@ -86,7 +86,12 @@ class ToolUseLoop:
         record = self._so_far(trajectory)
         stop_reason = await self._turns(trajectory, decoder, record)
         seen = tuple(self._chat.decode(turn.observation) for turn in trajectory.turns[1:])
-        completion = Completion(turns=tuple(record.texts), stop_reason=stop_reason, observations=seen)
+        completion = Completion(
+            turns=tuple(record.texts),
+            stop_reason=stop_reason,
+            num_tokens=trajectory.num_sampled,
+            observations=seen,
+        )
         score = await score_in_time(
             self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s
         )

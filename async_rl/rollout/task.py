@@ -13,11 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.functions import FunctionReward, FunctionTool, RewardFunction, describe_error, user_line, weighted
+from agent_loop.functions import FunctionReward, FunctionTool, describe_error, user_line, weighted
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
+from agent_loop.reward import RewardFunction
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, Tool, ToolRunner, describe_tool
@@ -260,4 +263,6 @@ def _import_file(path: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    pickler: Any = cloudpickle
+    pickler.register_pickle_by_value(module)  # other processes cannot import it
     return module

@@ -127,7 +127,9 @@ async def test_tool_use_loop_shows_replies_and_ends_with_the_answer():
     assert sampled_text(trajectory) == turn(CALL) + turn(ANSWER)
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.STOP, 0.5)
     assert trajectory.info == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "truncated_replies": 0} | UNDISTURBED
-    assert reward.seen[0].turns == (CALL, ANSWER)
+    [seen] = reward.seen
+    assert (seen.turns, seen.text, seen.num_tokens) == ((CALL, ANSWER), ANSWER, trajectory.num_sampled)
+    assert [text.count("<tool_response>\n42\n</tool_response>") for text in seen.observations] == [1]
 
 
 async def test_tool_use_loop_shows_errors_to_the_model_and_counts_them():
@@ -156,7 +158,7 @@ async def test_single_turn_loop_ends_with_its_answer_and_reads_no_calls():
     loop = make_single_turn(engine, reward=reward)
     await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
     check_aligned(trajectory)
-    assert reward.seen[0].turns == (CALL,)
+    assert (reward.seen[0].turns, reward.seen[0].num_tokens) == ((CALL,), trajectory.num_sampled)
     assert trajectory.info == {"turns": 1, "aborts": 1, "refused_answers": 0}
 
 

@@ -17,6 +17,7 @@ DISTRIBUTIONS = {  # if the name differs from that of the import
     "annotated_types": "annotated-types",
     "docstring_parser": "docstring-parser",
     "hydra": "hydra-core",
+    "math_verify": "math-verify",
     "megatron": "megatron-core",
     "yaml": "pyyaml",
 }

@@ -19,6 +19,7 @@ SMALL = (
     "checkpoint.every=0",
 )
 DATASET = """
+from agent_loop import in_processes
 from async_rl import Task
 
 
@@ -34,7 +35,7 @@ task = Task(
     prompts="rows.jsonl",
     template="{a}+{b}",
     validation=0.2,
-    rewards={"exact": exact, "short": (0.01, short)},
+    rewards={"exact": exact, "short": (0.01, in_processes(short))},
 )
 """
 

@@ -62,8 +62,6 @@ def test_logs_hold_the_output_of_every_process(short_run):
     assert "(EngineCore pid=" in (short_run / "logs" / "replica-0.log").read_text()
     log = (short_run / "logs" / "driver.log").read_text().splitlines()
     log = [line.split(" ", 3)[3] for line in log]  # without date, time and level
-    log = [line.split(" ", 3)[3] for line in log]  # without date, time and level
-    log = [line.split(" ", 3)[3] for line in log]  # without date, time and level
     assert len([line for line in log if line.startswith("step ")]) == 4
     assert set(log) <= set((short_run / "console.txt").read_text().splitlines())
     assert log[-1].startswith("done: ") and str(short_run / "final") in log[-1]

@@ -1,0 +1,105 @@
+"""Rewards that many tasks need, for `Task(rewards=...)`; they compare with the column `answer` of a row.
+
+Task(rewards={"right": math_answer(), "length": (0.5, overlong_penalty(max_tokens=2048, buffer=512))}, ...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import multiprocessing
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+from agent_loop.loop import RolloutError
+from agent_loop.reward import Completion, RewardFunction
+
+
+def exact_match(completion: Completion, answer: Any) -> bool:
+    """Whether the text of the last turn is the answer, apart from space around it."""
+    return completion.text.strip() == str(answer).strip()
+
+
+def regex_match(pattern: str) -> RewardFunction:
+    """Whether the last match of a pattern in the last turn is the answer.
+
+    Args:
+        pattern: its first group is compared, or all of it if it has no group: `r"####\\s*(-?[\\d,.]+)"`.
+    """
+    compiled = re.compile(pattern)
+
+    def regex_match(completion: Completion, answer: Any) -> bool:
+        found = list(compiled.finditer(completion.text))
+        return bool(found) and found[-1].group(min(1, compiled.groups)).strip() == str(answer).strip()
+
+    return regex_match
+
+
+def math_answer(*, processes: int = 1) -> RewardFunction:
+    """Whether the last turn ends in an expression equal to the answer, as the package `math-verify` decides.
+
+    Args:
+        processes: of each rollout worker that parse and compare.
+    """
+    return in_processes(_equal_expressions, processes=processes)
+
+
+def overlong_penalty(*, max_tokens: int, buffer: int) -> RewardFunction:
+    """0 for rollouts of at most `max_tokens - buffer` sampled tokens, then falling to -1 at `max_tokens`.
+
+    With max_tokens=100 and buffer=20: 0 at 80 tokens, -0.5 at 90, -1 at 100 and beyond. Soft overlong punishment of
+    DAPO (arXiv:2503.14476, section 3.4).
+    """
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"buffer is {buffer}; must be between 1 and max_tokens={max_tokens}")
+
+    def overlong_penalty(completion: Completion) -> float:
+        return -min(1.0, max(0.0, (completion.num_tokens - (max_tokens - buffer)) / buffer))
+
+    return overlong_penalty
+
+
+def in_processes(function: Callable[..., Any], *, processes: int = 1) -> RewardFunction:
+    """A reward function that runs in processes of its own, for one that needs the CPU for long.
+
+    The processes start at the first call. If one dies, the call fails and the next call starts new ones.
+
+    Args:
+        function: reward function; it and its arguments are sent to the processes.
+        processes: of each rollout worker.
+    """
+    if processes < 1:
+        raise ValueError(f"processes is {processes}; must be at least 1")
+    pickler: Any = cloudpickle  # by value: the function may be in a file that the processes cannot import
+    sent = functools.cache(lambda: pickler.dumps(function))
+    pools: list[ProcessPoolExecutor] = []
+
+    @functools.wraps(function)
+    async def call(**arguments: Any) -> Any:
+        if not pools:
+            pools.append(ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")))
+        pool = pools[0]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, _run, sent(), arguments)
+        except BrokenProcessPool as error:
+            if pool in pools:
+                pools.remove(pool)
+            raise RolloutError(f"a process of reward {getattr(function, '__name__', '?')} died") from error
+
+    return call
+
+
+def _run(function: bytes, arguments: Mapping[str, Any]) -> Any:
+    return cloudpickle.loads(function)(**arguments)
+
+
+def _equal_expressions(completion: Completion, answer: Any) -> bool:
+    import math_verify  # pyright: ignore[reportMissingTypeStubs] - it uses the signals of the main thread
+
+    library: Any = math_verify
+    return bool(library.verify(library.parse(f"${answer}$"), library.parse(completion.text)))

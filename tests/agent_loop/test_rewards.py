@@ -1,0 +1,84 @@
+"""Rewards that many tasks need."""
+
+import os
+import signal
+
+import pytest
+
+from agent_loop.functions import FunctionReward, weighted
+from agent_loop.loop import Message, Prompt, RolloutError
+from agent_loop.reward import Completion, score_in_time
+from agent_loop.rewards import exact_match, in_processes, math_answer, overlong_penalty, regex_match
+from message_queue.tokens import StopReason
+
+
+def completion(text="", *, num_tokens=0):
+    return Completion(turns=("before", text), stop_reason=StopReason.STOP, num_tokens=num_tokens)
+
+
+async def score(rewards, text, **target):
+    prompt = Prompt(index=0, messages=(Message(role="user", content="?"),), target=target)
+    reward = FunctionReward(weighted(rewards))
+    return await score_in_time(reward, prompt, completion=completion(text), timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"), [(" 42\n", "42", 1), ("42", 42, 1), ("42.", "42", 0), ("", "42", 0)]
+)
+async def test_exact_match_compares_the_last_turn(text, answer, right):
+    assert (await score(exact_match, text, answer=answer)).value == right
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"), [("#### 3 then #### 42", "42", 1), ("#### 42 then #### 3", "42", 0), ("42", "42", 0)]
+)
+async def test_regex_match_compares_the_first_group_of_the_last_match(text, answer, right):
+    assert (await score(regex_match(r"####\s*(\d+)"), text, answer=answer)).value == right
+    assert (await score(regex_match(r"\d+$"), "is 42", answer="42")).value == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "value"), [(0, 0), (80, 0), (90, -0.5), (100, -1), (300, -1)])
+def test_overlong_penalty_falls_linearly_inside_the_buffer(num_tokens, value):
+    assert overlong_penalty(max_tokens=100, buffer=20)(completion(num_tokens=num_tokens)) == value
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_overlong_penalty_refuses_a_buffer_that_does_not_fit(buffer):
+    with pytest.raises(ValueError, match="buffer"):
+        overlong_penalty(max_tokens=100, buffer=buffer)
+
+
+async def test_math_answer_accepts_equal_expressions():
+    pytest.importorskip("math_verify")
+    reward = math_answer()
+    for text, answer, right in (
+        (r"so the answer is $\boxed{\frac{1}{2}}$", "0.5", 1),
+        (r"$x = \frac{2}{4}$", r"\frac{1}{2}", 1),
+        (r"$\boxed{3}$", "0.5", 0),
+        ("no number at all", "0.5", 0),
+    ):
+        assert (await score({"math": reward}, text, answer=answer)).value == right
+
+
+async def test_in_processes_runs_elsewhere_and_survives_the_death_of_a_process():
+    def process(completion):
+        if completion.text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    reward = in_processes(process)
+    first = (await score(reward, "")).value
+    assert first not in (0, os.getpid()) and (await score(reward, "")).value == first
+    with pytest.raises(RolloutError, match="process"):
+        await score(reward, "die")
+    assert (await score(reward, "")).value not in (first, os.getpid())
+
+
+async def test_in_processes_raises_the_error_of_the_function():
+    def fails(completion):
+        raise KeyError("absent")
+
+    with pytest.raises(RolloutError, match="absent"):
+        await score(in_processes(fails), "")
+    with pytest.raises(ValueError, match="processes"):
+        in_processes(fails, processes=0)
