@@ -61,11 +61,11 @@ def recovery_skips_a_ready_group(stored, place, *, policy):
 
 @defect("exactly once", of=read_groups)
 def recovery_forgets_generated_tokens(directory, groups, *, routing, **options):
-    found = read_groups(directory, groups, routing=routing, **options)
-    for group in found.groups.values():
+    found, notes = read_groups(directory, groups, routing=routing, **options)
+    for group in found.values():
         if not group.closed:
             group.trajectories = [Trajectory(routing=routing) for _ in group.trajectories]
-    return found
+    return found, notes
 
 
 @defect("exactly once", "failure", of=checksum, within="message_queue.journal", kinds=("events are damaged",))
@@ -80,7 +80,8 @@ def bad_checksum_of_content_is_ignored(*parts):
 
 @defect("exactly once", of=read_groups, kinds=("bits flip",))
 def damage_is_not_reported(*args, **options):
-    return read_groups(*args, **options)._replace(notes=[])
+    found, _ = read_groups(*args, **options)
+    return found, []
 
 
 @defect("exactly once")
