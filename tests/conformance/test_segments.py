@@ -370,6 +370,11 @@ def test_a_forced_request_shares_its_prefix_cache_with_its_session_alone():
     assert salts("s", "a", forced(2)) == salts("s", "b", forced(4)), "turns of one session do"
 
 
+def test_a_request_to_sglang_without_rows_to_force_is_free():
+    assert "custom_params" in body(forced_experts=forced(2))["sampling_params"]
+    assert body(forced_experts=forced(0)) == body()
+
+
 def test_forced_rows_travel_as_bytes_in_the_narrowest_type():
     assert vllm.forced_args([], ROUTING) is None
     args = vllm.forced_args([forced(2), forced(1, first_position=3)], ROUTING)
