@@ -172,6 +172,16 @@ async def test_a_caller_that_ends_takes_its_request_out_of_the_engine(cluster: N
     await replica.close(timeout_s=5)
 
 
+async def test_close_of_a_stopped_process_returns_in_time(cluster: None):
+    replica, _ = await fake_replica()
+    process = psutil.Process(await replica.pid())
+    process.suspend()
+    with pytest.raises(TimeoutError):
+        await replica.close(timeout_s=0.5)
+    process.resume()
+    await asyncio.to_thread(process.wait, 60)
+
+
 async def test_a_dead_process_fails_every_caller_and_every_control_call(cluster: None):
     replica, actor = await fake_replica(token_s=0.05)
     tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(20)]
