@@ -44,9 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.show:
             sys.stdout.write(yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=True))
             return 0
+        from async_rl.cluster.actors import make_collections_rare
         from async_rl.controller.launcher import Launcher
 
         program = Launcher(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
+        make_collections_rare()
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_REFUSED

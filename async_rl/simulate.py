@@ -16,6 +16,7 @@ from async_rl.simulator.outcome import Outcome, run_briefly, run_seed, shrink, s
 
 CHUNK = 20  # seeds that a process is given together
 LAST_EVENTS = 60
+PROGRESS = 1_000  # seeds between two lines of progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +40,15 @@ def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
 
 def _run_many(seeds: range, *, jobs: int) -> int:
     started = time.monotonic()
-    outcomes = list(run_seeds(seeds, jobs=jobs))
+    outcomes: list[Outcome] = []
+    failed: list[Outcome] = []
+    for outcome in run_seeds(seeds, jobs=jobs):
+        outcomes.append(outcome)
+        if outcome.invariant:
+            failed.append(outcome)
+        if len(outcomes) % PROGRESS == 0:
+            _print(f"{len(outcomes)} of {len(seeds)} seeds, {len(failed)} failed")
     seconds = time.monotonic() - started
-    failed = [outcome for outcome in outcomes if outcome.invariant]
     _print(*summary(outcomes))
     _print(f"{len(seeds)} seeds from {seeds.start} in {seconds:.1f} s, {len(seeds) / seconds:.1f} a second")
     for fewest in map(shrink, failed[:3]):
@@ -58,6 +65,7 @@ def _report(outcome: Outcome) -> Iterator[str]:
 
 def _print(*lines: str) -> None:
     sys.stdout.writelines(line + "\n" for line in lines)
+    sys.stdout.flush()
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@
     TransferQueue     the package of PyPI, where it can be imported; two storage units
     ray put + get     limit: the arrays into Ray's object store and back, in one process
     memcpy            limit: one copy of the arrays in one process
+    file              limit of the journal: the arrays into files, of which as many are kept as of the journal
 
 All ways send the same arrays, take turns in one run, and take 4 groups together, 16 on their way at most. Brackets are
 quartiles over rounds of the ratio in the same round. Bytes copied are counted by the raylet (objects made in the
@@ -46,6 +47,7 @@ from benchmarks.queue_ways import (
     DequeActor,
     DequeEnd,
     End,
+    FileEnd,
     Host,
     MemcpyEnd,
     ObjectStoreEnd,
@@ -140,14 +142,17 @@ async def open_queue(stack: AsyncExitStack, name: str, *, directory: Path | None
     if directory is None:
         queue: Any = ray.remote(PlainQueue).options(max_concurrency=64).remote(**options)
     else:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="queue-benchmark-", dir=directory)))
-        folder = folder.resolve()
+        folder = _folder(stack, directory)
         queue = QueueActor.remote(**options)
         await queue.open.remote(JournalPlace(directory=folder, run="benchmark"))
     stack.callback(ray.kill, queue)
     content = None if folder is None else folder / "content"
     await hosts.rollouter.open.remote(name, RolloutEnd(directory=content), hosts.shape)
     return QueueWay(name, queue, rollouter=hosts.rollouter, trainer=hosts.trainer)
+
+
+def _folder(stack: AsyncExitStack, directory: Path) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="queue-benchmark-", dir=directory))).resolve()
 
 
 async def make_ways(stack: AsyncExitStack, *, directory: Path, with_peer: bool, hosts: Hosts) -> list[Way | QueueWay]:
@@ -165,7 +170,12 @@ async def make_ways(stack: AsyncExitStack, *, directory: Path, with_peer: bool, 
     if with_peer:
         actor = deque_actor()
         ways.append(Way("TransferQueue", TransferQueueEnd(actor), TransferQueueEnd(actor)))
-    ways += [Way("ray put + get", ObjectStoreEnd(), None), Way("memcpy", MemcpyEnd(), None)]
+    folder = _folder(stack, directory)
+    ways += [
+        Way("ray put + get", ObjectStoreEnd(), None),
+        Way("memcpy", MemcpyEnd(), None),
+        Way("file", FileEnd(folder), None),
+    ]
     for way in ways:
         await hosts.rollouter.open.remote(way.name, way.send, hosts.shape)
         if way.receive is not None:

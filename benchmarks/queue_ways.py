@@ -352,6 +352,29 @@ class MemcpyEnd:
         raise NotImplementedError("one process does it all")
 
 
+class FileEnd:
+    """The arrays into one file for each group, without a name or a checksum; KEPT files stay."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._written: deque[Path] = deque()
+
+    async def open(self, shape: Shape) -> None:
+        return
+
+    async def send(self, contents: Sequence[Trajectory], arrays: Arrays) -> None:
+        path = self._directory / str(time.monotonic_ns())
+        with path.open("wb", buffering=0) as file:
+            for array in arrays:
+                file.write(array.data)
+        self._written.append(path)
+        if len(self._written) > KEPT:
+            self._written.popleft().unlink()
+
+    async def receive(self) -> int:
+        raise NotImplementedError("one process does it all")
+
+
 class Host:
     """The process of a rollouter or of a trainer: its ends, and the groups of one shape."""
 

@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from async_rl.cluster.actors import MAX_ROLLOUTS, start_ray
 from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
 from async_rl.cluster.queue_client import QueueClient, start_queue
+from async_rl.cluster.actors import make_collections_rare
 from async_rl.cluster.rollout_workers import WorkerHandle, addresses
 from async_rl.config import ClusterConfig, RunConfig, load_config
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
@@ -322,6 +323,7 @@ async def measure(sizes: Sequence[Size], *, steps: int, replicas: int, directory
             max_tokens=PROMPT_TOKENS + max(size.tokens for size in sizes),
             stack=stack,
         )
+        make_collections_rare()  # as `async_rl.run` does
         meter = LagMeter()
         for number, size in enumerate(sizes):
             started = time.monotonic()

@@ -289,7 +289,7 @@ ReplicaActor = _remote(ReplicaHost)
 
 
 def make_collections_rare() -> None:
-    """Keep full garbage collections out of the process of a worker.
+    """Keep full garbage collections out of the process of a worker or of the driver.
 
     A full collection stops the event loop: for 0.2 s in a new worker, for 0.6 s if 10,000 trajectories are in flight.
     Python starts one each time that the number of objects has grown by a quarter, and trajectories leave no cycles.

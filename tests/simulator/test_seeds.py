@@ -57,11 +57,17 @@ def test_run_without_faults_starts_once_and_keeps_all_groups():
         assert [what for _, who, what, _ in world.events if who == "world"] == ["start", "ended"]
 
 
-def test_simulate_command_reports_seeds_that_hold(capsys):
+def test_simulate_command_reports_seeds_that_hold(capsys, monkeypatch):
+    monkeypatch.setattr("async_rl.simulate.PROGRESS", 2)
     assert main(["--seed", "0", "--trace"]) == 0
     assert "replica-0" in capsys.readouterr().out
     assert main(["--seeds", "4", "--start", "3", "--jobs", "2"]) == 0
-    assert "4 of 4" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith("failed")] == [
+        "2 of 4 seeds, 0 failed",
+        "4 of 4 seeds, 0 failed",
+    ]
+    assert "4 of 4 seeds held every invariant" in lines
 
 
 @pytest.mark.parametrize("argv", [["--seeds", "0"], ["--trace"], ["--faults", "1"]])
