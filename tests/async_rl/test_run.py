@@ -61,18 +61,27 @@ def test_a_run_refuses_a_directory_that_cannot_be_written(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("run", "format_number", "named"),
-    [("other seed 0", FORMAT, "'other seed 0'"), ("calculator seed 0", 99, "format 99")],
-    ids=["run", "format"],
+    ("run", "format_number", "checksum", "named"),
+    [
+        ("other seed 0", FORMAT, "checksum", ["'other seed 0'"]),
+        ("calculator seed 0", 99, "checksum", ["format 99"]),
+        ("calculator seed 0", FORMAT, "checksum + 1", ["events.sqlite", "remove the directory"]),
+    ],
+    ids=["run", "format", "damage"],
 )
-def test_a_run_refuses_a_journal_of_another_run_or_format(capsys, tmp_path, monkeypatch, run, format_number, named):
+def test_a_run_refuses_a_journal_that_it_cannot_continue(
+    capsys, tmp_path, monkeypatch, run, format_number, checksum, named
+):
     monkeypatch.setattr("message_queue.journal.FORMAT", format_number)
     journal = EventJournal(tmp_path / "journal", run=run, settings={}, config=JournalConfig())
     journal._write([StoredState()])
+    journal._connection.execute(f"UPDATE state SET checksum = {checksum}")
+    journal._connection.commit()
     journal.release()
     monkeypatch.undo()
     assert main([f"output_dir={tmp_path}"]) == EXIT_REFUSED
-    assert named in capsys.readouterr().err
+    error = " ".join(capsys.readouterr().err.split())
+    assert all(name in error for name in named)
 
 
 @pytest.mark.parametrize(
