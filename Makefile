@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: run seeds test test-fast test-numerics mutations parity simulate kills lint format types contracts setup setup-sglang staleness \
-	bench docs clean
+	bench docs reference clean
 
 setup: $(VENV)/.ready
 
@@ -98,6 +98,7 @@ contracts: setup
 
 bench: setup
 	$(BIN)/python benchmarks/train_throughput.py
+	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/replay_overhead.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/replica_throughput.py
@@ -114,6 +115,10 @@ bench: setup
 # The pages of docs/ and the API, in build/docs. The tools have a virtualenv of their own; no code of the project is imported.
 docs: $(VENV_DOCS)/.ready
 	$(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
+
+# docs/reference, from the docstrings of the config and the registry of metrics.
+reference: setup
+	$(BIN)/python docs/reference/generate.py
 
 $(VENV_DOCS)/.ready: requirements/docs.lock
 	$(PYTHON) -m venv $(VENV_DOCS)

@@ -5,10 +5,11 @@ from agent_loop.control_tokens import Tokenizer
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.functions import FunctionReward, FunctionTool
-from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, TurnLimits
+from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, StateLostError, TurnLimits
 from agent_loop.reward import Completion, Reward, RewardError, Score
 from agent_loop.rewards import exact_match, in_processes, math_answer, overlong_penalty, regex_match
 from agent_loop.single_turn import SingleTurnLoop
+from agent_loop.stateful import ToolClass
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import (
     MalformedCall,
@@ -45,9 +46,11 @@ __all__ = [
     "Score",
     "SegmentDecoder",
     "SingleTurnLoop",
+    "StateLostError",
     "Tokenizer",
     "Tool",
     "ToolCall",
+    "ToolClass",
     "ToolError",
     "ToolReply",
     "ToolRunner",

@@ -8,6 +8,7 @@ so nothing depends on how the template would re-render earlier turns. The text o
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,6 +82,25 @@ class Chat:
         """
         ids = self._encode(self._end_of_turn + self._tail(messages, STAND_INS[0]))
         return ids[1:] if self.ends_turn(after) else ids
+
+    def reply_texts(self, token_ids: Int32Array, *, count: int) -> list[str]:
+        """Texts of the `count` messages of role "tool" that a reply was made of, as the model saw them.
+
+        If the template does not put them between texts of its own, this is the text of the whole reply.
+        """
+        text = self.decode(token_ids).removeprefix(self._end_of_turn)
+        marks = [f"stand-in reply {number:06d}, 5be1" for number in range(count)]
+        rendered = self._tail([Message(role="tool", content=mark) for mark in marks], STAND_INS[0])
+        first, *between, last = re.split("|".join(marks), rendered)
+        if not (text.startswith(first) and text.endswith(last) and all(between)):
+            return [text]
+        found, rest = list[str](), text[len(first) : len(text) - len(last)]
+        for separator in between:
+            reply, separated, rest = rest.partition(separator)
+            if not separated:
+                return [text]
+            found.append(reply)
+        return [*found, rest]
 
     def ends_turn(self, turn: Int32Array) -> bool:
         """Whether the sampled tokens end with the end-of-turn token."""

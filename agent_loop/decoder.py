@@ -33,7 +33,7 @@ import numpy as np
 
 from agent_loop.answers import check_answer, cut_segments
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, SamplingConfig
-from agent_loop.loop import RolloutError, TurnLimits
+from agent_loop.loop import PromptError, RolloutError, TurnLimits
 from message_queue.tokens import ContractError, Int32Array, RoutedExperts, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory, Turn
 
@@ -47,7 +47,7 @@ def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int,
     """Open an empty trajectory with its prompt; a trajectory that was started before is unchanged.
 
     Raises:
-        RolloutError: the prompt leaves no token to sample.
+        PromptError: the prompt leaves no token to sample.
         RolloutError: the trajectory was started with another prompt.
         ContractError: it is closed.
     """
@@ -61,8 +61,8 @@ def observe_prompt(trajectory: Trajectory, token_ids: Int32Array, *, index: int,
             )
         return
     if limits.turn_budget(len(token_ids)) < 1:
-        raise RolloutError(
-            f"prompt {index} has {len(token_ids)} tokens and limits.max_tokens is {limits.max_tokens}; "
+        raise PromptError(
+            f"prompt {index} has {len(token_ids)} tokens and rollout.limits.max_tokens is {limits.max_tokens}; "
             "raise the limit or leave out the prompt"
         )
     trajectory.observe(token_ids)

@@ -15,34 +15,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from copy import copy
+from functools import partial
 from typing import Any, cast
 
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion, RewardError, RewardFunction, Score
 from agent_loop.tools import ToolError
-
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_OWN = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("agent_loop", "async_rl", "message_queue"))
-
-
-def user_line(error: BaseException) -> str:
-    """`file:line in function` of the innermost frame outside of libraries and of this project; "" if there is none."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*_LIBRARIES, *_OWN, "<"))
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-
-
-def describe_error(error: BaseException) -> str:
-    """`ValueError: text (file:line in function)`."""
-    line = user_line(error)
-    return f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
+from agent_loop.user_errors import describe_error
 
 
 class FunctionTool:
@@ -53,12 +34,16 @@ class FunctionTool:
 
     Args:
         function: its name, its docstring (with `Args:`) and its parameters describe the tool to the model.
+        is_method: whether its first parameter is an object, which `of` gives it.
+
+    Attributes:
+        is_async: whether the function is `async`; any other runs in a thread.
 
     Raises:
         ValueError: a parameter has no annotation, one that has no JSON schema, or there is no docstring.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, is_method: bool = False) -> None:
         from docstring_parser import parse  # not needed by other users of this package
         from pydantic import TypeAdapter, validate_call
         from pydantic.errors import PydanticUserError
@@ -68,11 +53,12 @@ class FunctionTool:
         self.description = (doc.description or "").strip()
         if not self.description:
             raise ValueError(f"tool {self.name} has no docstring; describe it to the model in one")
-        for parameter in inspect.signature(function).parameters.values():
+        described = cast(Any, function).__get__(object()) if is_method else function  # without the first parameter
+        for parameter in inspect.signature(described).parameters.values():
             if parameter.annotation is parameter.empty:
                 raise ValueError(f"parameter {parameter.name} of tool {self.name} has no annotation; write its type")
         try:
-            schema = TypeAdapter[Any](cast(Any, function)).json_schema()
+            schema = TypeAdapter[Any](cast(Any, described)).json_schema()
             self._call = validate_call(function)
         except (PydanticUserError, NameError) as error:
             raise ValueError(f"tool {self.name} has an annotation without a JSON schema: {error}") from error
@@ -82,16 +68,23 @@ class FunctionTool:
             if name in texts:
                 field["description"] = texts[name]
         self.parameters: Mapping[str, Any] = schema
-        self._is_async = inspect.iscoroutinefunction(function)
+        self.is_async = inspect.iscoroutinefunction(function)
+        self._first: tuple[Any, ...] = ()
+
+    def of(self, owner: object) -> FunctionTool:
+        """The tool of one object, for the tool of a method."""
+        tool = copy(self)
+        tool._first = (owner,)
+        return tool
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """See `agent_loop.tools.Tool`."""
         from pydantic import ValidationError
 
         try:
-            result = await _called(self._call, self._is_async, arguments)
+            result = await call_function(partial(self._call, *self._first), arguments, is_async=self.is_async)
         except ValidationError as error:
-            if error.title != getattr(self._call, "__name__", error.title):
+            if error.title != getattr(self._call, "__qualname__", error.title):
                 raise
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the arguments"
@@ -111,7 +104,9 @@ class FunctionReward:
 
     def __init__(self, functions: Mapping[str, tuple[float, RewardFunction]]) -> None:
         self._functions = dict(functions)
-        self._parameters = {name: _named_parameters(name, function) for name, (_, function) in functions.items()}
+        self._parameters = {
+            name: named_parameters(function, name=f"reward {name}") for name, (_, function) in functions.items()
+        }
 
     def check(self, target: Mapping[str, Any]) -> None:
         """Check that a row has the columns that the functions need.
@@ -120,12 +115,7 @@ class FunctionReward:
             ValueError: names the function, its parameter and the columns.
         """
         for name, parameters in self._parameters.items():
-            for parameter, needed in parameters.items():
-                if needed and parameter not in ("prompt", "completion", *target):
-                    raise ValueError(
-                        f"reward {name} has the parameter {parameter}, and a prompt has the columns "
-                        f"{', '.join(sorted(target)) or '(none)'}; name it prompt, completion or as one of them"
-                    )
+            check_columns(parameters, target, name=f"reward {name}", beside=("prompt", "completion"))
 
     async def score(self, prompt: Prompt, *, completion: Completion) -> Score:
         """See `agent_loop.reward.Reward`."""
@@ -134,7 +124,7 @@ class FunctionReward:
         for name, (_, function) in self._functions.items():
             arguments = {key: available[key] for key in self._parameters[name] if key in available}
             try:
-                parts[name] = float(await _called(function, inspect.iscoroutinefunction(function), arguments))
+                parts[name] = float(await call_function(function, arguments))
             except RolloutError:
                 raise
             except Exception as error:
@@ -170,16 +160,44 @@ def weighted(
     return found
 
 
-async def _called(function: Callable[..., Any], is_async: bool, arguments: Mapping[str, Any]) -> Any:
-    if is_async:
+async def call_function(
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, is_async: bool | None = None
+) -> Any:
+    """The result of a function of the user; one that is not `async` runs in a thread."""
+    if inspect.iscoroutinefunction(function) if is_async is None else is_async:
         return await function(**arguments)
     return await asyncio.to_thread(function, **arguments)
 
 
-def _named_parameters(name: str, function: RewardFunction) -> dict[str, bool]:
-    """Parameter -> whether it has no default."""
+def named_parameters(function: Callable[..., Any], *, name: str) -> dict[str, bool]:
+    """Parameter of a function -> whether it has no default.
+
+    Raises:
+        ValueError: a parameter is no name, such as `*args`; the text starts with `name`.
+    """
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"reward {name} has the parameter {parameter}; give it named parameters only")
+            raise ValueError(f"{name} has the parameter {parameter}; give it named parameters only")
     return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
+
+
+def check_columns(
+    parameters: Mapping[str, bool], target: Mapping[str, Any], *, name: str, beside: Sequence[str]
+) -> None:
+    """Check that a row has the columns that a function needs.
+
+    Args:
+        parameters: of the function, see `named_parameters`.
+        target: columns of the row.
+        beside: names that are no columns.
+
+    Raises:
+        ValueError: names the function, its parameter and the columns.
+    """
+    for parameter, needed in parameters.items():
+        if needed and parameter not in (*beside, *target):
+            raise ValueError(
+                f"{name} has the parameter {parameter}, and a prompt has the columns "
+                f"{', '.join(sorted(target)) or '(none)'}; name it {', '.join(beside)} or as one of them"
+            )

@@ -13,6 +13,14 @@ class RolloutError(RuntimeError):
     """This rollout cannot be finished, though the engines serve: its group is dropped with the reason."""
 
 
+class StateLostError(RolloutError):
+    """The rollout cannot be resumed, because a tool has lost its state: it has to start over."""
+
+
+class PromptError(RolloutError):
+    """No rollout of this prompt can succeed, so that none is tried again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message of a conversation."""
@@ -106,8 +114,10 @@ class AgentLoop(Protocol):
             cache_salt: rollouts with different salts share no prefix cache.
 
         Raises:
-            RolloutError: the prompt does not fit or differs from the existing one, the reward failed, the engine gave
-                up on a request, or its answers broke the contract too often.
+            StateLostError: the trajectory was left unfinished, and the state of a tool of this rollout is gone.
+            PromptError: the prompt does not fit.
+            RolloutError: the prompt differs from the existing one, the reward failed, the engine gave up on a request,
+                or its answers broke the contract too often.
             EngineError: the engine cannot serve or gave no answer in time.
             ContractError: the trajectory is closed.
         """

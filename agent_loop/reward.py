@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from agent_loop.loop import Prompt, RolloutError
+from agent_loop.loop import Message, Prompt, RolloutError
+from agent_loop.user_errors import describe_error
 from message_queue.tokens import StopReason
 
 
@@ -18,7 +19,7 @@ class RewardError(RolloutError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Text that the model wrote."""
+    """A rollout as the reward sees it."""
 
     turns: tuple[str, ...]
     """Text of each sampled turn, without end-of-turn tokens."""
@@ -27,8 +28,9 @@ class Completion:
     left."""
     num_tokens: int = 0
     """Sampled tokens of all turns."""
-    observations: tuple[str, ...] = ()
-    """Text between two turns as the model saw it: the replies to its calls, with the markup of the chat template."""
+    messages: tuple[Message, ...] = ()
+    """The conversation: the messages of the prompt, each turn, and after it the replies to its calls as the model saw
+    them (role `tool`)."""
 
     @property
     def text(self) -> str:
@@ -71,7 +73,7 @@ async def score_in_time(reward: Reward, prompt: Prompt, *, completion: Completio
     except RewardError:
         raise
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
+        cause = describe_error(error)
         if isinstance(error, TimeoutError) and deadline.expired():
             cause = f"no score in {timeout_s:g} s (limits.reward_timeout_s)"
         raise RewardError(f"reward of prompt {prompt.index} failed: {cause}") from error

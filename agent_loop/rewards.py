@@ -18,6 +18,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from agent_loop.loop import RolloutError
 from agent_loop.reward import Completion, RewardFunction
+from agent_loop.user_errors import DescribedError, describe_error
 
 
 def exact_match(completion: Completion, answer: Any) -> bool:
@@ -85,17 +86,27 @@ def in_processes(function: Callable[..., Any], *, processes: int = 1) -> RewardF
             pools.append(ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")))
         pool = pools[0]
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, _run, sent(), arguments)
+            result = await asyncio.get_running_loop().run_in_executor(pool, _run, sent(), arguments)
         except BrokenProcessPool as error:
             if pool in pools:
                 pools.remove(pool)
             raise RolloutError(f"a process of reward {getattr(function, '__name__', '?')} died") from error
+        if isinstance(result, DescribedError):
+            raise result
+        return result
 
     return call
 
 
 def _run(function: bytes, arguments: Mapping[str, Any]) -> Any:
-    return cloudpickle.loads(function)(**arguments)
+    """In the process: the result, or a DescribedError that is raised by the caller.
+
+    It is returned because the class of the error itself may be unknown to the caller.
+    """
+    try:
+        return cloudpickle.loads(function)(**arguments)
+    except Exception as error:  # noqa: BLE001 - an error of the user's function is described where its frames are
+        return DescribedError(describe_error(error))
 
 
 def _equal_expressions(completion: Completion, answer: Any) -> bool:

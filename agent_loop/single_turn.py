@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent_loop.chat import Chat
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.loop import Prompt, TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
 from message_queue.trajectory import Trajectory
 
@@ -39,7 +39,12 @@ class SingleTurnLoop:
         score = await score_in_time(
             self._reward,
             prompt,
-            completion=Completion(turns=(text,), stop_reason=stop_reason, num_tokens=trajectory.num_sampled),
+            completion=Completion(
+                turns=(text,),
+                stop_reason=stop_reason,
+                num_tokens=trajectory.num_sampled,
+                messages=(*prompt.messages, Message(role="assistant", content=text)),
+            ),
             timeout_s=self._limits.reward_timeout_s,
         )
         info = {

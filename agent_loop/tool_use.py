@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,9 +11,12 @@ from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, samp
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
+from agent_loop.stateful import RolloutTools, ToolClass, open_tools
 from agent_loop.tools import MalformedCall, ToolCall, ToolReply, ToolRunner, parse_tool_calls, truncate
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
+
+TOOL_ERRORS = logging.getLogger("agent_loop.tools")
 
 
 @dataclass(slots=True)
@@ -63,10 +67,12 @@ class ToolUseLoop:
         reward: Reward,
         limits: TurnLimits,
         sampling: SamplingConfig,
+        tool_classes: Sequence[ToolClass] = (),
     ) -> None:
         self._engine = engine
         self._chat = chat
         self._tools = tools
+        self._tool_classes = tuple(tool_classes)
         self._reward = reward
         self._limits = limits
         self._sampling = sampling
@@ -84,17 +90,19 @@ class ToolUseLoop:
         )
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
         record = self._so_far(trajectory)
-        stop_reason = await self._turns(trajectory, decoder, record)
-        seen = tuple(self._chat.decode(turn.observation) for turn in trajectory.turns[1:])
-        completion = Completion(
-            turns=tuple(record.texts),
-            stop_reason=stop_reason,
-            num_tokens=trajectory.num_sampled,
-            observations=seen,
-        )
-        score = await score_in_time(
-            self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s
-        )
+        timeout_s = self._limits.tool_timeout_s
+        async with open_tools(self._tools, self._tool_classes, prompt, timeout_s=timeout_s) as tools:
+            await self._rebuild(tools, trajectory, record)
+            stop_reason = await self._turns(trajectory, decoder, record, tools, prompt=prompt)
+            completion = Completion(
+                turns=tuple(record.texts),
+                stop_reason=stop_reason,
+                num_tokens=trajectory.num_sampled,
+                messages=self._messages(prompt, trajectory, record.texts),
+            )
+            score = await score_in_time(
+                self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s
+            )
         info = {
             "turns": float(len(record.texts)),
             "tool_calls": float(record.num_tool_calls),
@@ -112,17 +120,42 @@ class ToolUseLoop:
         record.num_tool_calls = sum(len(parse_tool_calls(text)) for text in record.texts)
         return record
 
-    async def _call(self, calls: Sequence[ToolCall | MalformedCall], trajectory: Trajectory) -> list[ToolReply]:
+    def _messages(self, prompt: Prompt, trajectory: Trajectory, texts: Sequence[str]) -> tuple[Message, ...]:
+        """The conversation, read from the tokens, so that it is the same after a restart."""
+        messages = [*prompt.messages, Message(role="assistant", content=texts[0])]
+        for before, turn, text in zip(texts, trajectory.turns[1:], texts[1:], strict=False):
+            replies = self._chat.reply_texts(turn.observation, count=len(parse_tool_calls(before)))
+            messages += [Message(role="tool", content=reply) for reply in replies]
+            messages.append(Message(role="assistant", content=text))
+        return tuple(messages)
+
+    async def _rebuild(self, tools: RolloutTools, trajectory: Trajectory, record: _Record) -> None:
+        """Give the tools of a rollout that is resumed the state that they had."""
+        unsure = trajectory.unsure_call is not None
+        last = self._chat.text(sampled_tokens(trajectory.turns[-1])) if unsure else ""
+        await tools.rebuild(record.texts, unsure=last)
+
+    async def _call(
+        self, tools: RolloutTools, calls: Sequence[ToolCall | MalformedCall], trajectory: Trajectory
+    ) -> list[ToolReply]:
         """Make the calls of the last turn, unless they were started before a restart."""
         if trajectory.unsure_call is not None:
             trajectory.unsure_call = None
-            return self._tools.interrupted(calls)
+            return await tools.run_interrupted(calls)
         names = [call.name for call in calls if isinstance(call, ToolCall)]
         if names:
             await trajectory.start_call(", ".join(names))
-        return await self._tools.run(calls)
+        return await tools.run(calls)
 
-    async def _turns(self, trajectory: Trajectory, decoder: SegmentDecoder, record: _Record) -> StopReason:
+    async def _turns(
+        self,
+        trajectory: Trajectory,
+        decoder: SegmentDecoder,
+        record: _Record,
+        tools: RolloutTools,
+        *,
+        prompt: Prompt,
+    ) -> StopReason:
         while True:
             budget = budget_left(trajectory, self._limits)
             stop_reason = await decoder.decode(trajectory, max_new_tokens=budget)
@@ -135,9 +168,12 @@ class ToolUseLoop:
                 return StopReason.STOP
             if len(record.texts) == self._limits.max_turns:
                 return StopReason.TOOL_CALL
-            replies = await self._call(calls, trajectory)
+            replies = await self._call(tools, calls, trajectory)
             shown = [truncate(reply.text, max_chars=self._limits.max_tool_reply_chars) for reply in replies]
             record.note(replies, shown=shown)
+            for reply in replies:
+                if reply.error is not None:
+                    TOOL_ERRORS.warning("in a rollout of prompt %d, the tool %s", prompt.index, reply.error)
             observation = self._chat.reply([Message(role="tool", content=text) for text in shown], after=turn)
             if self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
                 return StopReason.LENGTH

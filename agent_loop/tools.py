@@ -10,10 +10,12 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 from agent_loop.loop import RolloutError
+from agent_loop.user_errors import describe_error
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|$)", re.DOTALL)
@@ -73,6 +75,8 @@ class ToolReply:
     """Reply, or the explanation of a failure."""
     failed: bool
     """Whether the call failed."""
+    error: str | None = None
+    """Error of the tool's own code with its file and line, for the user; None if there is none."""
 
 
 def describe_tool(tool: Tool) -> dict[str, Any]:
@@ -165,6 +169,12 @@ class ToolRunner:
         self._gate = gate or PauseGate()
         self._error_text = error_text
 
+    def with_tools(self, tools: Sequence[Tool]) -> ToolRunner:
+        """A runner of these tools too; `tools` replace those of the same name."""
+        runner = copy(self)
+        runner._tools = {**self._tools, **{tool.name: tool for tool in tools}}
+        return runner
+
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
         """One reply per call, in order. A failure of any kind is a reply; only RolloutError passes through."""
         try:
@@ -198,7 +208,8 @@ class ToolRunner:
                 return self._failure(f"{tool.name} gave no answer in {self._timeout_s:g} s")
             return self._failure(f"{tool.name} failed ({type(error).__name__})")
         except Exception as error:  # noqa: BLE001 - a tool is foreign code: a bad call is data, not a crash
-            return self._failure(f"{tool.name} failed ({type(error).__name__}: {error})")
+            told = self._failure(f"{tool.name} failed ({type(error).__name__}: {error})")
+            return replace(told, error=f"{tool.name} failed: {describe_error(error)}")
 
     def _failure(self, cause: str) -> ToolReply:
         return ToolReply(self._error_text(cause), failed=True)

@@ -19,6 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hi
 import yaml
 from annotated_types import Ge
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -27,10 +29,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
+from async_rl.files.rollouts import RecordConfig
 from async_rl.files.validation import explain
 from async_rl.inference.publisher import OnUpdate
 from async_rl.inference.replica import KVPolicy
-from async_rl.inference.select import EngineConfig, check_engine, own_variables
+from async_rl.inference.select import EngineConfig, own_variables
 from async_rl.inference.serving import known_device
 from async_rl.inference.sglang.config import MAX_KEPT, SglangConfig
 from async_rl.inference.supervisor import SupervisionConfig
@@ -39,10 +42,8 @@ from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.task import TaskConfig
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.loss.losses import LossConfig
-from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from async_rl.weights.model_info import CheckpointError, read_model_info
 from message_queue.journal import JournalConfig
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
@@ -99,17 +100,24 @@ class RolloutConfig:
     """
     max_failed_groups: int = 16
     """Number of consecutive failed groups that stops the run."""
+    drop_without_spread: int = 0
+    """Groups in a row that are dropped because all their rewards are equal; groups of the next prompts take their
+    places. One more is trained, so that a run in which no group has a spread continues. 0 drops none."""
     failure: FailureConfig = field(default_factory=FailureConfig)
     """Handling of failed rollouts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling parameters."""
     limits: TurnLimits
     """Limits of the turns of a trajectory."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """Rollouts that the run keeps on disk."""
 
     def __post_init__(self) -> None:
         for name in ("groups_per_batch", "trajectories_per_group", "workers", "max_failed_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} is {getattr(self, name)}; must be >= 1")
+        if self.drop_without_spread < 0:
+            raise ValueError(f"rollout.drop_without_spread is {self.drop_without_spread}; must be >= 0 (0 drops none)")
         if self.kv == "keep" and self.on_update != "keep":
             raise ValueError(
                 f"rollout.kv is 'keep' with rollout.on_update={self.on_update}: nothing is in flight whose K/V could "
@@ -342,8 +350,8 @@ class RunConfig:
     """Ray and its actors."""
 
     def __post_init__(self) -> None:
-        for problem in _problems(self):
-            raise ValueError(problem)
+        if problems := list(_problems(self)):
+            raise ValueError("\n".join(problems))
 
     @property
     def captures_routing(self) -> bool:
@@ -379,7 +387,9 @@ def load_config(overrides: Sequence[str], *, config_name: str = "run", config_di
     Raises:
         ConfigError: one line per problem.
     """
+    config_dir = config_dir.absolute()
     try:
+        _check_overrides(overrides, config_dir)
         with initialize_config_dir(str(config_dir), version_base="1.3"):
             composed = compose(config_name, overrides=[_forced(word, config_dir) for word in overrides])
         given = cast(dict[str, Any], OmegaConf.to_container(composed))
@@ -404,7 +414,10 @@ def recipe_overrides(recipe: Path) -> list[str]:
     try:
         return [str(override) for override in iter(yaml.safe_load(recipe.read_text())["overrides"])]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ConfigError(f"--recipe: {recipe} is not a recipe with a list `overrides` ({error!r})") from error
+        raise ConfigError(
+            f"--recipe: {recipe} is not a recipe with a list `overrides` ({error!r}); use one of "
+            f"{', '.join(sorted(path.parent.name for path in RECIPES.glob('*/recipe.yaml')))}"
+        ) from error
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -452,6 +465,35 @@ def _with_absolute_paths(config: Config) -> Config:
     return replace(cast(Any, config), **changed)
 
 
+def preset_names(folder: Path) -> list[str]:
+    """Names of the presets in a folder of configs."""
+    return sorted(file.stem for file in folder.glob("*.yaml"))
+
+
+def _check_overrides(overrides: Sequence[str], config_dir: Path) -> None:
+    """Refuse presets that do not exist, and several values for one key.
+
+    Raises:
+        ConfigError: names the override and the way out.
+    """
+    for word in overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(f"{word!r} is not an override; write key=value")
+        parsed = OverridesParser.create().parse_override(word)
+        name, _, value = word.partition("=")
+        if parsed.is_sweep_override():
+            values = value.split(",") if isinstance(parsed.value(), ChoiceSweep) and "(" not in value else ["..."]
+            raise ConfigError(
+                f"{word} has several values, and a run has one of each; start a run for each value: for value in "
+                f"{' '.join(values)}; do python -m async_rl.run {name}=$value name=run-$value; done"
+            )
+        folder = config_dir / name
+        if _FIELD.fullmatch(name) and folder.is_dir() and value not in (known := [*preset_names(folder), "null"]):
+            similar = get_close_matches(value, known, n=1)
+            hint = f"did you mean {name}={similar[0]}? " if similar else ""
+            raise ConfigError(f"{name} is {value!r}, which is no preset; {hint}use one of {', '.join(known[:-1])}")
+
+
 def _forced(override: str, config_dir: Path) -> str:
     """An override that sets a value whether or not a preset names the field.
 
@@ -479,17 +521,35 @@ def _default_of(field: Field[Any]) -> Any:
 
 
 def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys that no field takes, dotted, each with the field of a similar name if there is one."""
+    """Keys that no field takes, dotted, each with the nearest key or the keys at its place."""
     hints = get_type_hints(kind)
     known = [f.name for f in fields(kind)]
     for key, value in values.items():
         if key not in known:
-            similar = get_close_matches(key, known, n=1, cutoff=0.8)  # a misspelling, not another field
-            yield f"{prefix}{key}" + "".join(f" (did you mean {prefix}{name}?)" for name in similar)
+            yield f"{prefix}{key} {_nearest(key, known, prefix)}"
         elif isinstance(value, Mapping):
             within = cast(Mapping[str, Any], value)
             for member in _config_classes(hints[key], within):
                 yield from _unknown_keys(member, within, f"{prefix}{key}.")
+
+
+def _nearest(key: str, known: Sequence[str], prefix: str) -> str:
+    """A hint at the key that was meant: one of the same name elsewhere, or of a similar name at this place."""
+    same = [dotted for dotted in all_keys(RunConfig) if dotted.rpartition(".")[2] == key]
+    if same := [dotted for dotted in same if dotted.rpartition(".")[0] != prefix.rstrip(".")]:
+        return f"(did you mean {' or '.join(same)}?)"
+    if similar := get_close_matches(key, known, n=1, cutoff=0.7):
+        return f"(did you mean {prefix}{similar[0]}?)"
+    return f"(known here: {', '.join(known)})"
+
+
+def all_keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of all fields of a config class, in order; of alternatives, those of each, once."""
+    hints = get_type_hints(kind)
+    for name in (f.name for f in fields(kind)):
+        yield f"{prefix}{name}"
+        members = [m for m in get_args(hints[name]) or (hints[name],) if is_dataclass(m)]
+        yield from dict.fromkeys(key for m in members for key in all_keys(cast(Any, m), f"{prefix}{name}."))
 
 
 def _config_classes(hint: Any, values: Mapping[str, Any]) -> list[type[Any]]:
@@ -523,7 +583,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _unused_options(config)
     if isinstance(config.resume, Path) and not (config.resume / "run.json").is_file():
         yield f"resume is {config.resume}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
-    yield from _model_problems(config)
 
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:
@@ -561,6 +620,16 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.trajectories_per_group is 1 with advantage.name={config.advantage.name}, which compares the "
             "trajectories of a group, so nothing would be trained; use more, or advantage.name=reinforce_plus_plus"
         )
+    if rollout.drop_without_spread and config.advantage.name == "reinforce_plus_plus":
+        yield (
+            f"rollout.drop_without_spread is {rollout.drop_without_spread} with advantage.name=reinforce_plus_plus, "
+            "which compares the trajectories of a batch, so groups without spread are trained too; set it to 0"
+        )
+    if rollout.drop_without_spread and config.schedule is not None:
+        yield (
+            f"rollout.drop_without_spread is {rollout.drop_without_spread} with schedule={config.schedule}; a run that "
+            "keeps to a schedule trains all of it: set it to 0"
+        )
     if rollout.failure.on_failed == "fill" and rollout.failure.max_fills > rollout.trajectories_per_group:
         yield (
             f"rollout.failure.max_fills is {rollout.failure.max_fills} with rollout.trajectories_per_group="
@@ -575,6 +644,13 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.limits.max_tokens is {rollout.limits.max_tokens}, more than "
             f"engine.max_model_len={config.engine.max_model_len}; lower the one or raise the other"
+        )
+    per_turn = rollout.limits.max_new_tokens_per_turn
+    if per_turn is not None and per_turn >= rollout.limits.max_tokens:
+        yield (
+            f"rollout.limits.max_new_tokens_per_turn is {per_turn} with rollout.limits.max_tokens="
+            f"{rollout.limits.max_tokens}, which also counts the prompt, so it bounds nothing; lower it, or raise "
+            "rollout.limits.max_tokens"
         )
 
 
@@ -647,10 +723,11 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
 
 def _unused_options(config: RunConfig) -> Iterator[str]:
     """Options that another option switches off. A value equal to its default is accepted."""
-    failure = config.rollout.failure
+    failure, record = config.rollout.failure, config.rollout.record
     for path, section, name, used, with_it in (
         ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
+        ("rollout.record", record, "trajectories", record.steps > 0, "rollout.record.steps > 0"),
         ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
@@ -660,33 +737,3 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
         if not used and value != default:
             yield f"{path}.{name} is {value}, which does nothing without {with_it}; set that, or leave it at {default}"
-
-
-def _model_problems(config: RunConfig) -> Iterator[str]:
-    """What the model's own config rules out."""
-    if config.model.checkpoint is None:
-        return
-    try:
-        info = read_model_info(config.model.checkpoint)
-    except CheckpointError as error:
-        yield f"model.checkpoint: {error}"
-        return
-    if info.routing is None and config.trainer.router_replay != "none":
-        yield (
-            f"trainer.router_replay is {config.trainer.router_replay}, but model.checkpoint "
-            f"{config.model.checkpoint} is dense ({info.family}); use trainer.router_replay=none"
-        )
-    try:
-        check_engine(
-            config.engine,
-            checkpoint=config.model.checkpoint,
-            capture=config.captures_routing,
-            force=config.forces_routing,
-            on_this_machine=config.cluster.address is None,
-        )
-    except ValueError as error:
-        yield str(error)
-    try:
-        read_shape(config.model.checkpoint)
-    except CheckpointError as error:
-        yield f"model.checkpoint: {error}"

@@ -44,13 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.show:
             sys.stdout.write(yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=True))
             return 0
+        if arguments.check:
+            from async_rl.controller.preflight import check_run
+            from async_rl.controller.summary import summary
+
+            check_run(config)
+            sys.stdout.write(summary(config))
+            return 0
         from async_rl.cluster.actors import make_collections_rare
         from async_rl.controller.launcher import Launcher
 
         program = Launcher(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
         make_collections_rare()
     except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write("".join(f"error: {line}\n" for line in f"{error}".splitlines()))
         return EXIT_REFUSED
     import uvloop
 
@@ -132,15 +139,47 @@ def _hydra_value(text: str) -> str:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m async_rl.run", description="Train with asynchronous RL; overrides are Hydra's key=value."
+        prog="python -m async_rl.run",
+        description="Train with asynchronous RL.",
+        epilog=_groups(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config-name", default="run", help="top-level config, default: run")
-    parser.add_argument("--config-dir", type=Path, default=None, help="folder of configs, default: the project's")
-    parser.add_argument("--recipe", default=None, help="name of a folder under recipes/; its overrides come first")
-    parser.add_argument("--task", default=None, help="FILE.py or FILE.py:NAME of a Task; the default name is task")
-    parser.add_argument("--show", action="store_true", help="print all values of the run as YAML and exit")
-    parser.add_argument("overrides", nargs="*", help="for instance total_train_steps=5 staleness.max_staleness=2")
-    return parser.parse_args(argv)
+    add = parser.add_argument
+    add("--recipe", metavar="NAME", help="a folder of recipes/; its overrides come first")
+    add("--task", metavar="FILE", help="FILE.py or FILE.py:NAME of a Task or of a function that returns one")
+    add("--config-name", metavar="NAME", default="run", help="file of the config folder to start from, default: run")
+    add("--config-dir", metavar="DIR", type=_absolute, help="folder of configs, default: those of the project")
+    add("--show", action="store_true", help="print all values of the run as YAML, and exit")
+    add(
+        "--check",
+        action="store_true",
+        help="check config, task, model and files without starting a process, print a summary, and exit",
+    )
+    add("overrides", metavar="key=value", nargs="*", help="for instance total_train_steps=5 engine.replicas=2")
+    return parser.parse_intermixed_args(argv)  # options may stand between overrides
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def _groups() -> str:
+    """The presets, by group: files of the configs folder."""
+    from async_rl.config import CONFIGS, preset_names
+
+    groups = {folder.name: preset_names(folder) for folder in sorted(CONFIGS.iterdir())}
+    lines = [f"  {name + '=':12}{' | '.join(choices)}" for name, choices in groups.items() if choices]
+    return "\n".join(
+        [
+            "presets, chosen by GROUP=NAME (the list is that of the project's configs):",
+            *lines,
+            "",
+            "Any field may be set by its dotted key, as in rollout.workers=2; task.options.NAME=VALUE sets a parameter",
+            "of the task. --show lists all keys, and docs/reference explains them.",
+            "",
+            "exit codes: 0 done or stopped on request, 1 failed, 2 refused before any process started",
+        ]
+    )
 
 
 if __name__ == "__main__":

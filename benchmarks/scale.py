@@ -42,10 +42,9 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.cluster.actors import MAX_ROLLOUTS, start_ray
+from async_rl.cluster.actors import MAX_ROLLOUTS, make_collections_rare, start_ray
 from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
 from async_rl.cluster.queue_client import QueueClient, start_queue
-from async_rl.cluster.actors import make_collections_rare
 from async_rl.cluster.rollout_workers import WorkerHandle, addresses
 from async_rl.config import ClusterConfig, RunConfig, load_config
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised

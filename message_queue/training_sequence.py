@@ -30,6 +30,21 @@ class SampledRun(NamedTuple):
     """`param_version` that sampled them."""
 
 
+class SegmentSpan(NamedTuple):
+    """A segment without its content."""
+
+    start: int
+    """Position of its first token."""
+    tokens: int
+    """Number of tokens, at least one."""
+    version: int
+    """`param_version` that sampled them."""
+    replica: str
+    """Name of the engine replica."""
+    stop_reason: StopReason
+    """Why the decode ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
     """The first t tokens of a trajectory over one set of rows; n tokens are in the loss. Nothing is padded.
@@ -55,6 +70,8 @@ class TrainingSequence:
     support: SamplingSupport | None = None
     """t positions, the tokens that the sampler kept; the whole vocabulary outside the loss. None if no token in the
     loss was cut."""
+    segments: tuple[SegmentSpan, ...] = ()
+    """The segments whose tokens are in the loss, by position."""
     recomputed: bool = False
     """Whether a resumed request computes K/V again over these rows (`resume_routing=force`)."""
 
@@ -108,6 +125,10 @@ def training_sequence(
         rows=experts,
         row_runs=row_runs,
         support=_support(segments, length=len(token_ids)),
+        segments=tuple(
+            SegmentSpan(at, len(segment), segment.weights.version, segment.replica, segment.stop_reason)
+            for at, segment in segments
+        ),
     )
 
 

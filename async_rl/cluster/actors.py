@@ -401,10 +401,20 @@ class TrainerActor:
         checkpoint: Path,
         rank: int,
         rendezvous: str,
+        rollouts: Path | None,
+        keep_rollouts: int,
     ) -> None:
+        """rollouts: folder in which the first rank keeps the newest `keep_rollouts` steps; None for none."""
+        from transformers import AutoTokenizer
+
         from async_rl.trainer.rank import TrainerRank  # megatron is only imported in the process of a rank
+        from async_rl.trainer.recording import RolloutRecorder
 
         with log_failure():
+            recorder = None
+            if rank == 0 and rollouts is not None:
+                tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+                recorder = RolloutRecorder(rollouts, keep=keep_rollouts, tokenizer=tokenizer)
             self._rank = TrainerRank(
                 config=config,
                 optimizer=optimizer,
@@ -413,6 +423,7 @@ class TrainerActor:
                 rank=rank,
                 world_size=config.ranks,
                 rendezvous=rendezvous,
+                recorder=recorder,
             )
 
     def train(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
@@ -461,8 +472,10 @@ class TrainerActor:
             self._rank.close()
 
     def _with_contents(self, plan: BatchPlan, contents: Sequence[Any]) -> BatchPlan:
-        """The plan with the content of the groups of this rank's sequences; only these are fetched."""
+        """The plan with the content of the groups that this rank trains or records; only these are fetched."""
         groups = plan.groups_of(self._rank.data_rank)
+        if self._rank.records and plan.batch.recorded is not None:
+            groups = sorted({*groups, *plan.batch.recorded.heads})
         fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))
         here = [fetched.get(group) for group in range(len(contents))]
         return replace(plan, batch=replace(plan.batch, contents=here))

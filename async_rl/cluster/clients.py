@@ -236,10 +236,14 @@ class TrainerHandle:
         timeout_s: float,
         variables: Mapping[str, str] | None = None,
         logs: Path | None = None,
+        rollouts: Path | None = None,
+        keep_rollouts: int = 0,
     ) -> TrainerHandle:
         """Start all ranks; they meet at an address of rank 0.
 
         Args:
+            rollouts: folder in which rank 0 writes the recorded groups of each batch; None if there are none.
+            keep_rollouts: batches that stay there.
             variables: of the environment, beside those that a rank needs.
 
         Raises:
@@ -261,6 +265,8 @@ class TrainerHandle:
                 "loss": loss,
                 "checkpoint": checkpoint,
                 "rendezvous": rendezvous,
+                "rollouts": rollouts,
+                "keep_rollouts": keep_rollouts,
             }
             await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
             handle.pids = await handle._all("pid", [a.pid.remote() for a in actors])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,6 +15,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from transformers import AutoTokenizer
 
 from agent_loop.loop import Prompt
+from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import EVENTS_S, RolloutActor
 from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
@@ -79,7 +81,19 @@ def build_worker(
         pool=pool,
         replies_s=config.cluster.stop_timeout_s / 2,  # the driver waits for a flush as long as for a stop
     )
+    TOOL_ERRORS.handlers = [_Reports(worker)]
     return worker
+
+
+class _Reports(logging.Handler):
+    """Reports the texts of a logger to the driver."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._worker.report(record.getMessage())
 
 
 def addresses(replicas: Sequence[PoolReplica]) -> dict[str, ReplicaAddress]:

@@ -34,6 +34,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from agent_loop.loop import Prompt
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.interfaces import (
@@ -60,8 +62,10 @@ from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.token_count import require_closed
 from async_rl.rollout.validator import ValidationSchedule, is_due
+from async_rl.trainer.batch.advantage import has_spread
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch
+from message_queue.heads import GroupHead
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
@@ -134,6 +138,7 @@ class Controller:
         self._stop = asyncio.Event()
         self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
         self._failed_row: list[int] = []  # prompts of the groups that failed since one did not
+        self._num_without_spread = 0  # groups dropped for that in a row
 
     def request_stop(self) -> None:
         """Finish the train step under way, save a checkpoint, and return from `run`."""
@@ -268,7 +273,7 @@ class Controller:
             if outcome.expired:
                 self._recorder.lengths.offered(outcome.lengths)
                 return
-            self._recorder.warn(f"group {outcome.group} dropped: {outcome.reason}")
+            self._recorder.warn_once(f"group {outcome.group} dropped: {outcome.reason}")
             if too_many:
                 raise RuntimeError(
                     f"{self._config.max_failed_groups} groups in a row failed (rollout.max_failed_groups); the next "
@@ -277,11 +282,27 @@ class Controller:
             return
         self._failed_row.clear()
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
+        if self._drops_without_spread(outcome):
+            reason = f"no spread: the rewards of its {len(outcome.trajectories)} trajectories are equal"
+            await self._queue.drop(
+                outcome.group, reason=reason, segments=outcome.num_segments, tokens=outcome.num_tokens
+            )
+            await self._contents.drop([outcome.group])
+            return
         await self._schedule_replay.may_put(outcome.prompt)
         self._contents.add(outcome.group, content)
         expired = await self._queue.put(outcome)
         if expired is not None:
             await self._contents.drop([outcome.group])
+
+    def _drops_without_spread(self, head: GroupHead) -> bool:
+        """Whether a group is dropped because its rewards are equal; of a long row one is trained."""
+        rewards = np.array([t.reward for t in head.trajectories if not t.failed], np.float64)
+        if has_spread(rewards) or self._num_without_spread == self._config.drop_without_spread:
+            self._num_without_spread = 0
+            return False
+        self._num_without_spread += 1
+        return True
 
     def _count_failed(self, prompt: Prompt) -> bool:
         """Whether its group is the one that stops the run. Others may fail until it has stopped."""
@@ -363,6 +384,7 @@ class Controller:
             retained_kv=self._config.retained_kv,
             updates_per_batch=self._config.updates_per_batch,
             seed=self._config.seed,
+            recorded_trajectories=self._config.recorded_trajectories,
         )
         metrics = await self._trainer.train(prepared.batch)
         self._train_step += self._config.updates_per_batch

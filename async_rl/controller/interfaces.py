@@ -79,9 +79,11 @@ class ControllerConfig:
     publish_every: int
     validate_every: int
     max_failed_groups: int
+    drop_without_spread: int = 0
     advantage: AdvantageConfig
     weights_directory: Path
     replica_timeout_s: float
     retained_kv: bool = False
     updates_per_batch: int = 1
     seed: int = 0
+    recorded_trajectories: int = 0

@@ -12,15 +12,10 @@ import contextlib
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
 
 import ray
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoTokenizer
 
-from agent_loop.engine import Engine
-from agent_loop.functions import describe_error
-from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import Placement, start_ray
 from async_rl.cluster.clients import ReplicaHandle, TrainerHandle
 from async_rl.cluster.rollout_workers import build_worker
@@ -28,22 +23,19 @@ from async_rl.config import RunConfig
 from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
+from async_rl.controller.preflight import check_run
 from async_rl.controller.probe import Probe
 from async_rl.controller.processes import Processes
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
-from async_rl.controller.resume import Resume
 from async_rl.files.atomic_dir import make_folder
 from async_rl.inference.pool import ReplicaPool
 from async_rl.metrics.console import RunConsole
-from async_rl.metrics.recorder import Console, Recorder
+from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.report import read_run, write_report
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
-from async_rl.rollout.prompts import prompt_order
 from async_rl.rollout.rollouter import session_name
-from async_rl.rollout.schedule import RunSchedule, read_schedule
 from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
-from async_rl.rollout.task import Task, build_task
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.pretrained import keep_model_files
 from async_rl.weights.transport import remove_directory
@@ -60,18 +52,16 @@ class Launcher:
     def __init__(self, config: RunConfig, *, resume_command: str) -> None:
         self._config = config
         self._resume_command = resume_command
-        self._task: Task = build_task(config.task, seed=config.seed)
-        self._order = prompt_order(self._task, prompt_file=config.task.prompt_file, seed=config.seed)
-        self._order.train_prompt(0)  # reads and checks the prompts
-        self._held_out = self._task.validation_prompts(count) if (count := config.validation.prompts) else ()
-        _check_task(self._task, config)
+        checked = check_run(config)
+        self._task = checked.task
+        self._order = checked.order
+        self._held_out = checked.held_out
+        self._resume = checked.resume
         self._schedule_replay: NoReplay = NoReplay()
-        if config.schedule is not None:
-            schedule = _read_schedule(config)
-            self._order = schedule.order(self._order)
-            self._schedule_replay = ScheduleReplay(schedule, session=session_name)
+        if checked.schedule is not None:
+            self._order = checked.schedule.order(self._order)
+            self._schedule_replay = ScheduleReplay(checked.schedule, session=session_name)
         self._directory = config.output_dir
-        self._resume = Resume(config)
 
     async def run(self) -> bool:
         """Run to the end; True if all train steps were done, False after a stop request (Ctrl-C).
@@ -80,10 +70,10 @@ class Launcher:
             Exception: whatever made a stage fail; every process is stopped before it is raised.
         """
         config = self._config
+        logs = self._directory.resolve() / "logs"
+        make_folder(logs)
         changes = record_config(self._directory, config, train_step=self._resume.state.train_step)
         async with contextlib.AsyncExitStack() as stack:
-            logs = self._directory.resolve() / "logs"
-            make_folder(logs)
             console = RunConsole(total_train_steps=config.total_train_steps, log=logs / "driver.log")
             recorder = Recorder(
                 self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
@@ -91,8 +81,11 @@ class Launcher:
             stack.callback(recorder.close)
             for change in changes:
                 recorder.note(f"config changed since the last start: {change}")
+            for text in self._task.notes:
+                recorder.note(text)
             trace = Trace(self._directory / "trace.json")
             stack.callback(trace.write)
+            console.status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
             start_ray(config.cluster)
             stack.callback(ray.shutdown)
             placement = Placement(
@@ -123,12 +116,17 @@ class Launcher:
             recorder.note(self._farewell(finished))
             return finished
 
-    async def _run_with(self, processes: Processes, *, console: Console, recorder: Recorder, trace: Trace) -> bool:
+    async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the controller to its end."""
+        config = self._config
+        engines = f"{config.engine.replicas} replicas of {config.engine.name}"
+        console.status(f"starting {config.trainer.ranks} trainer ranks and {engines}")
         trainer, replicas, checkpoint = await processes.start(console)
+        console.status(f"starting {config.rollout.workers} rollout workers and the queue")
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.remove_updates(self._weights_directory)  # those of a killed run
         run_parts = await self._build_parts(processes, replicas, checkpoint, recorder, trace)
+        console.status("first rollouts")
         recovery = RecoveryLoop(
             self._config, run_parts, order=self._order, held_out=self._held_out, resume=self._resume
         )
@@ -181,6 +179,7 @@ class Launcher:
             processes=processes if self._schedule_replay.free else None,
             config=config.supervision,
             note=recorder.warn,
+            note_failure=recorder.warn_once,
         )
         publisher, supervisor = supervised(
             config, pool, rollouts=rollouts, start=processes.replace_replica, recorder=recorder
@@ -235,47 +234,3 @@ class Launcher:
                 f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in {self._directory}"
             )
         return f"stopped; continue with: {self._resume_command}"
-
-
-def _check_task(task: Task, config: RunConfig) -> None:
-    """Build the agent loop on the tokenizer of the checkpoint, as the rollout workers do.
-
-    Raises:
-        ValueError: there is no model, its tokenizer cannot be loaded, or the task cannot use it.
-    """
-    checkpoint = config.model.checkpoint
-    if checkpoint is None:
-        if type(task).save_initial_checkpoint is Task.save_initial_checkpoint:
-            raise ValueError("model.checkpoint is not set, and the task builds no model; set model.checkpoint=PATH")
-        return
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"model.checkpoint is {checkpoint}, whose tokenizer cannot be loaded: {error}") from error
-    engine, sampling, limits = cast(Engine, None), config.rollout.sampling, config.rollout.limits
-    try:
-        task.build_loop(engine=engine, tokenizer=tokenizer, sampling=sampling, limits=limits, gate=PauseGate())
-    except Exception as error:
-        raise ValueError(
-            f"the agent loop of task.factory={config.task.factory} cannot be built on the tokenizer of {checkpoint}: "
-            f"{describe_error(error)}"
-        ) from error
-
-
-def _read_schedule(config: RunConfig) -> RunSchedule:
-    """The schedule that the run is to keep to.
-
-    Raises:
-        ScheduleError: it cannot be read, or does not suit the run.
-    """
-    assert config.schedule is not None
-    schedule = read_schedule(config.schedule)
-    schedule.check(
-        groups_per_batch=config.rollout.groups_per_batch,
-        trajectories_per_group=config.rollout.trajectories_per_group,
-        updates_per_batch=config.trainer.updates_per_batch,
-        train_steps=config.total_train_steps,
-        max_staleness=config.staleness.max_staleness,
-        every=config.sync.every,
-    )
-    return schedule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import numpy as np
 from async_rl.metrics.registry import batch_metrics, masking_metrics, staleness_histogram
 from async_rl.rollout.schedule import scheduled_groups
 from async_rl.trainer.batch.advantage import AdvantageConfig, compute_advantages
-from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch, training_batch
+from async_rl.trainer.batch.training_batch import Int64Array, RecordedGroups, TrainingBatch, training_batch
 from message_queue.contract import Batch
 from message_queue.heads import GroupHead
 
@@ -44,6 +44,7 @@ def prepare(
     retained_kv: bool,
     updates_per_batch: int = 1,
     seed: int = 0,
+    recorded_trajectories: int = 0,
 ) -> PreparedBatch:
     """Leave out failed rollouts, mask tokens that are too old, and split the groups into mini-batches.
 
@@ -57,6 +58,7 @@ def prepare(
         retained_kv: see TrainingBatch.
         updates_per_batch: number of mini-batches.
         seed: of the split; see `mini_batches_of`.
+        recorded_trajectories: see `recorded_groups`.
 
     Raises:
         BatchError: all rollouts failed, or a token was sampled by a version that was not published.
@@ -84,8 +86,11 @@ def prepare(
         "min_update": batch.min_update,
         "mini_batches": mini_batches,
     }
+    recorded = recorded_groups(
+        heads, trajectories=recorded_trajectories, seed=seed, train_step=batch.update + updates_per_batch
+    )
     return PreparedBatch(
-        batch=made,
+        batch=replace(made, recorded=recorded),
         gradient_tokens=_sums(made.num_loss_tokens, made.index[:, 0], len(heads)),
         lengths=lengths,
         staleness_tokens=staleness_histogram(sound, **staleness),
@@ -113,6 +118,28 @@ def mini_batches_of(groups: Sequence[int], *, count: int, seed: int, update: int
     order = np.random.default_rng((abs(seed), update)).permutation(np.sort(np.array(groups, np.int64)))
     parts = np.array_split(order, count)
     return {int(group): number for number, part in enumerate(parts) for group in part}
+
+
+def recorded_groups(
+    heads: Sequence[GroupHead], *, trajectories: int, seed: int, train_step: int
+) -> RecordedGroups | None:
+    """Whole groups, at random, with at most `trajectories` trajectories together, but at least one; None for 0.
+
+    The choice depends on the ids of the groups, not on their order, as `mini_batches_of`.
+
+    Args:
+        heads: of the batch.
+        trajectories: bound on the trajectories.
+        seed: of the run.
+        train_step: that the batch ends with.
+    """
+    if not trajectories:
+        return None
+    order = sorted(range(len(heads)), key=lambda i: heads[i].group)
+    shuffled = np.random.default_rng((abs(seed), train_step, 1)).permutation(order).tolist()
+    counts = np.cumsum([len(heads[i].trajectories) for i in shuffled])
+    chosen = shuffled[: max(1, int((counts <= trajectories).sum()))]
+    return RecordedGroups(train_step=train_step, heads={i: heads[i] for i in sorted(chosen)})
 
 
 def _without_failed(head: GroupHead) -> GroupHead:

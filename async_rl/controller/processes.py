@@ -23,6 +23,7 @@ from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.rollout_workers import WorkerHandle
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
+from async_rl.files.rollouts import FOLDER
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.select import check_engine
 from async_rl.metrics.recorder import Console
@@ -178,6 +179,8 @@ class Processes:
             timeout_s=config.cluster.call_timeout_s,
             variables=config.cluster.rank_env,
             logs=self._logs,
+            rollouts=config.output_dir.resolve() / FOLDER if config.rollout.record.steps else None,
+            keep_rollouts=config.rollout.record.steps,
         )
         self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(trainer.pids)})

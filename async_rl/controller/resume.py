@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from hashlib import sha256
 from pathlib import Path
 
 from async_rl.config import ConfigError, RunConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
-from async_rl.files.atomic_dir import make_folder
+from async_rl.files.rollouts import FOLDER, truncate_steps
 from async_rl.metrics.recorder import Recorder
 from async_rl.rollout.group_contents import ContentPlace, StoredContent
 from async_rl.rollout.prompts import FailedPrompts, PromptOrder, PromptSource
@@ -88,6 +89,7 @@ class Resume:
             live=restored.live | restored.given_up,
             trained=self.state.queue.ledger.trained if own else None,
         )
+        truncate_steps(self._config.output_dir / FOLDER, train_step=step)
         if failed := failed_prompts(self._config.output_dir, restored).prompts:
             recorder.note(f"{len(failed)} prompts whose groups failed until the run stopped are admitted again")
         if self.checkpoint is None and restored.began:
@@ -130,16 +132,15 @@ def run_name(config: RunConfig) -> str:
 
 
 def _require_writable(directory: Path) -> None:
-    """Make the run directory.
+    """Check that the run directory can be written, or can be made; makes nothing.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it cannot.
     """
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     try:
-        make_folder(directory)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=existing):
+            pass
     except OSError as error:
         raise ConfigError(
             f"output_dir is {directory}, which cannot be written ({error.strerror or error}); "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.model_info import CheckpointError
@@ -21,24 +21,35 @@ def weight_files(checkpoint: Path) -> list[Path]:
         CheckpointError: the folder has no safetensors file, or a file of the index is missing.
     """
     if (checkpoint / INDEX).is_file():
-        files = sorted(
-            {checkpoint / name for name in json.loads((checkpoint / INDEX).read_text())["weight_map"].values()}
-        )
+        try:
+            named = set(json.loads((checkpoint / INDEX).read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{checkpoint / INDEX} is no index ({error!r}); copy it again") from error
+        files = sorted(checkpoint / name for name in named)
     else:
         files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"model checkpoint {checkpoint} has no *.safetensors file; save it with save_pretrained")
     if absent := [path.name for path in files if not path.is_file()]:
-        raise CheckpointError(f"model checkpoint {checkpoint} lacks {', '.join(absent)}, which its index names")
+        raise CheckpointError(
+            f"model checkpoint {checkpoint} lacks {', '.join(absent)}, which its index names; copy it"
+        )
     return files
 
 
 def tensor_names(files: list[Path]) -> frozenset[str]:
-    """Names of all tensors in `files`."""
+    """Names of all tensors in `files`.
+
+    Raises:
+        CheckpointError: a file is damaged or incomplete.
+    """
     names: set[str] = set()
     for path in files:
-        with safe_open(path, "pt") as file:
-            names.update(file.keys())
+        try:
+            with safe_open(path, "pt") as file:
+                names.update(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     return frozenset(names)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from async_rl.weights.model_info import ModelInfo, read_model_info
+from async_rl.weights.model_info import ModelInfo
 
 DTYPES = ("float32", "bfloat16", "float16")
 Device = Literal["cpu", "cuda"]
@@ -82,34 +82,62 @@ class ServingConfig:
             )
 
 
-def read_served(config: ServingConfig, checkpoint: Path, *, capture_routing: bool) -> ModelInfo:
-    """Facts about a checkpoint that a replica with this configuration can serve.
+def serving_problems(
+    config: ServingConfig, info: ModelInfo, *, checkpoint: Path, fields: Mapping[str, Any], capture_routing: bool
+) -> Iterator[str]:
+    """Why a replica with this configuration cannot serve a checkpoint, on any engine; each with `engine.field`.
 
     Args:
+        fields: of the checkpoint's config.json.
         capture_routing: whether the replica returns routing rows.
-
-    Raises:
-        ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
-        CheckpointError: the checkpoint cannot be read.
     """
-    info = read_model_info(checkpoint)
     if capture_routing and info.routing is None:
-        raise ValueError(
+        yield (
             f"routing capture is on, but {checkpoint} ({info.family}) is a dense model without routers; "
             "use trainer.router_replay=none"
         )
     if info.tied and info.family not in config.TIED_FAMILIES:
-        raise ValueError(
+        yield (
             f"engine.name is {config.name!r}, and {checkpoint} ({info.family}) has tie_word_embeddings=true, which "
             f"this engine supports in {', '.join(config.TIED_FAMILIES)} only: it would look for a separate lm_head; "
             "use another engine, or save the checkpoint with an lm_head and tie_word_embeddings=false"
         )
     if config.max_model_len > info.context_length:
-        raise ValueError(
+        yield (
             f"engine.max_model_len is {config.max_model_len}, more than the {info.context_length} positions of "
             f"{checkpoint}; lower it"
         )
-    return info
+    yield from _split_problems(config, info, fields)
+
+
+def _split_problems(config: ServingConfig, info: ModelInfo, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Parts of the model that do not divide over the tensor-parallel ranks of a replica."""
+    size, heads = config.tensor_parallel, fields.get("num_attention_heads") or 0
+    groups = 0 if fields.get("kv_lora_rank") else fields.get("num_key_value_heads") or heads
+    asked = f"engine.tensor_parallel is {size}, and the model has"
+    if heads % size:
+        yield f"{asked} {heads} attention heads (num_attention_heads); use a divisor"
+    elif groups and max(groups, size) % min(groups, size):
+        yield f"{asked} {groups} key-value heads (num_key_value_heads); use a divisor or a multiple"
+    columns = fields.get("moe_intermediate_size" if info.routing else "intermediate_size") or 0
+    if columns % size and not {"enable_expert_parallel", "ep_size"} & set(config.extra_args):
+        yield f"{asked} {columns} columns in each expert or MLP (intermediate_size); use a divisor"
+
+
+def kv_bytes_per_token(fields: Mapping[str, Any], *, dtype: str) -> int:
+    """Bytes of the keys and values of one token in all layers; 0 if config.json does not have their sizes.
+
+    2 layers of 2 key-value heads with 32 channels in float32: 2 * 2 * 2 * 32 * 4 = 1024.
+    """
+    heads, layers = fields.get("num_attention_heads"), fields.get("num_hidden_layers", 0)
+    if (latent := fields.get("kv_lora_rank")) is not None:
+        channels = latent + fields.get("qk_rope_head_dim", 0)
+    elif heads:
+        size = fields.get("head_dim") or fields.get("hidden_size", 0) // heads
+        channels = 2 * size * (fields.get("num_key_value_heads") or heads)
+    else:
+        return 0
+    return layers * channels * (4 if dtype == "float32" else 2)
 
 
 def device_of(config: ServingConfig) -> Device:

@@ -1,25 +1,29 @@
-"""Console and log file of a run: Python's logging, and a live table on a terminal."""
+"""Console and log file of a run: Python's logging, and a live view on a terminal."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.columns import Columns
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from async_rl.metrics.recorder import StepRecord, ValidationResult
 
 NOTES = logging.getLogger("async_rl")
+LIBRARIES = logging.getLogger("py.warnings")  # Python's warnings
 STEPS = logging.getLogger("async_rl.steps")
 _COLUMNS = (
     ("step", "train_step", "{:.0f}"),
@@ -36,58 +40,116 @@ _COLUMNS = (
     ("tok/s", "throughput/tokens_per_s", "{:.0f}"),
 )
 _SHOWN_STEPS = 12
+AVERAGED = ("idle/trainer", "idle/rollout", "throughput/tokens_per_s")
+"""Metrics that are shown as means over the last batches, because single batches swing."""
+WINDOW = 10  # batches in such a mean
+QUIET_S = 5.0  # without a line; then the console says what the run waits for
 
 
 class RunConsole:
-    """Writes steps, validations and notes with Python's logging, and shows steps in a table on a terminal.
+    """Writes steps, validations and notes with Python's logging, and shows them in a live view on a terminal.
 
     Loggers are `async_rl` for notes and `async_rl.steps` for the rest. Each line goes to the log file, with its time
-    and level, and to standard output; on a terminal the lines of `async_rl.steps` are replaced by the table.
+    and level, and to standard output. On a terminal the view replaces the lines of steps and warnings. The warnings of
+    Python, which are those of libraries, go to the log file only.
 
     Args:
         total_train_steps: of the run, for the time left.
         log: file to append to.
+        quiet_s: seconds without a line after which the status is shown again; not on a terminal.
     """
 
-    def __init__(self, *, total_train_steps: int, log: Path) -> None:
+    def __init__(self, *, total_train_steps: int, log: Path, quiet_s: float = QUIET_S) -> None:
         self._total = total_train_steps
         self._first: tuple[int, float] | None = None  # first step that was shown, and its time
-        self._table = LiveTable(total=total_train_steps) if sys.stdout.isatty() else None
+        self._recent: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=WINDOW)
+        self._status, self._since = "", time.monotonic()
+        self._spoke, self._quiet_s = self._since, quiet_s
+        self._closed = threading.Event()
+        self._view = LiveView(total=total_train_steps, log=log) if sys.stdout.isatty() else None
         file = logging.FileHandler(log, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        shown, warnings = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stdout)  # above the table
+        shown, warnings = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stdout)  # above the view
         shown.addFilter(lambda record: record.levelno < logging.WARNING)
         warnings.setLevel(logging.WARNING)
         warnings.setFormatter(logging.Formatter("warning: %(message)s"))
-        if self._table is not None:
+        if self._view is not None:
             shown.addFilter(lambda record: record.name != STEPS.name)
+            warnings.addFilter(lambda record: "\n" in record.getMessage())  # the end of a log, for instance
         self._handlers = (file, shown, warnings)
+        logging.captureWarnings(True)
+        LIBRARIES.addHandler(file)
+        LIBRARIES.propagate = False
         NOTES.setLevel(logging.INFO)
         for handler in self._handlers:
             NOTES.addHandler(handler)
+        if self._view is None:
+            threading.Thread(target=self._repeat_status, daemon=True).start()
 
     def step(self, record: StepRecord) -> None:
-        left = self._time_left(record)
-        cells = [(title, _cell(record.metrics, key, form)) for title, key, form in _COLUMNS]
+        self._end_status()
+        left, metrics = self._time_left(record), self._averaged(record)
+        cells = [(title, _cell(metrics, key, form)) for title, key, form in _COLUMNS]
         STEPS.info("%s  left %s", "  ".join(f"{title} {cell}" for title, cell in cells), left)
-        if self._table is not None:
-            self._table.add([cell for _, cell in cells], step=int(record.metrics["train_step"]), left=left)
+        if self._view is not None:
+            self._view.add([cell for _, cell in cells], step=int(record.metrics["train_step"]), left=left)
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
+        self._end_status()
         text = _validation_text(train_step, result)
         STEPS.info("%s", text)
-        if self._table is not None:
-            self._table.set_footer(text)
+        if self._view is not None:
+            self._view.set_footer(text)
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
+        self._spoke = time.monotonic()
         NOTES.log(level, "%s", text)
+        if self._view is not None and level >= logging.WARNING:
+            self._view.warn(text)
+
+    def status(self, text: str) -> None:
+        """Say what the run does until the next step or validation; repeated with the seconds while there is silence."""
+        self._status, self._since = text, time.monotonic()
+        self.note(text)
+        if self._view is not None:
+            self._view.set_status(text)
 
     def close(self) -> None:
-        if self._table is not None:
-            self._table.close()
+        self._closed.set()
+        if self._view is not None:
+            self._view.close()
+        logging.captureWarnings(False)
+        LIBRARIES.removeHandler(self._handlers[0])
+        LIBRARIES.propagate = True
         for handler in self._handlers:
             NOTES.removeHandler(handler)
             handler.close()
+
+    def _end_status(self) -> None:
+        self._status = ""
+        if self._view is not None:
+            self._view.set_status("")
+
+    def _repeat_status(self) -> None:
+        """In a thread: show the status again whenever nothing was shown for `quiet_s`."""
+        while not self._closed.wait(self._quiet_s / 5):
+            now, status = time.monotonic(), self._status
+            if status and now - self._spoke >= self._quiet_s:
+                self.note(f"{status}: {now - self._since:.0f} s")
+
+    def _averaged(self, record: StepRecord) -> dict[str, float]:
+        """The metrics, with means of AVERAGED over the time of the last batches.
+
+        100 tokens in 1 s and 100 tokens in 3 s: 50 tokens per second.
+        """
+        metrics = dict(record.metrics)
+        tokens, rate = sum(record.staleness_tokens.values()), metrics.get("throughput/tokens_per_s", 0.0)
+        if tokens and rate > 0:
+            self._recent.append((tokens / rate, metrics))
+            seconds = sum(each for each, _ in self._recent)
+            means = {key: sum(each * m.get(key, math.nan) for each, m in self._recent) / seconds for key in AVERAGED}
+            return metrics | means
+        return metrics
 
     def _time_left(self, record: StepRecord) -> str:
         """Minutes:seconds; `--:--` for the first step and when a step is repeated after a restart.
@@ -99,48 +161,78 @@ class RunConsole:
             self._first = (step, now)
             return "--:--"
         seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
-        return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
+        return _clock(seconds)
 
 
-class LiveTable:
-    """Table of the last steps, newest validation and progress bar. Standard output appears above it until `close`.
+class LiveView:
+    """Last steps, newest validation, last warning, status and progress. Other output appears above it until `close`.
 
     Args:
         total: train steps of the run.
+        log: file that has all warnings.
     """
 
-    def __init__(self, *, total: int) -> None:
+    def __init__(self, *, total: int, log: Path) -> None:
         self._total = total
+        self._log = log
         self._rows: list[list[str]] = []
-        self._footer = ""
+        self._footer = self._warning = ""
+        self._num_warnings = 0
+        self._spinner: Spinner | None = None
         self._done = 0
         self._left = "--:--"
-        self._live = Live(self._render(), refresh_per_second=4)
+        self._started = time.monotonic()
+        self._live = Live(get_renderable=self._render, refresh_per_second=4)
         self._live.start()
 
     def add(self, cells: list[str], *, step: int, left: str) -> None:
         """Show a step. cells: of `_COLUMNS`; left: time left."""
         self._rows = [*self._rows[1 - _SHOWN_STEPS :], cells]
         self._done, self._left = step, left
-        self._live.update(self._render())
 
     def set_footer(self, text: str) -> None:
         """Show a line below the table."""
         self._footer = text
-        self._live.update(self._render())
+
+    def set_status(self, text: str) -> None:
+        """Show what the run waits for; "" for nothing."""
+        self._spinner = Spinner("dots", Text(text)) if text else None
+
+    def warn(self, text: str) -> None:
+        """Show the first line of a warning until the next one."""
+        self._warning = text.partition("\n")[0]
+        self._num_warnings += 1
 
     def close(self) -> None:
-        """Restore the terminal."""
+        """Restore the terminal; the last state of the view stays."""
+        self._spinner = None
         self._live.stop()
 
     def _render(self) -> Group:
-        table = Table(expand=True, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-        for title, _, _ in _COLUMNS:
-            table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
-        for row in self._rows:
-            table.add_row(*row)
-        bar = ProgressBar(total=self._total, completed=self._done)
-        return Group(table, Text(self._footer), Columns([bar, Text(f"time left {self._left}")]))
+        parts: list[RenderableType] = []
+        if self._rows:
+            table = Table(expand=True, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+            for title, _, _ in _COLUMNS:
+                table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
+            for row in self._rows:
+                table.add_row(*row)
+            parts.append(table)
+        if self._footer:
+            parts.append(Text(self._footer))
+        if self._warning:
+            text = f"last of {self._num_warnings} warnings (all in {self._log}): {self._warning}"
+            parts.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
+        if self._spinner is not None:
+            parts.append(self._spinner)
+        bar = ProgressBar(total=self._total, completed=self._done, width=30)
+        passed = _clock(time.monotonic() - self._started)
+        parts.append(Columns([bar, Text(f"step {self._done}/{self._total}  passed {passed}  left {self._left}")]))
+        return Group(*parts)
+
+
+def _clock(seconds: float) -> str:
+    """Minutes:seconds: 75.2 is 01:15."""
+    return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
 
 
 def _cell(metrics: Mapping[str, float], key: str, form: str) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from async_rl.files.atomic_dir import make_folder, sync_path
 from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.registry import METRICS, metric_of
 from async_rl.metrics.truncation import ENDED_UNRECORDED, missing_records, truncate_records, unrecorded_groups
+
+_USER_LINE = re.compile(r"\(([^()]+:\d+ in [^()]+)\)")
+_NUMBER = re.compile(r"\d+")
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -108,6 +112,7 @@ class Recorder:
         self._console = console
         self._scalars = scalars
         self.lengths = Lengths()
+        self._warned: dict[str, int] = {}
 
     def resume_after(
         self, train_step: int, *, next_group: int, live: Collection[int], trained: int | None = None
@@ -196,6 +201,16 @@ class Recorder:
         """Show a warning on the console about a fault that does not stop the run."""
         self.note(text, level=logging.WARNING)
 
+    def warn_once(self, text: str) -> None:
+        """Show a warning that may come again and again: the first, the 10th, the 100th and so on, with their number.
+
+        Two texts are the same if they differ in numbers only, or name the same line of the user.
+        """
+        kind = _kind_of(text)
+        self._warned[kind] = count = self._warned.get(kind, 0) + 1
+        if count == 10 ** (len(str(count)) - 1):
+            self.warn(text if count == 1 else f"{count} times so far: {text}")
+
     def close(self) -> None:
         """Flush and close every sink."""
         self._close_files()
@@ -220,6 +235,17 @@ class Recorder:
     def _close_files(self) -> None:
         for file in self._files():
             file.close()
+
+
+def _kind_of(text: str) -> str:
+    """A text without its numbers; if it names a line of a user, its start and this line.
+
+    `rollout g3-t1 failed: ValueError: no number in 'x' (/a/b.py:12 in exact)` gives
+    `rollout g#-t# failed/a/b.py:12 in exact`.
+    """
+    line = _USER_LINE.search(text)
+    start = text if line is None else text.partition(":")[0]
+    return _NUMBER.sub("#", start) + ("" if line is None else line[1])
 
 
 def _json_line(record: Mapping[str, Any]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.functions import describe_error
 from agent_loop.loop import Message, Prompt
+from agent_loop.user_errors import describe_error
 
 Source = Any
 """A sequence of rows; a function of a seed (or of nothing) that yields rows; the path of a .jsonl, .json or .parquet
@@ -162,10 +163,38 @@ def split_rows(rows: Sequence[Any], *, share: float, name: str) -> tuple[Sequenc
     if not 0 < count < len(rows):
         raise ValueError(f"validation is {share:g} of the {len(rows)} rows of {name}; leave at least one on each side")
     held_out = set(random.Random("validation").sample(range(len(rows)), count))
-    return _Chosen(rows, [i for i in range(len(rows)) if i not in held_out]), _Chosen(rows, sorted(held_out))
+    return Chosen(rows, [i for i in range(len(rows)) if i not in held_out]), Chosen(rows, sorted(held_out))
 
 
-class _Chosen(Sequence[Any]):
+def leave_out(
+    rows: Sequence[Any], reason_against: Callable[[Any, int], str | None], *, name: str
+) -> tuple[Sequence[Any], list[str]]:
+    """The rows that are used, and a text for each reason that counts the others.
+
+    Only the first CHECKED rows are looked at.
+
+    Args:
+        reason_against: (row, index) -> why the row is left out; None keeps it.
+        name: of the source in the texts.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    kept: list[int] = []
+    reasons: Counter[str] = Counter()
+    for index in range(min(CHECKED, len(rows))):
+        reason = reason_against(rows[index], index)
+        if reason is None:
+            kept.append(index)
+        else:
+            reasons[reason] += 1
+    notes = [f"{count} of {len(rows)} rows of {name} are left out: {reason}" for reason, count in reasons.items()]
+    if not kept:
+        raise ValueError(f"no row of {name} is left: {'; '.join(notes)}")
+    return (Chosen(rows, [*kept, *range(CHECKED, len(rows))]) if notes else rows), notes
+
+
+class Chosen(Sequence[Any]):
     """Some rows of a sequence, which may read them only when they are asked for."""
 
     def __init__(self, rows: Sequence[Any], indices: Sequence[int]) -> None:

@@ -100,6 +100,7 @@ class Dispatcher:
         processes: starts and ends worker processes; None if no worker can fail.
         config: bounds on restarts, for each worker on its own.
         note: called with each text for the user.
+        note_failure: called with the text of each failed rollout; None for `note`.
 
     Attributes:
         tokens: number of generated tokens, by group.
@@ -113,12 +114,14 @@ class Dispatcher:
         processes: WorkerFactory | None = None,
         config: SupervisionConfig | None = None,
         note: Callable[[str], None] = lambda _text: None,
+        note_failure: Callable[[str], None] | None = None,
     ) -> None:
         self._live = [_Member(worker, slot) for slot, worker in enumerate(workers)]
         self._limits = [RestartLimit(config or SupervisionConfig()) for _ in workers]
         self._num_names = len(workers)
         self._processes = processes
         self._note = note
+        self._note_failure = note_failure or note
         self._pool = pool
         self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
@@ -279,7 +282,7 @@ class Dispatcher:
                 if isinstance(event, LostReplica):
                     self._lose_replica(event)
                 else:
-                    self._note(event)
+                    self._note_failure(event)
 
     def _lose_replica(self, lost: LostReplica) -> None:
         for member in self._pool.members:

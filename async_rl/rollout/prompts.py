@@ -176,14 +176,26 @@ def prompt_order(task: Task, *, prompt_file: Path | None, seed: int) -> PromptOr
     Raises:
         ValueError: see `PromptFile`.
     """
-    return task if prompt_file is None else PromptFile(prompt_file, seed=seed, check=task.check_prompt)
+    if prompt_file is None:
+        return task
+
+    def check(prompt: Prompt) -> None:
+        task.check_prompt(prompt)
+        task.check_length(prompt)
+
+    return PromptFile(prompt_file, seed=seed, check=check)
 
 
 def _read_entries(path: Path, check: Callable[[Prompt], None]) -> Sequence[Prompt]:
     try:
         lines = read_lines(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"task.prompt_file is {path}, which cannot be read: {error}") from error
+    except OSError as error:
+        raise ValueError(f"task.prompt_file is {path}, which cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"task.prompt_file is {path}, which is no text in UTF-8; write JSON lines, or give a file of another kind "
+            "to Task(prompts=...)"
+        ) from error
     entries: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -1,7 +1,8 @@
 """One admitted prompt -> one prompt group. A bad rollout is data (a typed drop with its reason), not a crash.
 
 A failed rollout is retried from its current content: a reward or a tool is called again, a decode continues, and no
-token is sampled twice. A rollout that fails permanently is handled by `FailureConfig.on_failed`: the group is dropped,
+token is sampled twice. If a tool has lost the state of the rollout, it starts over with an empty trajectory. A rollout
+that fails permanently is handled by `FailureConfig.on_failed`: the group is dropped,
 the rest is trained without it, or another rollout of the same prompt takes its place.
 """
 
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from agent_loop.engine import EngineError
-from agent_loop.loop import AgentLoop, Prompt
+from agent_loop.loop import AgentLoop, Prompt, PromptError, RolloutError, StateLostError
+from agent_loop.user_errors import describe_error, user_line
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
@@ -44,6 +46,11 @@ class DroppedGroup:
 
 
 OnFailed = Literal["drop", "rest", "fill"]
+OF_CODE = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
+    *(TypeError, ValueError),
+)
+"""Kinds of errors that the same code usually raises again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,11 @@ class FailureConfig:
     """Handling of failed rollouts."""
 
     max_retries: int = 0
-    """Most retries of one rollout."""
+    """Most retries of one rollout.
+
+    An error of a user's code, such as a TypeError, is not retried if it failed another rollout at every try and no
+    rollout succeeded since. A prompt that does not fit is never retried.
+    """
     retry_wait_s: float = 0.0
     """Seconds from a failure to its retry."""
     on_failed: OnFailed = "drop"
@@ -128,6 +139,7 @@ class Rollouter:
         self._resume_routing: ResumeRouting = resume_routing
         self._n = trajectories_per_group
         self._rolls: dict[int, _Roll] = {}  # by group
+        self._failing = set[str]()  # lines of users that failed a rollout at every try since the last one succeeded
         self.tokens = TokenCount()
 
     def cancel(self, group: int, *, reason: str) -> None:
@@ -225,7 +237,7 @@ class Rollouter:
             if fatal is not None:
                 raise fatal from None
             first = errors.exceptions[0]
-            return f"rollout failed: {type(first).__name__}: {first}"
+            return f"rollout failed: prompt {prompt.index}: {failure_text(first)}"
         left = _num_sound(trajectories)
         if left < min(2, self._n):
             return f"rollouts failed: {left} of {self._n} are left"
@@ -241,31 +253,53 @@ class Rollouter:
         while not await self._run(prompt, admission, trajectories, number) and self._failure.on_failed == "fill":
             number = self._grow(admission.group, trajectories)
 
-    async def _run(self, prompt: Prompt, admission: Admission, trajectories: Sequence[Trajectory], number: int) -> bool:
+    async def _run(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int) -> bool:
         """Run one rollout with its retries; returns whether it succeeded.
 
         Raises:
             Exception: it failed permanently, and so does its group.
         """
-        trajectory, session = trajectories[number], session_name(admission.group, number)
-        salt, policy = f"v{admission.admitted_version}", self._failure
+        session, policy = session_name(admission.group, number), self._failure
         for tried in range(1, policy.max_retries + 2):
             try:
-                await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)
+                await self._run_loop(prompt, admission, trajectories, number)
+                self._failing.clear()
                 return True
             except (EngineError, ContractError, RolloutLogError):
                 raise
             except Exception as error:
+                line = _line_of_code(error)
+                hopeless = isinstance(error, PromptError) or line in self._failing
+                left = tried <= policy.max_retries
                 self._note(
-                    f"rollout {session} failed, {tried} of {policy.max_retries + 1} times: "
-                    f"{type(error).__name__}: {error}"
+                    f"rollout {session} of prompt {prompt.index} failed, {tried} of {policy.max_retries + 1} times"
+                    f"{', and is not tried again' * (left and hopeless)}: {failure_text(error)}"
                 )
-                if tried > policy.max_retries and not (trajectory.turns and self._bears_failure(trajectories)):
-                    raise
-            if tried <= policy.max_retries:
-                await asyncio.sleep(policy.retry_wait_s)
-        trajectory.close(stop_reason=StopReason.ERROR, reward=0.0)
+                if hopeless or not left:
+                    self._failing |= {line} - {""}
+                    if not (trajectories[number].turns and self._bears_failure(trajectories)):
+                        raise
+                    break
+            await asyncio.sleep(policy.retry_wait_s)
+        trajectories[number].close(stop_reason=StopReason.ERROR, reward=0.0)
         return False
+
+    async def _run_loop(
+        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int
+    ) -> None:
+        """Run the agent loop; if a tool has lost its state, on an empty trajectory in place of the existing one.
+
+        The first record of the empty one replaces all earlier records (see `message_queue.content_reader`).
+        """
+        group, trajectory = admission.group, trajectories[number]
+        session, salt = session_name(group, number), f"v{admission.admitted_version}"
+        try:
+            await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)
+        except StateLostError as error:
+            self._note(f"rollout {session} starts over, without {trajectory.num_sampled} tokens: {error}")
+            self.tokens.add(group, -trajectory.num_sampled)
+            trajectories[number] = self._watched(group, number, self._new_trajectory())
+            await self._loop.run(prompt, trajectory=trajectories[number], session=session, cache_salt=salt)
 
     def _bears_failure(self, trajectories: Sequence[Trajectory]) -> bool:
         """Whether a group continues without one of its rollouts."""
@@ -276,6 +310,20 @@ class Rollouter:
                 return True
             case "fill":
                 return len(trajectories) - self._n < self._failure.max_fills
+
+
+def failure_text(error: BaseException) -> str:
+    """One line: kind and text of the error that failed a rollout, with the user's file and line."""
+    if isinstance(error, RolloutError):  # its text has them
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return describe_error(error)
+
+
+def _line_of_code(error: BaseException) -> str:
+    """The line of the user that raised one of OF_CODE; "" for any other error."""
+    while isinstance(error, RolloutError) and error.__cause__ is not None:
+        error = error.__cause__
+    return user_line(error) if isinstance(error, OF_CODE) else ""
 
 
 def _num_sound(trajectories: Sequence[Trajectory]) -> int:

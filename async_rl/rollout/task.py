@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.functions import FunctionReward, FunctionTool, describe_error, user_line, weighted
-from agent_loop.loop import AgentLoop, Prompt, TurnLimits
+from agent_loop.functions import FunctionReward, FunctionTool, weighted
+from agent_loop.loop import AgentLoop, Message, Prompt, TurnLimits
 from agent_loop.reward import RewardFunction
 from agent_loop.single_turn import SingleTurnLoop
+from agent_loop.stateful import ToolClass
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, Tool, ToolRunner, describe_tool
-from async_rl.rollout.data import CHECKED, Epochs, PromptFormat, Source, Stream, open_rows, split_rows
+from agent_loop.user_errors import describe_error
+from async_rl.rollout.data import CHECKED, Epochs, PromptFormat, Source, Stream, leave_out, open_rows, split_rows
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Demonstration = tuple[Int32Array, BoolArray]
 """Token ids int32 [t] and loss mask bool [t]."""
 
@@ -44,11 +49,14 @@ class Task:
         prompts: rows to train on; see `async_rl.rollout.data.Source`.
         rewards: a function, several, or name -> function or (weight, function); see `agent_loop.functions`.
         validation: rows that are never trained on, as a source of their own or as a share of `prompts`.
-        tools: functions, or objects with the interface of `agent_loop.tools.Tool`. Without tools a rollout is one turn.
+        tools: functions, classes whose methods are the tools (`agent_loop.stateful`), or objects with the interface
+            of `agent_loop.tools.Tool`. Without tools a rollout is one turn.
         template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt.
         shuffle: whether rows that are not generated are shuffled in each epoch.
         end_of_turn: text of the token that ends a turn; None is the tokenizer's end-of-sequence token.
+        max_prompt_tokens: rows with more tokens, as the chat template renders them, are left out, and their number is
+            noted; None refuses rows that leave no token to sample (`rollout.limits.max_tokens`).
 
     Raises:
         ValueError: a tool or a reward cannot be used; the message names it.
@@ -56,6 +64,10 @@ class Task:
 
     seed: int = 0
     """Seed of the run."""
+    notes: Sequence[str] = ()
+    """Texts for the user about the rows that are left out; complete after the first prompt."""
+    _num_tokens: Callable[[Prompt], int] | None = None
+    _max_tokens = 0
 
     def __init__(
         self,
@@ -68,14 +80,19 @@ class Task:
         system: str | None = None,
         shuffle: bool = True,
         end_of_turn: str | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         self._prompts = prompts
         self._validation = validation
         self._reward = FunctionReward(weighted(rewards))
-        self._tools: list[Tool] = [tool if _is_tool(tool) else FunctionTool(tool) for tool in tools]
+        self._tool_classes = [ToolClass(tool) for tool in tools if _is_class(tool)]
+        self._tools: list[Tool] = [
+            tool if _is_tool(tool) else FunctionTool(tool) for tool in tools if not _is_class(tool)
+        ]
         self._format = PromptFormat(template=template, system=system)
         self._shuffle = shuffle
         self._end_of_turn = end_of_turn
+        self._max_prompt_tokens = max_prompt_tokens
 
     def train_prompt(self, index: int) -> Prompt:
         """Prompt `index` of an endless stream, from 0."""
@@ -95,21 +112,95 @@ class Task:
     @cached_property
     def _rows(self) -> tuple[Epochs | Stream, Sequence[Any] | Stream | None]:
         """Rows to train on, and held-out rows; read when they are first needed, which is in the driver only."""
+        rows, held_out = self._opened()
+        if self._max_prompt_tokens is not None and (self._num_tokens is None or isinstance(rows, Stream)):
+            raise ValueError(
+                f"max_prompt_tokens is {self._max_prompt_tokens}, which needs rows that are not generated, and the "
+                "tokenizer of model.checkpoint; leave long rows out where they are made"
+            )
+        seen: set[tuple[Message, ...]] = set()
+        notes: list[str] = []
+        if isinstance(held_out, Stream):
+            self._reason_against(held_out[0], 0)
+        elif held_out is not None:
+            held_out, notes = leave_out(held_out, self._reason_against, name="validation")
+            count = min(CHECKED, len(held_out))
+            seen = {self._format.prompt(held_out[index], index=index).messages for index in range(count)}
+        if isinstance(rows, Stream):
+            self._reason_against(rows[0], 0)
+            return rows, held_out
+        rows, more = leave_out(rows, lambda row, index: self._reason_against(row, index, seen=seen), name="prompts")
+        self.notes = [*notes, *more]
+        return Epochs(rows, seed=self.seed if self._shuffle else None), held_out
+
+    def _opened(self) -> tuple[Sequence[Any] | Stream, Sequence[Any] | Stream | None]:
         rows = open_rows(self._prompts, seed=self.seed, name="prompts")
-        held_out: Sequence[Any] | Stream | None = None
         if isinstance(self._validation, float):
             if isinstance(rows, Stream):
                 raise ValueError(f"validation is {self._validation:g}, a share, and prompts are generated; give rows")
-            rows, held_out = split_rows(rows, share=self._validation, name="prompts")
-        elif self._validation is not None:
-            held_out = open_rows(self._validation, seed=self.seed, name="validation")
-        for part in (rows, held_out):
-            count = 0 if part is None else 1 if isinstance(part, Stream) else min(CHECKED, len(part))
-            for index in range(count):
-                self.check_prompt(self._format.prompt(cast(Any, part)[index], index=index))
-        if isinstance(rows, Stream):
-            return rows, held_out
-        return Epochs(rows, seed=self.seed if self._shuffle else None), held_out
+            return split_rows(rows, share=self._validation, name="prompts")
+        if self._validation is None:
+            return rows, None
+        return rows, open_rows(self._validation, seed=self.seed, name="validation")
+
+    def _reason_against(self, row: Any, index: int, *, seen: Collection[tuple[Message, ...]] = ()) -> str | None:
+        """Why a row is left out; None if it is used.
+
+        Args:
+            seen: messages of held-out prompts.
+
+        Raises:
+            ValueError: the run cannot use the row.
+        """
+        prompt = self._format.prompt(row, index=index)
+        self.check_prompt(prompt)
+        most = self._max_prompt_tokens
+        if most is not None and self._num_tokens is not None and self._num_tokens(prompt) > most:
+            return f"more than {most} tokens (max_prompt_tokens)"
+        self.check_length(prompt)
+        return "the same prompt is in validation" if prompt.messages in seen else None
+
+    def measure_prompts(self, tokenizer: Tokenizer, limits: TurnLimits) -> None:
+        """Check the lengths of all prompts from now on. Called before the first prompt is asked for.
+
+        A subclass with a `build_loop` of its own renders its prompts itself, so they are not measured.
+
+        Raises:
+            ValueError: `max_prompt_tokens` leaves no token to sample.
+        """
+        if type(self).build_loop is not Task.build_loop:
+            return
+        chat = self._chat(tokenizer)
+        self._num_tokens = lambda prompt: len(chat.prompt(prompt.messages))
+        self._max_tokens = limits.max_tokens
+        if self._max_prompt_tokens is not None and self._max_prompt_tokens >= limits.max_tokens:
+            raise ValueError(
+                f"max_prompt_tokens is {self._max_prompt_tokens} with rollout.limits.max_tokens={limits.max_tokens}, "
+                "which leaves no token to sample; lower the one or raise the other"
+            )
+
+    def check_length(self, prompt: Prompt) -> None:
+        """Check that a prompt leaves a token to sample, once `measure_prompts` was called.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self._num_tokens is not None and (tokens := self._num_tokens(prompt)) >= self._max_tokens:
+            raise ValueError(
+                f"prompt {prompt.index} has {tokens} tokens and rollout.limits.max_tokens is {self._max_tokens}; raise "
+                "it, or leave out long rows with Task(max_prompt_tokens=...)"
+            )
+
+    def _chat(self, tokenizer: Tokenizer) -> Chat:
+        end = self._end_of_turn or getattr(tokenizer, "eos_token", None)
+        if end is None:
+            raise ValueError("the tokenizer has no end-of-sequence token; give Task(end_of_turn=...)")
+        return Chat(tokenizer, end_of_turn=end, tools=[describe_tool(tool) for tool in self._described])
+
+    @property
+    def _described(self) -> list[Tool]:
+        """All tools; those of classes without an object."""
+        return [*self._tools, *(tool for each in self._tool_classes for tool in each.tools)]
 
     def build_loop(
         self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
@@ -123,14 +214,19 @@ class Task:
             limits: bounds on turns and tokens.
             gate: awaited before each tool call; closed during a publish.
         """
-        end = self._end_of_turn or getattr(tokenizer, "eos_token", None)
-        if end is None:
-            raise ValueError("the tokenizer has no end-of-sequence token; give Task(end_of_turn=...)")
-        chat = Chat(tokenizer, end_of_turn=end, tools=[describe_tool(tool) for tool in self._tools])
-        if not self._tools:
+        chat = self._chat(tokenizer)
+        if not self._described:
             return SingleTurnLoop(engine=engine, chat=chat, reward=self._reward, limits=limits, sampling=sampling)
-        tools = ToolRunner(self._tools, timeout_s=limits.tool_timeout_s, gate=gate)
-        return ToolUseLoop(engine=engine, chat=chat, tools=tools, reward=self._reward, limits=limits, sampling=sampling)
+        tools = ToolRunner(self._described, timeout_s=limits.tool_timeout_s, gate=gate)
+        return ToolUseLoop(
+            engine=engine,
+            chat=chat,
+            tools=tools,
+            tool_classes=self._tool_classes,
+            reward=self._reward,
+            limits=limits,
+            sampling=sampling,
+        )
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Check that the agent loop and the reward can use a prompt of `task.prompt_file`.
@@ -142,6 +238,8 @@ class Task:
         """
         if hasattr(self, "_reward"):
             self._reward.check(prompt.target)
+            for each in self._tool_classes:
+                each.check(prompt.target)
 
     def save_initial_checkpoint(self, path: Path) -> None:
         """Write a randomly initialised model and tokenizer. Only called if `model.checkpoint` is not set.
@@ -199,10 +297,45 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
         ) from error
     found = getattr(imported, name, None)
     if found is None:
-        raise ValueError(f"task.factory is {config.factory!r}, and {module} has no {name}")
+        names = [key for key in vars(imported) if not key.startswith("_")]
+        raise ValueError(f"task.factory is {config.factory!r}, and {module} has no {name}, only {', '.join(names)}")
+    if isinstance(found, Task) and config.options:
+        raise ValueError(
+            f"task.options is {dict(config.options)}, and {config.factory} is a Task, which has none; name a function "
+            "that returns one and has these parameters"
+        )
     task = found if isinstance(found, Task) else _call_factory(found, config, seed=seed)
     task.seed = seed
     return task
+
+
+def missing_methods(task: Task, config: TaskConfig, *, held_out: bool, builds_model: bool, warm_start: bool) -> str:
+    """The methods that a run needs and that a subclass of Task does not have, as an error; "" if there are none.
+
+    Args:
+        held_out: whether the run validates.
+        builds_model: whether the task has to write the initial checkpoint.
+        warm_start: whether that is trained on demonstrations.
+    """
+    from_rows = hasattr(task, "_prompts")  # Task.__init__ was called
+    needed = {
+        "train_prompt": not from_rows and config.prompt_file is None,
+        "build_loop": not from_rows,
+        "validation_prompts": not from_rows and held_out,
+        "save_initial_checkpoint": builds_model,
+        "demonstrations": builds_model and warm_start,
+    }
+    kind = type(task)
+    absent = [name for name, need in needed.items() if need and getattr(kind, name) is getattr(Task, name)]
+    if absent[:1] in (["save_initial_checkpoint"], ["demonstrations"]):
+        wish = "set model.checkpoint=PATH" if "save_initial_checkpoint" in absent else "set warm_start.steps=0"
+        return f"model.checkpoint is null, and {config.factory} has no {' and '.join(absent)}; {wish}, or define them"
+    if absent:
+        return (
+            f"task.factory is {config.factory!r}, and {kind.__name__} does not define {', '.join(absent)}; define "
+            "them, or call Task.__init__ with prompts and rewards"
+        )
+    return ""
 
 
 def _call_factory(factory: Any, config: TaskConfig, *, seed: int) -> Task:
@@ -210,27 +343,49 @@ def _call_factory(factory: Any, config: TaskConfig, *, seed: int) -> Task:
         raise ValueError(f"task.factory is {config.factory!r}, a {type(factory).__name__}; name a Task or a function")
     parameters = inspect.signature(factory).parameters
     arguments: dict[str, Any] = {"options": config.options} if "options" in parameters else dict(config.options)
+    if "options" not in parameters:
+        _check_options(config, parameters)
     if "seed" in parameters:
         arguments["seed"] = seed
     try:
-        inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(f"task.options is {dict(config.options)}, which {config.factory} refuses: {error}") from error
-    try:
         task = factory(**arguments)
-    except ValueError as error:
-        if user_line(error) == "":
-            raise
-        raise ValueError(f"task.factory {config.factory} failed: {describe_error(error)}") from error
     except Exception as error:
+        if isinstance(error, ValueError) and f"{error}".startswith("task.options"):
+            raise  # the task checks its options itself
         raise ValueError(f"task.factory {config.factory} failed: {describe_error(error)}") from error
     if not isinstance(task, Task):
         raise ValueError(f"task.factory {config.factory} returned a {type(task).__name__}; return a Task")
     return task
 
 
+def _check_options(config: TaskConfig, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Compare the names of the options with the parameters of a factory.
+
+    Raises:
+        ValueError: an option is unknown or missing; names it.
+    """
+    kinds = {parameter.kind for parameter in parameters.values()}
+    known = [name for name, parameter in parameters.items() if parameter.kind in _NAMED and name != "seed"]
+    shown = f"its options are {', '.join(known)}" if known else "it has no options"
+    for name in config.options:
+        if name not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
+            similar = get_close_matches(name, known, n=1)
+            hint = f"did you mean task.options.{similar[0]}? " if similar else ""
+            value = config.options[name]
+            raise ValueError(
+                f"task.options.{name} is {value!r}, and {config.factory} has no such option; {hint}{shown}"
+            )
+    for name in known:
+        if parameters[name].default is inspect.Parameter.empty and name not in config.options:
+            raise ValueError(f"task.options.{name} is missing, and {config.factory} needs it; set task.options.{name}=")
+
+
 def _is_tool(tool: Any) -> bool:
     return all(hasattr(tool, name) for name in ("name", "description", "parameters"))
+
+
+def _is_class(tool: Any) -> bool:
+    return inspect.isclass(tool.func if isinstance(tool, functools.partial) else tool)
 
 
 def _import_module(name: str) -> ModuleType:

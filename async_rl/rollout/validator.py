@@ -12,6 +12,7 @@ from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt, RolloutError
 from async_rl.metrics.recorder import Recorder, ValidationResult
 from async_rl.metrics.trace import Trace
+from async_rl.rollout.rollouter import failure_text
 from message_queue.tokens import ContractError, RoutingSpec, StopReason
 from message_queue.trajectory import ResumeRouting, Trajectory
 
@@ -103,7 +104,7 @@ class Validator:
         except (EngineError, ContractError):
             raise
         except Exception as error:  # noqa: BLE001 - a failed rollout is data, for any error of the task
-            return f"{type(error).__name__}: {error}"
+            return failure_text(error)
         return None
 
 

@@ -47,7 +47,7 @@ class LostReplica:
 
 
 WorkerEvent = str | LostReplica
-"""A warning for the user, or a failed replica."""
+"""Text of a failed rollout or tool, or a failed replica."""
 
 
 class RolloutWorker:

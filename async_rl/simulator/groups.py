@@ -91,7 +91,8 @@ class GroupAccount:
             case Dropped():
                 cause = event.reason.partition(":")[0]
                 excused = cause == "rollout failed" and self._world.may_drop
-                allowed = excused or cause in _REASONS[self._config.staleness.policy]
+                spread = cause == "no spread" and self._config.rollout.drop_without_spread > 0
+                allowed = excused or spread or cause in _REASONS[self._config.staleness.policy]
                 require("failure", allowed, "group {} was dropped: {}", event.group, event.reason)
                 self._dropped(event.group, requeue=event.requeue, expired=False)
                 if not event.requeue and cause == "expired" and self._config.staleness.policy == "recycle":

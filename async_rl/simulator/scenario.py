@@ -249,6 +249,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         "rollout.groups_per_batch": batch_groups,
         "rollout.trajectories_per_group": group_size,
         "rollout.failure.on_failed": policies.choice(("drop", "drop", "fill")),
+        "rollout.drop_without_spread": random.Random(f"spread {seed}").choice((0, 0, 1, 4)) if group_size > 1 else 0,
         "rollout.on_update": on_update,
         "rollout.kv": draw.choice(get_args(KVPolicy)) if on_update == "keep" else "recompute",
         "rollout.resume_routing": draw.choice(("append", "append", *get_args(ResumeRouting))),

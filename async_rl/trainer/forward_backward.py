@@ -16,7 +16,7 @@ from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.planning import UpdatePlan
-from async_rl.trainer.step import MicroBatch, Objective, ObjectiveKind, scheduled_loss
+from async_rl.trainer.step import TOKEN_RESULTS, MicroBatch, Objective, ObjectiveKind, scheduled_loss
 
 
 class ForwardBackward:
@@ -78,10 +78,11 @@ class ForwardBackward:
             micro_batch.context.routing = rows
 
     def train(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> None:
-        """Run forward and backward; sets `sums` of each micro-batch to the results of the objective."""
+        """Run forward and backward; sets `sums` and `token_results` of each micro-batch."""
         found = self._run(micro_batches, objective, forward_only=False)
         self._model.release_graph()
         for micro_batch, sums in zip(micro_batches, found or [{}] * len(micro_batches), strict=True):
+            micro_batch.token_results = {name: sums.pop(name) for name in TOKEN_RESULTS if name in sums}
             micro_batch.sums = sums
 
     def of_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch], columns: Sequence[Tensor]) -> Tensor:

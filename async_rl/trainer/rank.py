@@ -23,6 +23,7 @@ from async_rl.trainer.model.gpt import BuiltModel, build_model
 from async_rl.trainer.model.lm_head import compute_head_in_float32
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
+from async_rl.trainer.recording import RolloutRecorder, recorded_values
 from async_rl.trainer.state.checkpoint import Manifest, fields_of, load_state, read_manifest, save_state
 from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
@@ -42,6 +43,7 @@ class TrainerRank:
         rank: of this process.
         world_size: number of ranks.
         rendezvous: host:port of the store of the ranks; None for a single rank.
+        recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
@@ -58,10 +60,12 @@ class TrainerRank:
         rank: int,
         world_size: int,
         rendezvous: str | None = None,
+        recorder: RolloutRecorder | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
         self._config = config
         self._loss = loss
+        self._recorder = recorder
         self._info = read_model_info(checkpoint)
         self._groups = ProcessGroups(config, rank=rank, world_size=world_size, rendezvous=rendezvous)
         self._model = build_model(checkpoint, config=config, device=self._groups.device)
@@ -86,6 +90,11 @@ class TrainerRank:
         """Rank in the data-parallel group, which determines the sequences of this rank."""
         return self._groups.data_rank
 
+    @property
+    def records(self) -> bool:
+        """Whether this rank writes the recorded groups of a batch."""
+        return self._recorder is not None
+
     # ---- training
 
     def train(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
@@ -101,6 +110,7 @@ class TrainerRank:
         Raises:
             BatchError: router replay is on, and the routing rows do not fit the model or the batch.
             FloatingPointError: the gradient of an update is not finite; previous updates of the batch remain.
+            RecordingError: the recorded groups of the batch before could not be written.
         """
         plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
         planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
@@ -113,6 +123,7 @@ class TrainerRank:
         trained, steps = iter(planned), list[tuple[float, float]]()
         for update in plan.updates:
             steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
+        self._record(plan, planned)
         if not planned:
             return self._nothing_to_train(lr=steps[-1][1])
         return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=plan.batch.num_trajectories)
@@ -185,9 +196,14 @@ class TrainerRank:
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state atomically into folder `directory`.
 
+        The rollouts recorded so far are on the disk before.
+
         Raises:
             OSError: the disk has no free space or is not writable; an existing checkpoint is unchanged.
+            RecordingError: recorded rollouts could not be written.
         """
+        if self._recorder is not None:
+            self._recorder.flush()
         manifest = Manifest(
             model=self._model_fields(),
             layout=self._layout(),
@@ -229,7 +245,9 @@ class TrainerRank:
             self._reference = ReferenceWeights(self._model.chunks)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups, when recorded rollouts are on the disk."""
+        if self._recorder is not None:
+            self._recorder.flush()
         self._groups.close()
 
     # ---- inside
@@ -251,6 +269,19 @@ class TrainerRank:
             rotary=model.rotary,
         )
         return [builder.build(numbers) for numbers in update.micro_batches[self.data_rank]]
+
+    def _record(self, plan: BatchPlan, planned: Sequence[tuple[UpdatePlan, Sequence[MicroBatch]]]) -> None:
+        """Start to write the recorded groups of a batch, on the rank that has the recorder."""
+        if plan.batch.recorded is None:
+            return
+        values = recorded_values(
+            plan,
+            planned,
+            counted=self._forward_backward.counts_tokens,
+            sum_over_ranks=self._groups.sum_over_ranks,
+        )
+        if self._recorder is not None:
+            self._recorder.write(plan.batch, values)
 
     @property
     def _needs_proximal_pass(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.trainer.loss.losses import LossConfig, Surrogate, TokenLogprobs, Trajectories, kl_term, policy_loss
 from async_rl.trainer.loss.mismatch import lag_buckets, token_sums
+from async_rl.trainer.loss.ratios import FilterName
 from async_rl.trainer.model.attention import Rotary, RowContext
 from async_rl.trainer.model.model import RouterReplayMode
 from async_rl.trainer.planning import UpdatePlan
@@ -35,6 +36,11 @@ _LOSS_COLUMNS = {
 """Per-token inputs of the loss and their dtypes."""
 _PLACES = {"token": torch.int64, "number": torch.int64}
 """Per-token indices; see `MicroBatchBuilder._loss_columns`."""
+
+TOKEN_RESULTS = ("current", "filters")
+"""Results per token of the objective `policy`: logprobs under the current weights, and the sum of 2^i over the filters
+i of FILTERS that changed the token's weight."""
+FILTERS: tuple[FilterName, ...] = get_args(FilterName)
 
 ObjectiveKind = Literal["policy", "supervised", "logprobs"]
 
@@ -69,7 +75,9 @@ class MicroBatch:
     has_padding: bool
     """Whether the rows of this rank include padding."""
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Results of the objective."""
+    """Results of the objective, without those per token."""
+    token_results: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Results of the objective `policy` [n]; see TOKEN_RESULTS."""
 
     def forward(self, model: Any, *, at: Coordinates) -> Tensor:
         """Run the forward pass: logits [1, t, V / tensor] on the last pipeline stage, hidden states on other stages."""
@@ -338,7 +346,11 @@ class Objective:
                 extra=extra,
             )
             drift = Trajectories(index=index, count=count).sums(current - behaviour)
-        return loss, {**sums, "loss": loss.detach(), "trajectory": drift}
+            filters = torch.zeros_like(index, dtype=torch.uint8)
+            for name, changed in touched.items():
+                filters += changed.to(torch.uint8) << FILTERS.index(name)
+        tokens = {"current": current.detach(), "filters": filters}
+        return loss, {**sums, "loss": loss.detach(), "trajectory": drift, **tokens}
 
 
 def scheduled_loss(

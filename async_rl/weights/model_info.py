@@ -51,8 +51,10 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
             routing=_routing(config),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
-    except (json.JSONDecodeError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a usable model config: {error!r}") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no field {error}; give the folder of a causal language model") from error
 
 
 def _routing(config: dict[str, Any]) -> RoutingSpec | None:

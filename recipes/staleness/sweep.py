@@ -31,8 +31,8 @@ SETTINGS_FILE = "settings.json"
 SHOWN_DIFFERENCES = 5
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """0.975 quantile of Student's t distribution for 1 to 9 degrees of freedom; the last is also used for more."""
-CELL_KEYS = ("name", "loss", "staleness.max_staleness", "seed")
-"""Config keys that differ between cells."""
+CELL_KEYS = {"staleness.max_staleness": "max_staleness", "loss": "loss", "seed": "seed"}
+"""Config keys that differ between cells -> their names in the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Cell:
         return f"{self.loss_name}-s{self.max_staleness}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
-        """Overrides `key=value` of the run, one for each of CELL_KEYS."""
+        """Overrides `key=value` of the run, one for its name and for each of CELL_KEYS."""
         return [
             f"name=staleness-{self.name}",
             f"loss={self.loss}",
@@ -69,6 +69,31 @@ def cells(recipe: dict[str, Any]) -> Iterator[Cell]:
         for loss_name, loss in recipe["cells"]["loss"].items():
             for max_staleness in recipe["cells"]["max_staleness"]:
                 yield Cell(loss_name=loss_name, loss=loss, max_staleness=max_staleness, seed=seed)
+
+
+def with_cells(recipe: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The recipe with other cells, and the overrides that are the same in all cells.
+
+    `seed=0,1` and `loss=naive,gspo` replace the seeds and the losses; a loss is a name of the recipe or of a preset.
+
+    Raises:
+        ConfigError: an override sets the name, which differs from cell to cell, or a bound or seed is not a number.
+    """
+    chosen, common = dict(recipe["cells"]), list[str]()
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key == "name":
+            raise ConfigError(f"{word} would give all cells one name; leave it out, --out names the folder")
+        if key not in CELL_KEYS:
+            common.append(word)
+        elif key == "loss":
+            chosen["loss"] = {name: recipe["cells"]["loss"].get(name, name) for name in value.split(",")}
+        else:
+            try:
+                chosen[CELL_KEYS[key]] = [int(number) for number in value.split(",")]
+            except ValueError as error:
+                raise ConfigError(f"{key} is {value!r}; give whole numbers, as in {key}=0,1") from error
+    return {**recipe, "cells": chosen}, common
 
 
 def settings_of(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
@@ -260,11 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parse(argv)
     recipe = yaml.safe_load(RECIPE.read_text())
-    overrides = [*recipe["overrides"], *arguments.overrides]
-    if taken := [override for override in arguments.overrides if override.partition("=")[0] in CELL_KEYS]:
-        sys.stderr.write(f"error: {taken[0]} differs from cell to cell; change the cells in {RECIPE}\n")
-        return 2
     try:
+        recipe, common = with_cells(recipe, arguments.overrides)
+        overrides = [*recipe["overrides"], *common]
         chosen = {cell: settings_of(cell, overrides) for cell in cells(recipe)}
         for cell, settings in chosen.items():
             check_cell(cell, out=arguments.out, settings=settings)
@@ -301,8 +324,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="overrides for every cell, applied after recipe.yaml, such as total_train_steps=40; "
-        "other values need another --out",
+        help="overrides for every cell, applied after recipe.yaml, such as total_train_steps=40; other values need "
+        "another --out. seed=0,1 staleness.max_staleness=3,7 loss=naive,gspo choose other cells",
     )
     return parser.parse_args(argv)
 

@@ -141,3 +141,14 @@ def test_chat_refuses_a_template_that_cannot_be_continued(template):
     tokenizer.chat_template = template
     with pytest.raises(ChatTemplateError):
         make_chat(tokenizer)
+
+
+@given(
+    contents=st.lists(texts | st.sampled_from(["", "a\nb", "</tool_response>", "<|im_end|>\n"]), min_size=1, max_size=4)
+)
+def test_chat_finds_the_texts_of_a_reply_in_its_tokens(contents):
+    chat = make_chat()
+    for after in (END_OF_TURN, "</tool_call>"):
+        tokens = chat.reply([Message(role="tool", content=content) for content in contents], after=ids(after))
+        assert chat.reply_texts(tokens, count=len(contents)) == contents
+    assert chat.reply_texts(ids("cut off"), count=len(contents)) == ["cut off"]

@@ -129,7 +129,8 @@ async def test_tool_use_loop_shows_replies_and_ends_with_the_answer():
     assert trajectory.info == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "truncated_replies": 0} | UNDISTURBED
     [seen] = reward.seen
     assert (seen.turns, seen.text, seen.num_tokens) == ((CALL, ANSWER), ANSWER, trajectory.num_sampled)
-    assert [text.count("<tool_response>\n42\n</tool_response>") for text in seen.observations] == [1]
+    said = [(message.role, message.content) for message in seen.messages]
+    assert said == [("user", "6*7="), ("assistant", CALL), ("tool", "42"), ("assistant", ANSWER)]
 
 
 async def test_tool_use_loop_shows_errors_to_the_model_and_counts_them():
@@ -142,6 +143,18 @@ async def test_tool_use_loop_shows_errors_to_the_model_and_counts_them():
     assert trajectory.info == {"turns": 3, "tool_calls": 3, "tool_errors": 3, "truncated_replies": 0} | UNDISTURBED
     assert text_of(trajectory).count("<tool_response>\nerror: x must be even") == 2
     assert sampled_text(trajectory) == "".join(turns), "errors are not trained"
+
+
+async def test_an_error_of_a_tools_code_is_logged_with_its_line_and_prompt(caplog):
+    def broken(_arguments):
+        return {}["absent"]
+
+    loop = make_loop(make_engine(turn(CALL), turn(ANSWER)), tool=FakeTool(behave=broken))
+    await loop.run(PROMPT, trajectory=Trajectory(routing=SPEC), session="s", cache_salt="v0")
+    (record,) = caplog.records
+    line = broken.__code__.co_firstlineno + 1
+    for part in ("prompt 0", "tool", "KeyError: 'absent'", f"{__file__}:{line} in broken"):
+        assert part in record.getMessage()
 
 
 async def test_tool_use_loop_cuts_long_replies_and_counts_them():

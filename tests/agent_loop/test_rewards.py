@@ -74,11 +74,23 @@ async def test_in_processes_runs_elsewhere_and_survives_the_death_of_a_process()
     assert (await score(reward, "")).value not in (first, os.getpid())
 
 
-async def test_in_processes_raises_the_error_of_the_function():
-    def fails(completion):
-        raise KeyError("absent")
+class OwnError(Exception):
+    """Cannot be sent: it is made of two arguments and shows one."""
 
-    with pytest.raises(RolloutError, match="absent"):
+    def __init__(self, text, number):
+        super().__init__(text)
+
+
+async def test_an_error_in_processes_names_the_line_of_the_user():
+    def fails(completion):
+        raise OwnError("absent", 1)
+
+    with pytest.raises(RolloutError) as error:
         await score(in_processes(fails), "")
+    line = f"{__file__}:{fails.__code__.co_firstlineno + 1} in fails"
+    assert f"OwnError: absent ({line})" in str(error.value) and "prompt 0" in str(error.value)
+
+
+def test_in_processes_needs_a_process():
     with pytest.raises(ValueError, match="processes"):
-        in_processes(fails, processes=0)
+        in_processes(exact_match, processes=0)

@@ -1,5 +1,7 @@
 """The command line: exit codes, and how a failure reads."""
 
+import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -7,35 +9,236 @@ import sys
 from dataclasses import replace
 
 import pytest
+import ray
 import yaml
+from safetensors.torch import load_file, save_file
 
-from async_rl.config import CONFIGS, RECIPES, build_config, load_config, recipe_overrides
+from async_rl.config import CONFIGS, RECIPES, ConfigError, build_config, load_config, recipe_overrides
 from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, log_ends, main, resume_command
 from message_queue.journal import FORMAT, EventJournal, JournalConfig
 from message_queue.state import StoredState
+from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
+from recipes.calculator.tokenizer import build_tokenizer
+
+TASKS = """
+from async_rl import Task
+
+def exact(completion, answer):
+    return completion.text == answer
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+HELD_OUT = [{"prompt": "9+1=", "answer": "10"}]
+task = Task(prompts=ROWS, rewards=exact, validation=0.25, end_of_turn="<|im_end|>")
+no_held_out = Task(prompts=ROWS, rewards=exact, end_of_turn="<|im_end|>")
+bad_row = Task(prompts=[*ROWS, {"prompt": "2+2="}], rewards=exact, validation=HELD_OUT, end_of_turn="<|im_end|>")
+
+def of(rows=1, seed=0):
+    return Task(prompts=ROWS * rows, rewards=exact, validation=HELD_OUT)
+
+def of_text(text):
+    return Task(prompts=[text + 1], rewards=exact)
+
+class Half(Task):
+    def __init__(self, seed):
+        pass
+
+    def train_prompt(self, index):
+        return index
+"""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nonsense"],
-        ["wish=1"],
-        ["total_train_steps=few"],
-        ["task.prompt_file=/nowhere/prompts.jsonl"],
-        ["task.options.min_operand=-5"],
-        ["task.options.max_operand=hello"],
-        ["+task.options.wish=1"],
-        ["task.factory=nowhere:Task"],
-        ["model=hugging_face", "model.checkpoint=/nowhere"],
-    ],
-    ids=" ".join,
-)
-def test_bad_input_of_a_run_exits_with_2_and_one_error(arguments, capsys, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A complete checkpoint of a Qwen3-MoE with 2 key-value heads, 8 experts and 117 token ids."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save_initial_checkpoint(folder, tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
+    return folder
+
+
+def with_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def without(*names):
+    def change(folder):
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def with_tensors(change):
+    def write(folder):
+        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+    return write
+
+
+def cut_short(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_template(folder):
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    fields.pop("chat_template", None)
+    path.write_text(json.dumps(fields))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def with_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+
+
+OWN = ["--task", "mine.py", "validation.prompts=1"]
+BAD_OVERRIDES = [
+    (["nonsense"], ["nonsense", "key=value"]),
+    (["wish=1"], ["wish", "known here: name"]),
+    (["trainer.thread=2"], ["trainer.thread ", "trainer.threads"]),
+    (["max_staleness=2"], ["max_staleness ", "staleness.max_staleness"]),
+    (["engine=vlm"], ["engine is 'vlm'", "engine=vllm"]),
+    (["seed=0,1"], ["seed=0,1", "for value in 0 1; do", "seed=$value"]),
+    (["rollout.workers=few"], ["rollout.workers is 'few'", "integer"]),
+    (["--config-dir", "nowhere"], ["nowhere"]),
+    (["--config-name", "absent"], ["absent"]),
+    (["--recipe", "absent"], ["--recipe", "absent", "calculator, staleness"]),
+    (["resume=/nowhere"], ["resume is /nowhere", "auto"]),
+    (["schedule=/nowhere"], ["schedule is /nowhere", "schedule.jsonl"]),
+    (["output_dir=mine.py/run"], ["output_dir", "mine.py/run", "another"]),
+    (["rollout.limits.max_tokens=100000"], ["max_tokens is 100000", "engine.max_model_len=256"]),
+    (["rollout.limits.max_new_tokens_per_turn=224"], ["max_new_tokens_per_turn is 224", "max_tokens=224"]),
+    (["engine=sglang", "engine.python=/nowhere", "task.options.dense_first_layer=false"], ["/nowhere", "make setup"]),
+    (["engine=sglang", "engine.python=/bin/true"], ["mlp_only_layers=[0]", "engine=vllm"]),
+    (["engine.max_model_len=2048"], ["engine.max_model_len is 2048", "1024", "lower it"]),
+    (["engine.kv_cache_bytes=1000"], ["engine.kv_cache_bytes is 1000", "engine.max_model_len=256"]),
+    (["trainer.ranks=3", "trainer.parallel.pipeline=3"], ["pipeline x virtual_pipeline is 3", "4 layers"]),
+]
+BAD_TASKS = [
+    (["task.prompt_file=/nowhere/prompts.jsonl"], ["task.prompt_file is /nowhere/prompts.jsonl", "No such file"]),
+    (["task.prompt_file=rows.parquet"], ["task.prompt_file is", "rows.parquet", "Task(prompts="]),
+    (["task.options.min_operand=-5"], ["task.options.min_operand is -5"]),
+    (["task.options.max_operand=hello"], ["task.options.max_operand is 'hello'"]),
+    (["task.options.wish=1"], ["task.options.wish", "max_operand"]),
+    (["task.factory=nowhere:Task"], ["task.factory is 'nowhere:Task'", "nowhere"]),
+    (["--task", "absent.py"], ["absent.py"]),
+    (["--task", "broken.py"], ["broken.py:2", "ZeroDivisionError"]),
+    (["--task", "mine.py:absent"], ["mine.py", "absent", "of_text"]),
+    (
+        ["--task", "mine.py:of", "task.options.row=2"],
+        ["task.options.row is 2", "task.options.rows", "options are rows"],
+    ),
+    (["--task", "mine.py:of_text"], ["task.options.text is missing"]),
+    (["--task", "mine.py:of_text", "task.options.text=a"], ["TypeError", "mine.py:17 in of_text"]),
+    ([*OWN, "task.options.rows=2"], ["task.options is {'rows': 2}", "mine.py:task", "function"]),
+    (["--task", "mine.py:Half"], ["Half does not define build_loop, validation_prompts", "Task.__init__"]),
+    (["--task", "mine.py:no_held_out"], ["validation.prompts is 256", "Task(validation=...)"]),
+    (["--task", "mine.py:bad_row"], ["reward exact", "answer"]),
+]
+BAD_MODELS = [
+    (with_config(model_type="gpt2"), [], ["model_type 'gpt2'", "qwen3_moe"]),
+    (with_config(use_sliding_window=True), [], ["use_sliding_window=True", "whole sequence"]),
+    (with_config(quantization_config={"quant_method": "fp8"}), [], ["quantization_config='fp8'", "bfloat16"]),
+    (without("config.json"), [], ["config.json", "give a Hugging Face checkpoint folder"]),
+    (without("tokenizer.json", "tokenizer_config.json"), [], ["has no tokenizer", "tokenizer.json"]),
+    (without_template, [], ["no chat template", "chat_template.jinja"]),
+    (with_config(vocab_size=100), [], ["ids up to 116", "vocab_size=100"]),
+    (without("model.safetensors"), [], ["no *.safetensors file", "save_pretrained"]),
+    (with_index, [], ["lacks model-1.safetensors", "copy"]),
+    (cut_short, [], ["model.safetensors cannot be read", "copy it again"]),
+    (with_config(num_hidden_layers=5), [], ["model.layers.4", "copy"]),
+    (
+        with_tensors(lambda found: {**found, "model.layers.4.eh_proj": found["model.norm.weight"].clone()}),
+        [],
+        ["layers.4.eh_proj"],
+    ),
+    (None, ["trainer.ranks=4", "trainer.parallel.tensor=4"], ["trainer.parallel.tensor is 4", "2 key-value heads"]),
+    (None, ["trainer.ranks=3", "trainer.parallel.expert=3"], ["trainer.parallel.expert is 3", "8 experts"]),
+    (None, ["engine.tensor_parallel=8"], ["engine.tensor_parallel is 8", "4 attention heads"]),
+    (with_config(model_type="qwen3"), [], ["trainer.router_replay is R3", "dense", "router_replay=none"]),
+]
+
+
+def refused(arguments, folder, monkeypatch, capsys):
+    """The error lines of a run that is refused before any process starts."""
+    (folder / "mine.py").write_text(TASKS)
+    (folder / "broken.py").write_text("x = 1\nx = 1 / 0\n")
+    (folder / "rows.parquet").write_bytes(b"PAR1\xff\xfe")
+    monkeypatch.chdir(folder)
+    assert main([*(() if "output_dir" in " ".join(arguments) else ["output_dir=run"]), *arguments]) == EXIT_REFUSED
+    assert not ray.is_initialized() and not (folder / "run").exists()
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert not shown.out and all(line.startswith("error: ") for line in lines), shown
+    return lines
+
+
+@pytest.mark.parametrize(("arguments", "parts"), BAD_OVERRIDES + BAD_TASKS, ids=lambda value: " ".join(value)[:60])
+def test_bad_input_is_refused_with_one_line_and_no_process(arguments, parts, model, capsys, tmp_path, monkeypatch):
+    given = [*arguments, *([f"model.checkpoint={model}"] if "--task" in arguments else [])]
+    (line,) = refused(given, tmp_path, monkeypatch, capsys)
+    assert [part for part in parts if part not in line] == [], line
+
+
+@pytest.mark.parametrize(("change", "arguments", "parts"), BAD_MODELS, ids=[case[2][0][:40] for case in BAD_MODELS])
+def test_a_bad_model_is_refused_with_one_line_and_no_process(
+    change, arguments, parts, model, capsys, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(model, tmp_path / "model")
+    if change is not None:
+        change(folder)
+    given = [*OWN, "model.checkpoint=model", "rollout.groups_per_batch=12", *arguments]
+    (line,) = refused(given, tmp_path, monkeypatch, capsys)
+    assert [part for part in parts if part not in line] == [], line
+
+
+def test_all_problems_of_model_task_and_layout_are_shown_together(model, capsys, tmp_path, monkeypatch):
+    folder = shutil.copytree(model, tmp_path / "model")
+    without_template(folder)
+    given = ["--task", "mine.py:no_held_out", "model.checkpoint=model", "trainer.ranks=4", "trainer.parallel.tensor=4"]
+    found = refused([*given, "engine.tensor_parallel=8"], tmp_path, monkeypatch, capsys)
+    parts = ("validation.prompts", "trainer.parallel.tensor", "engine.tensor_parallel", "chat template")
+    assert len(found) == len(parts) and all(any(part in line for line in found) for part in parts), found
+
+
+def test_the_check_of_a_run_prints_a_summary_and_leaves_nothing(model, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([f"output_dir={tmp_path / 'run'}", *arguments]) == EXIT_REFUSED
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ") and len(error.splitlines()) <= 2
-    assert not (tmp_path / "run").exists()
+    (tmp_path / "mine.py").write_text(TASKS)
+    assert main(["--check", *OWN, f"model.checkpoint={model}", "output_dir=run", "trainer.ranks=2"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("qwen3_moe, 919,168 parameters, 4 layers, 8 experts, top 2", "2 ranks = data 2", "vllm, 1 replicas"):
+        assert part in shown
+    memory = re.search(r"a trainer rank holds (\S+) GiB .* holds (\S+) GiB of weights.* take (\S+) GiB", shown)
+    weights, kv = 919_168 / 2**30, 128 * 256 * 4 * 2 * 2 * 32 * 4 / 2**30
+    assert [float(value) for value in memory.groups()] == pytest.approx([16 * weights, 4 * weights, kv], rel=0.01)
+    assert not ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_the_loop_for_several_values_starts_a_run_for_each(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["seed=0,1"])
+    loop = str(caught.value).partition("each value: ")[2].replace("python -m async_rl.run", "echo")
+    shown = subprocess.run(["bash", "-c", loop], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [load_config(line.split()).seed for line in shown] == [0, 1]
+
+
+def test_help_names_the_presets_and_the_ways_to_look_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for part in ("--show", "--check", "engine=", "sglang | vllm", "staleness=", "task.options."):
+        assert part in shown
+
+
+def test_a_folder_of_configs_may_be_given_relative_to_the_current_one(tmp_path, monkeypatch, capsys):
+    shutil.copytree(CONFIGS, tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--show", "--config-dir", "mine", "seed=4"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 4
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,18 @@ async def test_the_tool_of_the_guide_works_in_a_task(guide):
         assert "\none model call\n" in text and "\nerror: no entry for 'chunk'\n" in text
 
 
+async def test_the_class_of_the_guide_has_a_board_for_each_rollout(guide):
+    guide("docs/guides/tool.md", "board.py")
+    from board import Board
+
+    task = Task(prompts=[{"prompt": "?", "size": 1}], tools=[Board], rewards=lambda completion: completion.text == "7")
+    call = '<tool_call>{"name": "move", "arguments": {"x": %d, "y": 0}}</tool_call>'
+    for trajectory in await roll(task, call % 0 + call % 1, call % 0, "7"):
+        assert (trajectory.reward, trajectory.info["tool_calls"], trajectory.info["tool_errors"]) == (1, 3, 0)
+        text = TOKENIZER.decode(trajectory.token_ids().tolist())
+        assert [text.count(f"\n{reply}\n") for reply in ("1 stones", "2 stones", "outside of the board")] == [1, 1, 1]
+
+
 def test_the_example_of_the_readme_has_at_most_20_lines_of_code():
     code = module_of("README.md", "products.py")
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 20

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.controller.resume import Resume
+from async_rl.files.rollouts import read_steps
 from async_rl.rollout.group_contents import read_content
 from async_rl.weights.model_info import read_model_info
 from message_queue.contract import QueueError
@@ -87,6 +88,34 @@ def check_records(directory, *, steps, staleness, k3=None, **ledger):
     assert {name: total[name] for name in ("error", *ledger)} == {"error": 0, **ledger}
     assert sorted(group["group"] for group in groups) == list(range(total["admitted"]))
     return found, groups
+
+
+def check_rollouts(directory, steps, groups):
+    """Each step has one file of whole groups, whose rows agree with the metrics and the ledger if all are recorded.
+
+    steps, groups: of `check_records`. Returns train step -> rows.
+    """
+    files = {step: table.to_pylist() for step, table in read_steps(directory / "rollouts")}
+    assert list(files) == [step["train_step"] for step in steps]
+    assert not list(directory.glob("rollouts/*.partial"))
+    for step in steps:
+        rows = files[step["train_step"]]
+        assert {row["train_step"] for row in rows} == {step["train_step"]}
+        trained = {g["group"] for g in groups if g["outcome"] == "trained" and g["train_step"] == step["train_step"]}
+        assert {row["group"] for row in rows} == trained
+        assert np.isclose(np.mean([row["reward"] for row in rows]), step["reward/mean"])
+        pairs = [
+            (behaviour, current)
+            for row in rows
+            for behaviour, current, effect in zip(
+                row["behaviour_logprobs"], row["logprobs"], row["effect"], strict=True
+            )
+            if effect not in (None, "too_old", "no_spread")
+        ]
+        assert len(pairs) == step["tokens"]
+        difference = [behaviour - current for behaviour, current in pairs]
+        assert not pairs or np.isclose(np.mean(difference), step["mismatch/k1"], rtol=1e-3, atol=1e-7)
+    return files
 
 
 def check_prompts(directory, *, step):

@@ -104,7 +104,7 @@ def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: st
 @pytest.mark.parametrize(
     ("engine", "config", "cause"),
     [
-        ("vllm", replace(VLLM, kv_cache_bytes=1000), "No available memory for the cache blocks"),
+        ("vllm", replace(VLLM, extra_args={"scheduling_policy": "no_such_policy"}), "no_such_policy"),
         ("sglang", replace(SGLANG, extra_args={"schedule_policy": "no_such_policy"}), "no_such_policy"),
     ],
     ids=["vllm", "sglang"],

@@ -1,6 +1,7 @@
 """A user's own model, dataset, tool and reward, from a folder outside the repository."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ SMALL = (
     "rollout.limits.max_tokens=96",
     "validation.prompts=4",
     "checkpoint.every=0",
+    "rollout.drop_without_spread=2",
 )
 DATASET = """
 from agent_loop import in_processes
@@ -35,6 +37,7 @@ task = Task(
     prompts="rows.jsonl",
     template="{a}+{b}",
     validation=0.2,
+    max_prompt_tokens=60,
     rewards={"exact": exact, "short": (0.01, in_processes(short))},
 )
 """
@@ -45,6 +48,7 @@ def folder(tmp_path):
     """A folder with a model and a dataset."""
     save_initial_checkpoint(tmp_path / "model", tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
     rows = [{"a": a, "b": b, "answer": str(a + b)} for a in range(5) for b in range(5)]
+    rows += [{"a": "9" * 120, "b": 0, "answer": "9" * 120}] * 2
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return tmp_path
 
@@ -63,6 +67,7 @@ def test_own_task_is_trained_from_a_folder_of_the_user(folder, task):
     steps = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
     assert [step["train_step"] for step in steps] == [1, 2]
     if task == "dataset":
+        assert re.search("rows of .* are left out: more than 60 tokens", done.stdout)
         assert all({"info/reward/exact", "info/reward/short"} <= set(step) for step in steps)
     else:
         assert all("info/tool_calls" in step for step in steps)
@@ -76,11 +81,14 @@ def test_own_task_is_trained_from_a_folder_of_the_user(folder, task):
         ("{b}", "{c}", "'c'"),
         ("def exact(completion, answer)", "def exact(completion, answr)", "answr"),
         ("import Task", "import Tusk", "Tusk"),
+        ("=60", "=96", "rollout.limits.max_tokens=96"),
+        ("    max_prompt_tokens=60,\n", "", "rollout.limits.max_tokens"),
         ("task = Task", "other = Task", "task"),
     ],
 )
 def test_own_task_with_an_error_is_refused_before_a_process_starts(folder, old, new, named):
     (folder / "mine.py").write_text(DATASET.replace(old, new))
     done = run(folder, "--task", "mine.py", "name=mine")
-    (line,) = done.stderr.strip().splitlines()
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    line = done.stderr.strip()
     assert done.returncode == 2 and named in line and not (folder / "outputs").exists()

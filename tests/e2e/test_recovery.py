@@ -12,6 +12,7 @@ from tests.e2e.runs import (
     begins_with,
     check_prompts,
     check_records,
+    check_rollouts,
     each,
     finish,
     k3_bound,
@@ -101,7 +102,8 @@ def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path
     assert "goes on after train step" in output
     assert continued, "no generation under way continued"
 
-    _, groups = check_records(directory, steps=last, staleness=2, trained=2 * last, dropped=0)
+    steps, groups = check_records(directory, steps=last, staleness=2, trained=2 * last, dropped=0)
+    check_rollouts(directory, steps, groups)
     check_prompts(directory, step=last)
     after = {line["group"]: line for line in groups}
     again = {g for g, line in before.items() if line["outcome"] == "trained"}
@@ -125,4 +127,6 @@ def test_run_outlives_its_parts(tmp_path, warm_starts):
     for _, note in notes:
         assert re.search(note, output), output
     assert output.count("trainer and queue start anew") == 2
-    check_records(tmp_path, steps=8, staleness=2, k3=k3_bound(warm_starts), trained=16, dropped=0)
+    check_rollouts(
+        tmp_path, *check_records(tmp_path, steps=8, staleness=2, k3=k3_bound(warm_starts), trained=16, dropped=0)
+    )

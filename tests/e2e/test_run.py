@@ -15,7 +15,7 @@ from async_rl.export import main
 from async_rl.inference.checkpoint_weights import digest_checkpoint
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
 from tests.conformance.reference import logprob_gap, reference
-from tests.e2e.runs import check_records, finish, k3_bound, lines, pids, spawn, start, wait_for_step
+from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, lines, pids, spawn, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("staleness.max_staleness=1",)
@@ -48,6 +48,24 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
     assert [v["train_step"] for v in lines(short_run, "validation.jsonl")] == [0, 4]
     for name in ("config.yaml", "trace.json", "report.html", "tensorboard", "checkpoints/step-000004/run.json"):
         assert (short_run / name).exists(), name
+
+
+def test_rollouts_on_disk_are_those_that_were_sampled_and_trained(short_run):
+    steps, groups = check_records(short_run, steps=4, staleness=1)
+    files = check_rollouts(short_run, steps, groups)
+    tokenizer = AutoTokenizer.from_pretrained(short_run / "final")
+    for line in lines(short_run, "schedule.jsonl"):
+        rows = {(row["group"], row["trajectory"]): row for row in files[line["train_step"]]}
+        for group in line["groups"]:
+            for number, spans in enumerate(group["spans"]):
+                row = rows[group["group"], number]
+                counts = {}
+                for segment in row["segments"]:
+                    update = line["train_step"] - 1 - segment["staleness"]
+                    counts[update] = counts.get(update, 0) + segment["tokens"]
+                assert counts == dict(spans)
+                text = row["prompt"] + "".join(turn["text"] + turn["reply"] for turn in row["turns"])
+                assert text == tokenizer.decode(row["token_ids"], skip_special_tokens=False)
 
 
 def test_logs_hold_the_output_of_every_process(short_run):

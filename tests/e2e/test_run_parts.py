@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.runs import check_records, finish, k3_bound, start
+from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, start
 
 pytestmark = pytest.mark.timeout(900)
 STEPS = 6
@@ -28,6 +28,7 @@ def run(directory, *overrides):
     assert process.returncode == 0, output
     steps, groups = check_records(directory, steps=STEPS, staleness=1, k3=k3_bound(directory / "warm_start"))
     assert all(s["mismatch/k3_probe"] is not None for s in steps)
+    check_rollouts(directory, steps, groups)
     assert max(s["partial/resumed_fraction"] for s in steps) > 0, "no publish met a rollout in the engine"
     return steps, groups
 

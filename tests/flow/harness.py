@@ -146,9 +146,18 @@ class FakeTrainer:
 class Loop:
     """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance."""
 
-    def __init__(self, engine, *, fail=lambda prompt: None, reward_fail=lambda session: None, limits=LIMITS, turns=1):
+    def __init__(
+        self,
+        engine,
+        *,
+        fail=lambda prompt: None,
+        reward_fail=lambda session: None,
+        reward=lambda trajectory: float(len(trajectory) % 2),
+        limits=LIMITS,
+        turns=1,
+    ):
         self._engine, self._fail, self._limits, self._turns = engine, fail, limits, turns
-        self._reward_fail = reward_fail
+        self._reward_fail, self._reward = reward_fail, reward
 
     async def run(self, prompt, *, trajectory, session, cache_salt):
         decoder = SegmentDecoder(
@@ -170,7 +179,7 @@ class Loop:
         if (error := self._reward_fail(session)) is not None:
             raise error
         info = {"refused_answers": float(decoder.num_refused), "length": float(len(trajectory))}
-        trajectory.close(stop_reason=reason, reward=float(len(trajectory) % 2), info=info)
+        trajectory.close(stop_reason=reason, reward=self._reward(trajectory), info=info)
 
 
 class Prompts:
@@ -228,6 +237,9 @@ class Harness:
         on_update: str = "resume",
         kv: str = "recompute",
         max_failed_groups: int = 4,
+        drop_without_spread: int = 0,
+        order=None,
+        reward=lambda trajectory: float(len(trajectory) % 2),
         validate_every: int = 0,
         trainer: FakeTrainer | None = None,
         loop_fail=lambda prompt: None,
@@ -262,7 +274,8 @@ class Harness:
         self.spy = Spy()
         self.pool = ReplicaPool(self.replicas, on_lost=self.spy.note)
         self.schedule_replay = NoReplay() if schedule is None else ScheduleReplay(schedule, session=session_name)
-        self.order = Prompts() if schedule is None else schedule.order(Prompts())
+        order = order or Prompts()
+        self.order = order if schedule is None else schedule.order(order)
         engine = self.schedule_replay.engine(ReplicaRouter(self.pool))
         self.trainer = trainer or FakeTrainer()
         options = {
@@ -281,7 +294,7 @@ class Harness:
             self.queue = QueueClient(DirectHandle(self.host), timeout_s=60.0)
         self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
-        loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, limits=limits, turns=turns)
+        loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, reward=reward, limits=limits, turns=turns)
         self.wrap_roll = lambda roll: roll
 
         def rollouter(log):
@@ -316,6 +329,7 @@ class Harness:
                 updates_per_batch=updates_per_batch,
                 validate_every=validate_every,
                 max_failed_groups=max_failed_groups,
+                drop_without_spread=drop_without_spread,
                 advantage=AdvantageConfig(),
                 weights_directory=directory / "weights",
                 replica_timeout_s=publish_timeout_s,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_loop.loop import RolloutError
+from agent_loop.loop import PromptError, RolloutError
 from async_rl.controller.resume import failed_prompts
 from async_rl.rollout.prompts import FailedPrompts, PromptSource
 from async_rl.rollout.rollouter import FailureConfig
@@ -124,6 +124,61 @@ async def test_fill_replaces_a_rollout_that_failed_before_a_kill(tmp_path):
     assert failures_of(group) == [False, True, False, False]
     assert group.trajectories[3].num_sampled and {r.session for r in harness.replicas[0].requests} == {"g0-t3"}
     harness.recorder.close()
+
+
+class Broken:
+    """A reward with a mistake, in the groups for whose number `fails` is true."""
+
+    def __init__(self, fails=lambda group: True):
+        self.fails, self.asked = fails, Counter()
+
+    def __call__(self, session):
+        group = int(session[1:].split("-")[0])
+        if not self.fails(group):
+            return None
+        self.asked[group, session] += 1
+        try:
+            return len(3)
+        except TypeError as error:
+            return error
+
+    def tries(self, group):
+        return max(count for (of, _), count in self.asked.items() if of == group)
+
+
+async def test_an_error_of_code_in_every_rollout_ends_the_run_with_its_line(tmp_path):
+    harness = Harness(tmp_path, reward_fail=Broken())
+    with pytest.raises(ExceptionGroup) as caught:
+        await harness.run()
+    (cause,) = causes(caught.value)
+    for part in ("rollout failed: prompt ", "TypeError: object of type 'int' has no len()", "test_failures.py:"):
+        assert part in cause
+    dropped = [note for note in harness.spy.notes if note.startswith("group")]
+    assert len(dropped) == 1, "one warning for one error"
+
+
+async def test_an_error_of_code_is_retried_only_if_a_rollout_succeeded_since(tmp_path):
+    reward = Broken(fails=lambda group: group != 2)
+    harness = Harness(tmp_path, reward_fail=reward, failure=FailureConfig(max_retries=2))
+    for group in range(4):
+        admission = await harness.queue.admit(group)
+        await harness.rollouter.roll(Prompts().train_prompt(group), admission)
+    assert [reward.tries(group) for group in (0, 1, 3)] == [3, 1, 3]
+    harness.recorder.close()
+
+
+async def test_a_prompt_that_does_not_fit_is_not_tried_again(tmp_path):
+    tried = Counter()
+
+    def too_long(prompt):
+        tried[prompt.index] += 1
+        return PromptError(f"prompt {prompt.index} has 99 tokens") if prompt.index == 1 else None
+
+    harness = Harness(
+        tmp_path, loop_fail=too_long, failure=FailureConfig(max_retries=5), trainer=FakeTrainer(step_s=0.01)
+    )
+    assert await harness.run()
+    assert tried[1] <= 3 and any("prompt 1 has 99 tokens" in note for note in harness.spy.notes)
 
 
 @pytest.mark.parametrize(

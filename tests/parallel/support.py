@@ -192,7 +192,9 @@ def make_supervised_batch(seed=0):
     )
 
 
-def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, fused=False, **changes):
+def start_trainer(
+    checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, recorder=None, fused=False, **changes
+):
     """A trainer rank with the settings of TRAINER but for `changes`; fused: of the layers in fused_layers.py."""
     from tests.parallel.fused_layers import fused_layers
 
@@ -206,6 +208,7 @@ def start_trainer(checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezv
             rank=rank,
             world_size=config.ranks,
             rendezvous=rendezvous,
+            recorder=recorder,
         )
 
 

@@ -121,14 +121,24 @@ def test_a_cell_of_unknown_settings_is_refused(tmp_path, monkeypatch, capsys):
         (["total_train_steps=0", "optimizer.decay=constant"], "total_train_steps"),
         (["optimizer.lr=fast"], "optimizer.lr"),
         (["wish=1"], "wish"),
-        (["seed=3"], "seed"),
-        (["staleness.max_staleness=3"], "staleness.max_staleness"),
+        (["seed=many"], "seed"),
+        (["staleness.max_staleness=3,x"], "staleness.max_staleness"),
+        (["loss=wish"], "wish"),
+        (["name=x"], "name"),
     ],
 )
 def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, overrides, field):
     runs = Runs(monkeypatch)
     assert sweep.main(["--out", str(tmp_path), *overrides]) == 2
     assert field in capsys.readouterr().err and not runs.commands
+
+
+def test_values_with_commas_choose_other_cells():
+    recipe, common = sweep.with_cells(RECIPE, ["seed=4,5", "loss=naive,gspo", "optimizer.lr=1e-3"])
+    found = {(cell.loss_name, cell.loss, cell.max_staleness, cell.seed) for cell in sweep.cells(recipe)}
+    losses = (("naive", "ppo_clip"), ("gspo", "gspo"))
+    assert found == {(*loss, s, seed) for loss in losses for s in (3, 7, 19) for seed in (4, 5)}
+    assert common == ["optimizer.lr=1e-3"]
 
 
 def test_smoothing_is_a_trailing_mean():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from async_rl.inference.serving import ServingConfig, device_of, known_device, read_served
-from async_rl.weights.model_info import ModelInfo
+from async_rl.inference.serving import ServingConfig, device_of, known_device, serving_problems
+from async_rl.weights.model_info import ModelInfo, read_model_info
 
 SGLANG_VERSION = "0.5.23"  # the plugin's hooks and the parsing of answers are written for this version
 VENV_PYTHON = Path(".venv-sglang/bin/python")
@@ -98,33 +98,45 @@ def check_engine(
             engine.device.
 
     Raises:
-        ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
+        ValueError: the configuration does not suit the checkpoint; a line per problem names `engine.field`, the value
+            and the way out.
         CheckpointError: the checkpoint cannot be read.
     """
-    info = read_served(config, checkpoint, capture_routing=capture_routing)
+    info = read_model_info(checkpoint)
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    if force_routing and not capture_routing:
-        raise ValueError(
-            "rollout.resume_routing is 'force' without routing capture, so there is nothing to force; "
-            "use trainer.router_replay=R3, or rollout.resume_routing=append"
-        )
-    if force_routing and info.family not in FORCED_FAMILIES:
-        raise ValueError(
-            f"rollout.resume_routing is 'force', but forced routing on SGLang is tested only for "
-            f"{', '.join(FORCED_FAMILIES)}, not for {info.family} ({checkpoint}); use append"
-        )
+    problems = [
+        *serving_problems(config, info, checkpoint=checkpoint, fields=fields, capture_routing=capture_routing),
+        *_forcing_problems(info, checkpoint, capture_routing=capture_routing, force_routing=force_routing),
+    ]
     if info.family == "qwen3_moe" and (dense := fields.get("mlp_only_layers")):
-        raise ValueError(
+        problems.append(
             f"engine.name is 'sglang', but {checkpoint} has mlp_only_layers={dense}, which SGLang ignores in "
             "qwen3_moe: it would serve experts there; use engine=vllm"
         )
     if known_device(config, on_this_machine=on_this_machine) == "cpu" and info.family not in CPU_FAMILIES:
         why = CPU_BROKEN.get(info.family, f"tested families are {', '.join(CPU_FAMILIES)}")
-        raise ValueError(
+        problems.append(
             f"engine.name is 'sglang', which does not run {info.family} ({checkpoint}) on the CPU: {why}; "
             "use engine=vllm, or engine.device=cuda"
         )
+    if problems:
+        raise ValueError("\n".join(problems))
     return info
+
+
+def _forcing_problems(
+    info: ModelInfo, checkpoint: Path, *, capture_routing: bool, force_routing: bool
+) -> Iterator[str]:
+    if force_routing and not capture_routing:
+        yield (
+            "rollout.resume_routing is 'force' without routing capture, so there is nothing to force; "
+            "use trainer.router_replay=R3, or rollout.resume_routing=append"
+        )
+    if force_routing and info.family not in FORCED_FAMILIES:
+        yield (
+            f"rollout.resume_routing is 'force', but forced routing on SGLang is tested only for "
+            f"{', '.join(FORCED_FAMILIES)}, not for {info.family} ({checkpoint}); use append"
+        )
 
 
 def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dict[str, str]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from async_rl.inference.serving import Device, ServingConfig, device_of, known_device, read_served
+from async_rl.inference.serving import (
+    Device,
+    ServingConfig,
+    device_of,
+    known_device,
+    kv_bytes_per_token,
+    serving_problems,
+)
 from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
-from async_rl.weights.model_info import ModelInfo
+from async_rl.weights.model_info import ModelInfo, read_model_info
 from message_queue.tokens import RoutingSpec
 
 BLOCK_MULTIPLE = 32  # vLLM's CPU attention kernels need a multiple of this
@@ -109,38 +117,57 @@ def check_engine(
             engine.device.
 
     Raises:
-        ValueError: the configuration does not suit the checkpoint; names `engine.field`, the value and the way out.
+        ValueError: the configuration does not suit the checkpoint; a line per problem names `engine.field`, the value
+            and the way out.
         CheckpointError: the checkpoint cannot be read.
     """
-    info = read_served(config, checkpoint, capture_routing=capture_routing)
-    latent = bool(json.loads((checkpoint / "config.json").read_text()).get("kv_lora_rank"))
+    info = read_model_info(checkpoint)
+    fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     device = known_device(config, on_this_machine=on_this_machine)
-    if capture_routing and not config.enforce_eager and device == "cpu":
-        raise ValueError(
-            "engine.enforce_eager is false with routing capture on the CPU, where compiled graphs return wrong expert "
-            "ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
-        )
-    if config.block_size is not None and device == "cpu":
-        if latent and config.block_size != CPU_MLA_BLOCK:
-            raise ValueError(
-                f"engine.block_size is {config.block_size}, but latent attention ({info.family}) on the CPU has "
-                f"kernels for {CPU_MLA_BLOCK} only; set {CPU_MLA_BLOCK} or null"
-            )
-        if not latent and config.block_size % BLOCK_MULTIPLE:
-            raise ValueError(
-                f"engine.block_size is {config.block_size}; attention on the CPU needs a multiple of "
-                f"{BLOCK_MULTIPLE}, or null for {BLOCK_MULTIPLE}"
-            )
     unforcible = _why_unforcible(device, info, capture_routing=capture_routing)
+    problems = [
+        *serving_problems(config, info, checkpoint=checkpoint, fields=fields, capture_routing=capture_routing),
+        *(_cpu_problems(config, info, fields, capture_routing=capture_routing) if device == "cpu" else ()),
+    ]
     if force_routing and unforcible is not None:
-        raise ValueError(f"forced routing is asked for, but {unforcible}; use rollout.resume_routing=append")
+        problems.append(f"forced routing is asked for, but {unforcible}; use rollout.resume_routing=append")
+    if problems:
+        raise ValueError("\n".join(problems))
     return ServedModel(
         checkpoint=checkpoint,
         info=info,
-        latent_attention=latent,
+        latent_attention=bool(fields.get("kv_lora_rank")),
         routing=info.routing if capture_routing else None,
         unforcible=unforcible,
     )
+
+
+def _cpu_problems(
+    config: VllmConfig, info: ModelInfo, fields: Mapping[str, Any], *, capture_routing: bool
+) -> Iterator[str]:
+    """Settings that vLLM's CPU worker handles wrongly or refuses."""
+    latent = bool(fields.get("kv_lora_rank"))
+    if capture_routing and not config.enforce_eager:
+        yield (
+            "engine.enforce_eager is false with routing capture on the CPU, where compiled graphs return wrong expert "
+            "ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
+        )
+    if config.block_size is not None and latent and config.block_size != CPU_MLA_BLOCK:
+        yield (
+            f"engine.block_size is {config.block_size}, but latent attention ({info.family}) on the CPU has "
+            f"kernels for {CPU_MLA_BLOCK} only; set {CPU_MLA_BLOCK} or null"
+        )
+    if config.block_size is not None and not latent and config.block_size % BLOCK_MULTIPLE:
+        yield (
+            f"engine.block_size is {config.block_size}; attention on the CPU needs a multiple of "
+            f"{BLOCK_MULTIPLE}, or null for {BLOCK_MULTIPLE}"
+        )
+    needed = config.max_model_len * kv_bytes_per_token(fields, dtype=config.dtype) // config.tensor_parallel
+    if needed > config.kv_cache_bytes:
+        yield (
+            f"engine.kv_cache_bytes is {config.kv_cache_bytes}, and the K/V of one request of engine.max_model_len="
+            f"{config.max_model_len} tokens takes {needed}; raise it, or lower engine.max_model_len"
+        )
 
 
 def _why_unforcible(device: Device | None, info: ModelInfo, *, capture_routing: bool) -> str | None:

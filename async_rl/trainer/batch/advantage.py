@@ -73,7 +73,7 @@ def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> 
         case "reinforce_plus_plus":
             return _over_tokens(np.concatenate([*rewards, np.zeros(0)]), tokens)
         case "reinforce_plus_plus_baseline":
-            centred = [r - r.mean() if _has_spread(r) else np.zeros(len(r)) for r in rewards]
+            centred = [r - r.mean() if has_spread(r) else np.zeros(len(r)) for r in rewards]
             return _over_tokens(np.concatenate([*centred, np.zeros(0)]), tokens)
         case name:
             return _join([group_advantages(r, name) for r in rewards])
@@ -81,7 +81,7 @@ def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> 
 
 def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> tuple[NDArray[np.float32], bool]:
     """Advantages float32 [n] of one group's rewards [n], and False if all rewards are equal."""
-    if not _has_spread(rewards):
+    if not has_spread(rewards):
         return np.zeros(len(rewards), np.float32), False
     centred = rewards - rewards.mean()
     match name:
@@ -100,7 +100,7 @@ def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> Adva
     Values (1, 0) with (3, 1) tokens have the token mean 0.75 and the token variance 0.25, so they become (0.5, -1.5).
     """
     total = int(tokens.sum())
-    if total < 2 or not _has_spread(values[tokens > 0]):
+    if total < 2 or not has_spread(values[tokens > 0]):
         return Advantages(values=np.zeros(len(values), np.float32), informative=np.zeros(len(values), np.bool_))
     centred = values - (tokens @ values) / total
     variance = (tokens @ centred**2) / (total - 1)
@@ -118,5 +118,6 @@ def _join(groups: Sequence[tuple[NDArray[np.float32], bool]]) -> Advantages:
     )
 
 
-def _has_spread(rewards: NDArray[np.float64]) -> bool:
+def has_spread(rewards: NDArray[np.float64]) -> bool:
+    """Whether rewards [n] differ, so that their advantages are not all 0."""
     return len(rewards) > 1 and float(np.ptp(rewards)) >= _SPREAD

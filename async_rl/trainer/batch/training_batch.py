@@ -51,6 +51,16 @@ class LossTokens(NamedTuple):
     """bool [n], pure as defined at the top of this module; implies lag 0."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedGroups:
+    """Groups of a batch whose rollouts are written to disk; see `async_rl.trainer.recording`."""
+
+    train_step: int
+    """Train step that the batch ends with."""
+    heads: Mapping[int, GroupHead]
+    """Index in `TrainingBatch.contents` -> head."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingBatch:
     """S sequences of a batch of G groups, in the order of the groups.
@@ -95,6 +105,8 @@ class TrainingBatch:
     """Whether the engines keep K/V across weight updates (rollout.on_update=keep with rollout.kv=keep)."""
     admitted_updates: Sequence[int] = ()
     """[G], optimizer updates of the weights when each group was admitted."""
+    recorded: RecordedGroups | None = None
+    """Groups whose rollouts are written to disk; None for none."""
 
     def __len__(self) -> int:
         """Number of sequences S."""

@@ -20,10 +20,10 @@ from torch import Tensor
 from async_rl.trainer.distributed import expert_group, expert_tensor_group, pipeline_group, tensor_group
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert, local_name
+from async_rl.trainer.model.layout import weight_problems
 from async_rl.weights.model_info import CheckpointError
 
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
-_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -34,7 +34,7 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
         CheckpointError: a tensor is missing or has another shape, or there are layers for multi-token prediction.
     """
     reader = _Reader(checkpoint)
-    reader.refuse_layers_from(shape.megatron["num_layers"])
+    reader.check_names(shape)
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
         split = _split_of(name, weight)
@@ -257,19 +257,14 @@ class _Reader:
         if not self._files:
             raise CheckpointError(f"{checkpoint} has no *.safetensors file; save the checkpoint in that format")
 
-    def refuse_layers_from(self, first: int) -> None:
-        """Refuse layers for multi-token prediction, which follow the decoder layers in a checkpoint.
+    def check_names(self, shape: ModelShape) -> None:
+        """Compare the names of all tensors with the model.
 
         Raises:
-            CheckpointError: the checkpoint has such layers, which would be neither trained nor exported.
+            CheckpointError: tensors are missing, or would be neither trained nor exported.
         """
-        further = [name for name in self._files if (found := _HF_LAYER.match(name)) and int(found[1]) >= first]
-        if further:
-            raise CheckpointError(
-                f"{self._checkpoint} has {len(further)} tensors of layers after num_hidden_layers={first}, the first "
-                f"{min(further)}: multi-token prediction, which the trainer does not train. Save the checkpoint "
-                "without these layers, for example with from_pretrained and save_pretrained of transformers"
-            )
+        if problems := list(weight_problems(shape, self._files)):
+            raise CheckpointError(f"{self._checkpoint}: {'; '.join(problems)}")
 
     def read(self, name: str, *, weight: Tensor, split: _Split | None) -> Tensor:
         """This rank's part of a saved tensor, for a parameter `weight` with split `split`.

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from async_rl.trainer.model.attention import Rotary
 from async_rl.trainer.model.families import ModelShape, read_shape
 from async_rl.trainer.model.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
+from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.router_replay import RouterReplay
 
@@ -72,7 +73,8 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
         ValueError: the parallel layout does not divide the model; the message names the field.
     """
     shape = read_shape(checkpoint)
-    _check_divides(shape, config)
+    if problems := list(layout_problems(shape, config)):
+        raise ValueError("\n".join(problems))
     engine = uses_transformer_engine(config, device=device)
     megatron = _transformer_config(shape, config, device, transformer_engine=engine)
     stages: list[int | None] = [None]
@@ -237,31 +239,3 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
 def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron's gradient reduction over all groups, without the division by a token count."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _check_divides(shape: ModelShape, config: TrainerConfig) -> None:
-    parallel, model = config.parallel, shape.megatron
-    experts = model.get("num_moe_experts") or 0
-    expert_tensor = parallel.expert_tensor_size if experts else 1
-    shared = model.get("moe_shared_expert_intermediate_size")
-    for field, size, what, amount in (
-        ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
-        ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
-        *((("tensor", parallel.tensor, "columns of shared experts", shared),) if shared else ()),
-        (
-            "pipeline x virtual_pipeline",
-            parallel.pipeline * parallel.virtual_pipeline,
-            "layers",
-            model["num_layers"],
-        ),
-        ("expert", parallel.expert, "experts", experts),
-        ("expert_tensor", expert_tensor, "expert columns", model.get("moe_ffn_hidden_size", 0)),
-    ):
-        if amount % size or (size > 1 and not amount):
-            raise ValueError(
-                f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
-            )
-    if not experts and config.router_replay != "none":
-        raise ValueError(
-            f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
-        )

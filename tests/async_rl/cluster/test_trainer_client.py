@@ -11,6 +11,7 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from async_rl.cluster import actors, clients
+from async_rl.trainer.batch.training_batch import RecordedGroups
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.state.checkpoint import FORMAT
@@ -86,16 +87,19 @@ async def test_trainer_handle_gives_all_ranks_the_plan_of_a_supervised_batch(put
     assert all(any(mb for mb in of_rank) for of_rank in update.micro_batches)
 
 
-def test_trainer_rank_fetches_the_content_of_its_own_sequences_alone(monkeypatch):
+@pytest.mark.parametrize("records", [False, True])
+def test_trainer_rank_fetches_content_only_if_it_trains_or_records_it(monkeypatch, records):
     batch = training_batch_of(make_batch((40, 40, 3)).set("group", torch.arange(3)))
+    batch = replace(batch, recorded=RecordedGroups(train_step=1, heads={1: None}))
     plan = Planner(config=replace(TRAINER, ranks=2), loss=DecoupledPPO()).policy(replace(batch, contents=()))
     references = [Stored(content) for content in batch.contents]
     for data_rank in range(2):
         fetched = []
         monkeypatch.setattr(actors.ray, "get", lambda refs, seen=fetched: seen.extend(refs) or [r.value for r in refs])
         actor = object.__new__(actors.TrainerActor.__ray_actor_class__)
-        actor._rank = SimpleNamespace(data_rank=data_rank, train=lambda given: given.batch.contents)
-        groups = plan.groups_of(data_rank)
+        train = lambda given: given.batch.contents  # noqa: E731
+        actor._rank = SimpleNamespace(data_rank=data_rank, records=records, train=train)
+        groups = sorted({*plan.groups_of(data_rank), *([1] if records else [])})
         assert fetched == [] and actor.train(plan, references) == [
             batch.contents[group] if group in groups else None for group in range(3)
         ]

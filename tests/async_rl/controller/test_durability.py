@@ -4,12 +4,14 @@ import contextlib
 import json
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from async_rl.config import CheckpointConfig, load_config
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.controller.resume import Resume
 from async_rl.files.atomic_dir import partial_folder, publish_folder, sync_path
+from async_rl.files.rollouts import FOLDER, recorded_steps, write_step
 from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.truncation import ENDED_UNRECORDED, RECORD_LOST, missing_records
 from async_rl.rollout.group_contents import StoredContent
@@ -194,6 +196,8 @@ def test_only_records_of_this_run_and_its_checkpoint_are_missing(tmp_path):
 async def test_a_resumed_run_looks_for_the_records_of_its_own_checkpoint(tmp_path):
     directory = tmp_path / "run"
     recorded(directory)
+    for step in (STEPS, STEPS + 1):
+        write_step(directory / FOLDER, pa.table({"reward": [1.0]}), train_step=step, keep=10)
     recorder = recorder_in(directory)
     checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig())
     checkpoint = await checkpoints.save(state_of(STEPS), trainer=Saver("weights"), records=recorder)
@@ -210,6 +214,7 @@ async def test_a_resumed_run_looks_for_the_records_of_its_own_checkpoint(tmp_pat
         return [note for note in console.notes if "lacks" in note]
 
     assert notes_of(directory, resume="auto") == []
+    assert list(recorded_steps(directory / FOLDER)) == [STEPS], "rollouts of later steps are removed"
     assert notes_of(tmp_path / "other", resume=checkpoint) == [], "the records are where the run was"
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     (directory / "metrics.jsonl").write_text("".join(lines[:-1]))

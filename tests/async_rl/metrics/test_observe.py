@@ -1,16 +1,21 @@
 """Metrics of a batch, the files of the recorder, the trace and the report."""
 
+import io
 import json
 import logging
 import math
+import warnings
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console as Terminal
 
-from async_rl.metrics.console import RunConsole
+from async_rl.metrics.console import LiveView, RunConsole
 from async_rl.metrics.lengths import Lengths, survival
 from async_rl.metrics.recorder import Recorder, StepRecord, ValidationResult
 from async_rl.metrics.registry import METRICS, batch_metrics, of_layer, staleness_histogram
@@ -169,6 +174,26 @@ def test_step_record_refuses_a_metric_without_a_reduction(name):
         StepRecord(metrics={"train_step": 1, "routing/overlap_layer12": 0.5, name: 2.0}, staleness_tokens={})
 
 
+def test_a_warning_that_repeats_is_shown_with_its_count(tmp_path):
+    shown = []
+    console = SimpleNamespace(note=lambda text, *, level: shown.append((level, text)), close=lambda: None)
+    recorder = Recorder(tmp_path, console=console, scalars=None)
+    for i in range(100):
+        recorder.warn_once(f"rollout g{i}-t1 failed: ValueError: bad {chr(97 + i % 26)} (/a/mine.py:12 in exact)")
+    recorder.warn_once("rollout g1-t1 failed: ValueError: bad (/a/mine.py:13 in exact)")
+    recorder.warn_once("prompt 5 has 300 tokens")
+    recorder.warn_once("prompt 6 has 301 tokens")
+    recorder.close()
+    assert {level for level, _ in shown} == {logging.WARNING}
+    assert [text.partition(":")[0] for _, text in shown] == [
+        "rollout g0-t1 failed",
+        "10 times so far",
+        "100 times so far",
+        "rollout g1-t1 failed",
+        "prompt 5 has 300 tokens",
+    ]
+
+
 def test_trace_gives_overlapping_spans_of_a_track_their_own_lanes(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     first = trace.span("rollout", "a")
@@ -242,6 +267,56 @@ def test_console_shows_and_logs_steps_with_the_time_left_and_warnings(tmp_path, 
     assert warning == "warning: a node left"
     logged = [line.split(" ", 3)[2:] for line in (tmp_path / "driver.log").read_text().splitlines()]
     assert logged == [*(["INFO", line] for line in steps), ["WARNING", "a node left"]]
+
+
+def test_console_repeats_its_status_until_the_first_step(tmp_path, capsys):
+    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log", quiet_s=0.01)
+    console.status("starting Ray")
+    shown = ""
+    while "starting Ray: 0 s" not in shown:
+        shown += capsys.readouterr().out
+    console.step(StepRecord(metrics={"train_step": 1}, staleness_tokens={}))
+    assert console._status == ""
+    console.close()
+    assert shown.startswith("starting Ray\n")
+
+
+def test_console_shows_throughput_and_idle_shares_over_the_last_batches(tmp_path, capsys):
+    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    for step, rate in ((1, 100.0), (2, 100 / 3)):
+        metrics = {"train_step": step, "throughput/tokens_per_s": rate, "idle/trainer": step / 4, "idle/rollout": 0.0}
+        console.step(StepRecord(metrics=metrics, staleness_tokens={0: 60, 1: 40}))
+    console.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "tok/s 50 " in last and "idle train 44%" in last, "(0.25 * 1 s + 0.5 * 3 s) / 4 s"
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_of_libraries_go_to_the_log_only(tmp_path, capsys):
+    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    warnings.warn("an option is deprecated", stacklevel=1)
+    console.close()
+    shown = capsys.readouterr()
+    assert "deprecated" not in shown.out + shown.err and "deprecated" in (tmp_path / "driver.log").read_text()
+
+
+def test_live_view_shows_progress_warning_and_status():
+    view = LiveView(total=60, log=Path("driver.log"))
+    view.set_status("starting Ray")
+    terminal = Terminal(width=120, file=io.StringIO())
+    terminal.print(view._render())
+    view.add([str(i) for i in range(12)], step=12, left="03:00")
+    view.set_footer("validation at step 10")
+    view.set_status("")
+    for text in ("rank 0 is slow", "replica-0 died\nthe end of its log"):
+        view.warn(text)
+    terminal.print(view._render())
+    view.close()
+    shown = terminal.file.getvalue()
+    assert shown.count("starting Ray") == 1
+    for part in ("idle", "validation at step 10", "step 12/60", "left 03:00", "last of 2 warnings", "replica-0 died"):
+        assert part in shown
+    assert "the end of its log" not in shown and "rank 0" not in shown
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=40))

@@ -1,10 +1,13 @@
 """Tasks from prompts, rewards and tools, and how a run finds them."""
 
+import json
+
 import pytest
 
 from agent_loop import SamplingConfig, SingleTurnLoop, ToolUseLoop, TurnLimits
 from agent_loop.tools import PauseGate
 from async_rl import Task, TaskConfig, build_task
+from async_rl.rollout.prompts import prompt_order
 from recipes.calculator.tokenizer import build_tokenizer
 
 ROWS = [{"prompt": f"q{i}", "answer": str(i)} for i in range(20)]
@@ -107,3 +110,72 @@ def test_a_task_with_tools_has_a_loop_of_several_turns(tools, kind):
         engine=None, tokenizer=build_tokenizer(), sampling=SamplingConfig(), limits=limits, gate=PauseGate()
     )
     assert isinstance(loop, kind)
+
+
+# ---- rows that are left out
+
+LONG = {"prompt": "9" * 40, "answer": "9"}
+LIMITS = TurnLimits(max_turns=1, max_tokens=40)
+
+
+def measured(**options):
+    task = Task(**{"prompts": ROWS, "rewards": exact, **options})
+    task.measure_prompts(build_tokenizer(), LIMITS)
+    return task
+
+
+def texts(prompts):
+    return sorted(prompt.messages[0].content for prompt in prompts)
+
+
+def test_longer_rows_are_left_out_and_counted_as_the_template_renders_them():
+    task = measured(prompts=[*ROWS, LONG, LONG], validation=[LONG, {"prompt": "v", "answer": ""}], max_prompt_tokens=30)
+    assert texts(map(task.train_prompt, range(20))) == sorted(row["prompt"] for row in ROWS)
+    assert texts(task.validation_prompts(9)) == ["v"]
+    assert [note.partition(" are left out")[0] for note in task.notes] == [
+        "1 of 2 rows of validation",
+        "2 of 22 rows of prompts",
+    ]
+    assert "max_prompt_tokens" in task.notes[1]
+
+    with pytest.raises(ValueError, match=r"no row of prompts.*20 of 20.*max_prompt_tokens"):
+        measured(system="9" * 20, max_prompt_tokens=30).train_prompt(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"prompts": [*ROWS, LONG]}, r"prompt 20 has .* tokens .*limits\.max_tokens is 40"),
+        ({"validation": [LONG]}, r"limits\.max_tokens"),
+        ({"prompts": lambda: iter([LONG] * 9)}, r"limits\.max_tokens"),
+        ({"prompts": lambda: iter(ROWS), "max_prompt_tokens": 30}, "max_prompt_tokens is 30"),
+        ({"prompts": ROWS, "validation": ROWS}, "no row of prompts is left.*validation"),
+    ],
+)
+def test_rows_that_the_run_cannot_use_are_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        measured(**options).train_prompt(0)
+
+
+def test_a_limit_of_prompts_without_a_tokenizer_or_above_the_run_is_refused():
+    with pytest.raises(ValueError, match=r"max_prompt_tokens.*model\.checkpoint"):
+        Task(prompts=ROWS, rewards=exact, max_prompt_tokens=30).train_prompt(0)
+    with pytest.raises(ValueError, match=r"max_prompt_tokens is 40 with rollout\.limits\.max_tokens=40"):
+        measured(max_prompt_tokens=40)
+
+
+def test_prompts_of_a_file_are_measured_too(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": LONG["prompt"]}], "target": {"answer": "9"}}))
+    with pytest.raises(ValueError, match=r"prompts\.jsonl.*limits\.max_tokens"):
+        prompt_order(measured(), prompt_file=path, seed=0)
+
+
+def test_rows_that_are_held_out_are_left_out_of_training_and_counted():
+    task = Task(prompts=[*ROWS, *ROWS[:2]], validation=[ROWS[3], ROWS[0]], rewards=exact)
+    trained = [task.train_prompt(index).target["answer"] for index in range(19)]
+    assert sorted(trained, key=int) == ["1", "1", "2", *(str(i) for i in range(4, 20))]
+    assert [note.partition(" are left out")[0] for note in task.notes] == ["3 of 22 rows of prompts"]
+    halves = Task(prompts=ROWS * 2, validation=0.25, rewards=exact)
+    held_out = set(texts(halves.validation_prompts(99)))
+    assert not held_out & set(texts(map(halves.train_prompt, range(50)))) and len(halves.notes) == 1

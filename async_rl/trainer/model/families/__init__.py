@@ -105,10 +105,11 @@ def read_shape(checkpoint: Path) -> ModelShape:
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; give a Hugging Face checkpoint folder") from error
+        cause = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} cannot be read ({cause}); give a Hugging Face checkpoint folder") from error
     name = config.get("model_type")
     if name not in FAMILIES:
-        raise CheckpointError(f"{path} has model_type {name!r}; the trainer builds {', '.join(sorted(FAMILIES))}")
+        raise CheckpointError(f"{path} has model_type {name!r}; use a model of {', '.join(sorted(FAMILIES))}")
     try:
         refuse_common(config)
         return _shape(config, FAMILIES[name])

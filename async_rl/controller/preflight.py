@@ -1,0 +1,237 @@
+"""All checks of a run that read its task, its model and its files; none starts a process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from transformers import AutoTokenizer
+
+from agent_loop.engine import Engine, EngineError
+from agent_loop.loop import Prompt
+from agent_loop.tools import PauseGate
+from agent_loop.user_errors import describe_error, user_line
+from async_rl.config import ConfigError, RunConfig
+from async_rl.controller.resume import Resume
+from async_rl.controller.warm_start import warm_start_folder
+from async_rl.inference.checkpoint_weights import tensor_names, weight_files
+from async_rl.inference.select import check_engine
+from async_rl.inference.sglang.config import SglangConfig
+from async_rl.inference.sglang.server import interpreter
+from async_rl.rollout.prompts import PromptOrder, prompt_order
+from async_rl.rollout.schedule import RunSchedule, read_schedule
+from async_rl.rollout.task import Task, build_task, missing_methods
+from async_rl.trainer.model.families import read_shape
+from async_rl.trainer.model.layout import layout_problems, weight_problems
+from async_rl.weights.model_info import CheckpointError, ModelInfo, read_model_info
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRun:
+    """Parts of a run that its checks read."""
+
+    task: Task
+    """The task."""
+    order: PromptOrder
+    """Training prompts."""
+    held_out: Sequence[Prompt]
+    """Prompts of the validation; empty without validation."""
+    schedule: RunSchedule | None
+    """Schedule that the run follows."""
+    resume: Resume
+    """State from which it starts."""
+
+
+@dataclass(slots=True)
+class _Problems:
+    """Problems found so far."""
+
+    found: list[str] = field(default_factory=list[str])
+    """One line for each."""
+
+    def attempt(self, call: Callable[[], T], *, of: str) -> T | None:
+        """The result of `call`; None and a problem if it raises. of: names the failed code of a user."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - code of a user may raise anything
+            if isinstance(error, ValueError) and not user_line(error):
+                self.found += f"{error}".splitlines()
+            else:
+                self.found.append(f"{of}: {describe_error(error)}")
+            return None
+
+
+def check_run(config: RunConfig) -> CheckedRun:
+    """Check the run as a whole.
+
+    Raises:
+        ConfigError: a line per problem, with field, value and way out.
+    """
+    problems = _Problems()
+    of = f"task.factory is {config.task.factory}, which failed"
+    task = problems.attempt(lambda: build_task(config.task, seed=config.seed), of=of)
+    order, held_out = None, None
+    missing = "" if task is None else _missing(task, config)
+    problems.found += missing.splitlines()
+    _check_start(problems, None if missing else task, config, of=of)
+    if task is not None and not missing.startswith("task.factory"):
+        order, held_out = _prompts(problems, task, config, of=of)
+    schedule = None
+    if config.schedule is not None:
+        schedule = problems.attempt(lambda: _read_schedule(config), of="schedule")
+    resume = problems.attempt(lambda: Resume(config), of="resume")
+    if problems.found:
+        raise ConfigError("\n".join(dict.fromkeys(problems.found)))
+    assert task is not None and order is not None and held_out is not None and resume is not None
+    return CheckedRun(task=task, order=order, held_out=held_out, schedule=schedule, resume=resume)
+
+
+def model_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
+    """Why a model cannot be trained or served as `config` says."""
+    try:
+        shape, info = read_shape(checkpoint), read_model_info(checkpoint)
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"
+        return
+    yield from layout_problems(shape, config.trainer)
+    try:
+        check_engine(
+            config.engine,
+            checkpoint=checkpoint,
+            capture=config.captures_routing and info.routing is not None,  # layout_problems refuses a dense model
+            force=config.forces_routing and info.routing is not None,
+            on_this_machine=config.cluster.address is None,
+        )
+    except ValueError as error:
+        yield from f"{error}".splitlines()
+    try:
+        names = tensor_names(weight_files(checkpoint))
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"
+    else:
+        yield from (f"model.checkpoint is {checkpoint}: {problem}" for problem in weight_problems(shape, names))
+
+
+def tokenizer_problems(config: RunConfig, checkpoint: Path, task: Task | None) -> Iterator[str]:
+    """Why the tokenizer of a checkpoint does not suit the model, or why the task cannot use it."""
+    if not (checkpoint / "config.json").is_file():
+        return  # `model_problems` refuses the folder
+    there = f"model.checkpoint is {checkpoint}"
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    except Exception as error:  # noqa: BLE001 - the libraries raise many kinds
+        cause = describe_error(error).partition(". ")[0]
+        yield f"{there}, whose tokenizer cannot be loaded: {cause}; copy tokenizer.json and tokenizer_config.json there"
+        return
+    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    if not any((checkpoint / name).is_file() for name in files):  # transformers makes an empty one
+        yield f"{there}, which has no tokenizer; copy tokenizer.json and tokenizer_config.json there"
+        return
+    vocab_size = _vocab_size(checkpoint)
+    last = max(tokenizer.get_vocab().values(), default=-1)
+    if vocab_size is not None and last >= vocab_size:
+        yield (
+            f"{there}, whose tokenizer has ids up to {last}, and config.json has vocab_size={vocab_size}; they do not "
+            "belong together: copy the tokenizer of this model"
+        )
+    if task is None:
+        return
+    try:
+        task.build_loop(
+            engine=cast(Engine, None),
+            tokenizer=tokenizer,
+            sampling=config.rollout.sampling,
+            limits=config.rollout.limits,
+            gate=PauseGate(),
+        )
+    except Exception as error:  # noqa: BLE001 - code of a user may raise anything
+        if tokenizer.chat_template is None:
+            yield f"{there}, whose tokenizer has no chat template; copy chat_template.jinja of an instruct model there"
+        else:
+            yield (
+                f"{there}, on whose tokenizer the agent loop of task.factory={config.task.factory} cannot be built: "
+                f"{describe_error(error)}"
+            )
+        return
+    try:
+        task.measure_prompts(tokenizer, config.rollout.limits)  # from now on
+    except ValueError as error:
+        yield f"{error}"
+
+
+def _missing(task: Task, config: RunConfig) -> str:
+    return missing_methods(
+        task,
+        config.task,
+        held_out=config.validation.prompts > 0,
+        builds_model=config.model.checkpoint is None,
+        warm_start=config.warm_start.steps > 0,
+    )
+
+
+def _prompts(
+    problems: _Problems, task: Task, config: RunConfig, *, of: str
+) -> tuple[PromptOrder | None, Sequence[Prompt] | None]:
+    """The training prompts and the held-out ones; None for those that the task refuses."""
+    count = config.validation.prompts
+
+    def checked_order() -> PromptOrder:
+        order = prompt_order(task, prompt_file=config.task.prompt_file, seed=config.seed)
+        order.train_prompt(0)  # reads and checks the prompts
+        return order
+
+    return (
+        problems.attempt(checked_order, of=of),
+        problems.attempt(lambda: task.validation_prompts(count) if count else (), of=of),
+    )
+
+
+def _check_start(problems: _Problems, task: Task | None, config: RunConfig, *, of: str) -> None:
+    """Check the model that RL starts from; a model that the task builds is written to a temporary folder."""
+    if isinstance(config.engine, SglangConfig) and config.cluster.address is None:
+        try:
+            interpreter(config.engine)
+        except EngineError as error:
+            problems.found.append(f"engine.name is 'sglang', and there is {error}")
+    warm = warm_start_folder(config.warm_start, task=config.task, seed=config.seed, trainer=config.trainer)
+    ready = config.model.checkpoint or (warm if warm.is_dir() else None)
+    if ready is not None:
+        problems.found += [*model_problems(config, ready), *tokenizer_problems(config, ready, task)]
+    elif task is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            initial = Path(folder) / "initial"
+            if problems.attempt(lambda: (task.save_initial_checkpoint(initial), True), of=of):
+                found = [*model_problems(config, initial), *tokenizer_problems(config, initial, task)]
+                problems.found += [text.replace(f"{initial}", "the model of the task") for text in found]
+
+
+def _vocab_size(checkpoint: Path) -> int | None:
+    try:
+        info: ModelInfo = read_model_info(checkpoint)
+    except CheckpointError:
+        return None
+    return info.vocab_size
+
+
+def _read_schedule(config: RunConfig) -> RunSchedule:
+    """The schedule that the run is to keep to.
+
+    Raises:
+        ScheduleError: it cannot be read, or does not suit the run.
+    """
+    assert config.schedule is not None
+    schedule = read_schedule(config.schedule)
+    schedule.check(
+        groups_per_batch=config.rollout.groups_per_batch,
+        trajectories_per_group=config.rollout.trajectories_per_group,
+        updates_per_batch=config.trainer.updates_per_batch,
+        train_steps=config.total_train_steps,
+        max_staleness=config.staleness.max_staleness,
+        every=config.sync.every,
+    )
+    return schedule

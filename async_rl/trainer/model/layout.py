@@ -1,0 +1,60 @@
+"""Whether a model and its files suit the parallel layout of the trainer. This module must not import megatron."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from async_rl.trainer.model.families import ModelShape
+from async_rl.trainer.model.model import TrainerConfig
+
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
+    """Sizes of the layout that do not divide the model, and replay of a model without routers."""
+    parallel, model = config.parallel, shape.megatron
+    experts = model.get("num_moe_experts") or 0
+    expert_tensor = parallel.expert_tensor_size if experts else 1
+    shared = model.get("moe_shared_expert_intermediate_size")
+    for field, size, what, amount in (
+        ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
+        ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
+        *((("tensor", parallel.tensor, "columns of shared experts", shared),) if shared else ()),
+        (
+            "pipeline x virtual_pipeline",
+            parallel.pipeline * parallel.virtual_pipeline,
+            "layers",
+            model["num_layers"],
+        ),
+        ("expert", parallel.expert, "experts", experts),
+        ("expert_tensor", expert_tensor, "expert columns", model.get("moe_ffn_hidden_size", 0)),
+    ):
+        if amount % size or (size > 1 and not amount):
+            yield (
+                f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
+            )
+    if not experts and config.router_replay != "none":
+        yield f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
+
+
+def weight_problems(shape: ModelShape, names: Collection[str]) -> Iterator[str]:
+    """Tensors that the files of a checkpoint lack, or have too many, as far as names of whole layers show.
+
+    Args:
+        names: of all tensors in the checkpoint's files.
+    """
+    layers = {int(found[1]) for name in names if (found := _HF_LAYER.match(name))}
+    number = shape.megatron["num_layers"]
+    needed = ["model.embed_tokens.weight", "model.norm.weight", *(() if shape.tied else ("lm_head.weight",))]
+    missing = [name for name in needed if name not in names]
+    missing += [f"model.layers.{layer}" for layer in range(number) if layer not in layers]
+    if missing:
+        yield f"its files have no tensors {', '.join(missing)}, which config.json requires; copy the complete folder"
+    further = [name for name in names if (found := _HF_LAYER.match(name)) and int(found[1]) >= number]
+    if further:
+        yield (
+            f"its files have {len(further)} tensors of layers after num_hidden_layers={number}, the first "
+            f"{min(further)}: multi-token prediction, which the trainer does not train; save the checkpoint without "
+            "these layers, for example with from_pretrained and save_pretrained of transformers"
+        )

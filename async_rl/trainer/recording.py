@@ -1,0 +1,327 @@
+"""Rollouts of a batch with the values that the trainer used, written to disk by a thread of rank 0.
+
+One row per trajectory. Columns:
+
+    train_step, mini_batch          of the batch: its last step; optimizer step of the batch, from 0
+    group, trajectory, prompt_index id of the group, number in the group, index of the prompt
+    admitted_version                weights when the group was admitted
+    reward, info, stop_reason       info: parts of the reward and counts of the agent loop
+    advantage                       null for a rollout that failed
+    prompt, turns                   text, tool calls and the reply after each turn; text includes control tokens
+    segments                        start, tokens, param_version, staleness, replica, stop_reason
+    token_ids                       the T tokens
+    behaviour_logprobs              of the engine; this and the following have T entries, null unless sampled
+    proximal_logprobs, logprobs     of the trainer before the batch, and when the token was trained
+    effect                          `trained`; the filters that changed its weight, as `clip` or `clip+mask`;
+                                    `too_old` (staleness.policy=mask); `no_spread` (all rewards of the group were equal)
+
+A rollout that failed has no tokens. `logprobs` is null for tokens that were not trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agent_loop.tools import ToolCall, parse_tool_calls
+from async_rl.files.rollouts import write_step
+from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
+from async_rl.trainer.planning import BatchPlan, UpdatePlan
+from async_rl.trainer.step import FILTERS, MicroBatch
+from message_queue.heads import TrajectoryHead
+from message_queue.tokens import Int32Array
+from message_queue.training_sequence import SegmentSpan
+
+TRAINED = ["+".join(name for i, name in enumerate(FILTERS) if code >> i & 1) for code in range(1 << len(FILTERS))]
+EFFECTS = ["trained", *TRAINED[1:], "too_old", "no_spread"]
+TOO_OLD, NO_SPREAD = len(EFFECTS) - 2, len(EFFECTS) - 1
+VALUES = ("proximal_logprobs", "logprobs", "filters")
+SequenceValues = Mapping[int, NDArray[np.float64]]
+"""Number of a sequence -> float64 [3, n], VALUES of its n tokens in the loss; only sequences with a forward pass."""
+
+_CALL = pa.struct([("name", pa.string()), ("arguments", pa.string()), ("error", pa.string())])
+_TURN = pa.struct([("text", pa.string()), ("tool_calls", pa.list_(_CALL)), ("reply", pa.string())])
+_SEGMENT = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("tokens", pa.int32()),
+        ("param_version", pa.int64()),
+        ("staleness", pa.int32()),
+        ("replica", pa.string()),
+        ("stop_reason", pa.string()),
+    ]
+)
+_ROW = pa.schema(
+    [
+        ("train_step", pa.int64()),
+        ("mini_batch", pa.int32()),
+        ("group", pa.int64()),
+        ("trajectory", pa.int32()),
+        ("prompt_index", pa.int64()),
+        ("admitted_version", pa.int64()),
+        ("reward", pa.float64()),
+        ("info", pa.map_(pa.string(), pa.float64())),
+        ("stop_reason", pa.string()),
+        ("advantage", pa.float32()),
+        ("prompt", pa.string()),
+        ("turns", pa.list_(_TURN)),
+        ("segments", pa.list_(_SEGMENT)),
+    ]
+)
+_PER_TOKEN = ("behaviour_logprobs", "proximal_logprobs", "logprobs")
+
+
+class RecordingError(RuntimeError):
+    """Rollouts cannot be written to disk; the message names the folder and the way out."""
+
+
+def recorded_values(
+    plan: BatchPlan,
+    planned: Sequence[tuple[UpdatePlan, Sequence[MicroBatch]]],
+    *,
+    counted: bool,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+) -> SequenceValues:
+    """Values of the tokens in the loss of the recorded groups, from all ranks. Collective.
+
+    Args:
+        plan: of the batch, with recorded groups.
+        planned: its updates and their micro-batches on this rank, after the train step.
+        counted: whether the tokens of this rank count; see `ForwardBackward.counts_tokens`.
+        sum_over_ranks: sums a float64 vector in place; called at most once.
+    """
+    batch, recorded = plan.batch, plan.batch.recorded
+    assert recorded is not None
+    wanted = np.isin(batch.index[:, 0], list(recorded.heads))
+    numbers = [[n for n in _trained(update) if wanted[n]] for update, _ in planned]
+    counts = [int(batch.num_loss_tokens[number]) for own in numbers for number in own]
+    values, start = torch.zeros(len(VALUES), sum(counts), dtype=torch.float64), 0
+    for (update, micro_batches), own in zip(planned, numbers, strict=True):
+        places = torch.from_numpy(_token_places(batch, update, own, start=start))
+        for micro_batch in micro_batches if counted else ():
+            here = places[micro_batch.numbers] >= 0
+            if here.any():
+                values[:, places[micro_batch.numbers[here]]] = _columns(micro_batch)[:, here]
+        start += sum(int(batch.num_loss_tokens[number]) for number in own)
+    if not counts:
+        return {}
+    parts = np.split(sum_over_ranks(values.view(-1)).view_as(values).numpy(), np.cumsum(counts)[:-1], axis=1)
+    return dict(zip((number for own in numbers for number in own), parts, strict=True))
+
+
+def _trained(update: UpdatePlan) -> list[int]:
+    """Sequences of an update on all ranks, ascending."""
+    return sorted(n for of_rank in update.micro_batches for numbers in of_rank for n in numbers)
+
+
+def _token_places(batch: TrainingBatch, update: UpdatePlan, sequences: Sequence[int], *, start: int) -> Int64Array:
+    """int64 [N], place of each token in the loss of `update` among the recorded ones, -1 for the others.
+
+    Sequences of (2, 3) tokens with first_loss_token 5 and 9, and start=10: the tokens 5 and 6 have the places 10 and
+    11, the tokens 9 to 11 have the places 12 to 14.
+    """
+    places = np.full(update.num_loss_tokens, -1, np.int64)
+    for number in sequences:
+        first, count = int(update.first_loss_token[number]), int(batch.num_loss_tokens[number])
+        places[first : first + count] = np.arange(start, start + count)
+        start += count
+    return places
+
+
+def _columns(micro_batch: MicroBatch) -> Tensor:
+    """float64 [3, n], VALUES. Without a proximal pass the proximal policy is the current one."""
+    current = micro_batch.token_results["current"]
+    proximal = micro_batch.columns.get("proximal_logprobs", current)
+    return torch.stack([x.to("cpu", torch.float64) for x in (proximal, current, micro_batch.token_results["filters"])])
+
+
+class RolloutRecorder:
+    """Writes the rollouts of one step at a time, in a thread.
+
+    Args:
+        directory: folder of the files.
+        keep: number of files that stay.
+        tokenizer: of the model; only `decode` is used.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, tokenizer: Any) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recording")
+        self._writing: Future[None] | None = None
+
+    def write(self, batch: TrainingBatch, values: SequenceValues) -> None:
+        """Start to write the recorded groups of a batch, when the earlier ones are on the disk.
+
+        Raises:
+            RecordingError: the earlier step could not be written.
+        """
+        self.flush()
+        assert batch.recorded is not None
+        heads = batch.recorded.heads
+        contents = [content if group in heads else None for group, content in enumerate(batch.contents)]
+        self._writing = self._thread.submit(self._write, replace(batch, contents=contents), values)
+
+    def flush(self) -> None:
+        """Return once all steps are on the disk.
+
+        Raises:
+            RecordingError: one could not be written.
+        """
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, batch: TrainingBatch, values: SequenceValues) -> None:
+        assert batch.recorded is not None
+        train_step = batch.recorded.train_step
+        table = rollout_table(batch, values, tokenizer=self._tokenizer)
+        try:
+            write_step(self._directory, table, train_step=train_step, keep=self._keep)
+        except OSError as error:
+            raise RecordingError(
+                f"the rollouts of train step {train_step} cannot be written to {self._directory} "
+                f"({error.strerror or error}); make room, or set rollout.record.steps=0"
+            ) from error
+
+
+def rollout_table(batch: TrainingBatch, values: SequenceValues, *, tokenizer: Any) -> Any:
+    """The pyarrow table of a batch; the columns are described at the top of this module.
+
+    Args:
+        batch: with the content of its recorded groups.
+        values: see `recorded_values`.
+        tokenizer: of the model; only `decode` is used.
+    """
+    assert batch.recorded is not None
+    rows: list[dict[str, Any]] = []
+    tokens: list[_Tokens] = []
+    for group, head in sorted(batch.recorded.heads.items()):
+        numbers = np.flatnonzero(batch.index[:, 0] == group)
+        for number, trajectory in enumerate(head.trajectories):
+            own = numbers[batch.index[numbers, 1] == number].tolist()
+            of_tokens = _tokens(batch, values, own)
+            common = {
+                "train_step": batch.recorded.train_step,
+                "group": head.group,
+                "trajectory": number,
+                "prompt_index": head.prompt,
+                "admitted_version": head.admitted_version,
+            }
+            rows.append(common | _of_trajectory(trajectory) | _of_training(batch, own, of_tokens, tokenizer))
+            tokens.append(of_tokens)
+    table = pa.Table.from_pylist(rows, schema=_ROW)
+    offsets = pa.array(np.cumsum([0, *(len(t.token_ids) for t in tokens)]), pa.int32())
+    columns = {"token_ids": pa.array(np.concatenate([t.token_ids for t in tokens]))}
+    for i, name in enumerate(_PER_TOKEN):
+        logprobs = np.concatenate([t.logprobs[i] for t in tokens])
+        columns[name] = pa.array(logprobs, mask=np.isnan(logprobs))
+    effect = np.concatenate([t.effect for t in tokens])
+    columns["effect"] = pa.DictionaryArray.from_arrays(pa.array(effect, mask=effect < 0), pa.array(EFFECTS))
+    for name, column in columns.items():
+        table = table.append_column(name, pa.ListArray.from_arrays(offsets, column))
+    return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tokens:
+    """Per-token columns of a trajectory of T tokens."""
+
+    token_ids: Int32Array
+    """int32 [T]."""
+    logprobs: NDArray[np.float32]
+    """float32 [3, T], _PER_TOKEN, NaN for none."""
+    effect: NDArray[np.int8]
+    """int8 [T], index into EFFECTS, -1 unless sampled."""
+
+
+def _tokens(batch: TrainingBatch, values: SequenceValues, numbers: Sequence[int]) -> _Tokens:
+    """Columns of the trajectory whose sequences are `numbers`; without sequences (a failed rollout) no tokens."""
+    token_ids = batch.sequence(numbers[-1]).token_ids if numbers else np.zeros(0, np.int32)
+    logprobs = np.full((len(_PER_TOKEN), len(token_ids)), np.nan, np.float32)
+    effect = np.full(len(token_ids), -1, np.int8)
+    for number in numbers:
+        sequence, trained = batch.sequence(number), batch.loss_tokens(number).positions
+        sampled = np.concatenate([np.arange(0), *(np.arange(r.start, r.start + r.tokens) for r in sequence.runs)])
+        logprobs[0, sampled] = sequence.logprobs
+        effect[sampled] = TOO_OLD
+        effect[trained] = NO_SPREAD
+        if number in values:
+            logprobs[1, trained], logprobs[2, trained], effect[trained] = values[number]
+    return _Tokens(token_ids=token_ids, logprobs=logprobs, effect=effect)
+
+
+def _of_trajectory(head: TrajectoryHead) -> dict[str, Any]:
+    return {"reward": head.reward, "info": list(head.info.items()), "stop_reason": str(head.stop_reason)}
+
+
+def _of_training(batch: TrainingBatch, numbers: Sequence[int], tokens: _Tokens, tokenizer: Any) -> dict[str, Any]:
+    """Cells of a trajectory that its sequences `numbers` determine; none for a failed rollout."""
+    if not numbers:
+        return {"turns": [], "segments": []}
+    mini_batch = int(batch.mini_batch[numbers[0]])
+    segments = [segment for number in numbers for segment in batch.sequence(number).segments]
+    now = batch.current_update + mini_batch
+    prompt, turns = _turns(tokens.token_ids, segments, tokenizer)
+    return {
+        "mini_batch": mini_batch,
+        "advantage": float(batch.advantages[numbers[0]]),
+        "prompt": prompt,
+        "turns": turns,
+        "segments": [
+            {
+                "start": segment.start,
+                "tokens": segment.tokens,
+                "param_version": segment.version,
+                "staleness": now - batch.version_updates[segment.version],
+                "replica": segment.replica,
+                "stop_reason": str(segment.stop_reason),
+            }
+            for segment in segments
+        ],
+    }
+
+
+def _turns(token_ids: Int32Array, segments: Sequence[SegmentSpan], tokenizer: Any) -> tuple[str, list[dict[str, Any]]]:
+    """Text of the prompt, and the turns. Segments that touch are of one turn.
+
+    7 tokens with the segments (3, 1), (4, 1) and (6, 1): the prompt is 0 to 2, the turns are 3 to 4 and 6, and the
+    reply to the first is 5.
+    """
+    bounds: list[tuple[int, int]] = []
+    for segment in segments:
+        end = segment.start + segment.tokens
+        if bounds and bounds[-1][1] == segment.start:
+            bounds[-1] = (bounds[-1][0], end)
+        else:
+            bounds.append((segment.start, end))
+
+    def text(start: int, end: int) -> str:
+        return str(tokenizer.decode(token_ids[start:end].tolist(), skip_special_tokens=False))
+
+    ends = [*(start for start, _ in bounds), len(token_ids)]
+    turns = [
+        {"text": (said := text(*bound)), "tool_calls": _tool_calls(said), "reply": text(bound[1], following)}
+        for bound, following in zip(bounds, ends[1:], strict=True)
+    ]
+    return text(0, ends[0]), turns
+
+
+def _tool_calls(text: str) -> list[dict[str, Any]]:
+    return [
+        {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False), "error": None}
+        if isinstance(call, ToolCall)
+        else {"name": None, "arguments": None, "error": call.cause}
+        for call in parse_tool_calls(text)
+    ]

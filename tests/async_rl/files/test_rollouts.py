@@ -1,0 +1,59 @@
+"""Files of rollouts: bounded, complete or absent, and readable beside damaged ones."""
+
+import pyarrow as pa
+import pytest
+
+from async_rl.files.rollouts import RecordConfig, read_steps, recorded_steps, truncate_steps, write_step
+
+
+def write(directory, *steps, value=0, keep=100):
+    for step in steps:
+        write_step(directory, pa.table({"reward": [step + value]}), train_step=step, keep=keep)
+
+
+def rewards(directory):
+    return {step: table["reward"].to_pylist() for step, table in read_steps(directory)}
+
+
+def test_files_of_the_newest_steps_stay_and_a_step_written_again_is_replaced(tmp_path):
+    write(tmp_path / "rollouts", 2, 4, 6, 8, keep=3)
+    write(tmp_path / "rollouts", 6, value=100, keep=3)
+    assert rewards(tmp_path / "rollouts") == {4: [4], 6: [106], 8: [8]}
+    assert rewards(tmp_path / "missing") == {}
+
+
+def test_truncation_removes_later_steps_and_incomplete_files(tmp_path):
+    write(tmp_path, 1, 2, 3)
+    (tmp_path / "step-000004.parquet.partial").write_bytes(b"half")
+    truncate_steps(tmp_path, train_step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
+    truncate_steps(tmp_path / "missing", train_step=2)
+
+
+def test_a_write_that_is_cut_short_leaves_the_earlier_file(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+
+    def full(_table, path, **_options):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", full)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, 1, 2, value=100)
+    assert rewards(tmp_path) == {1: [1]}
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1 and nothing else", None])
+def test_damaged_file_is_named_and_the_others_are_read(tmp_path, damage):
+    write(tmp_path, 1, 2, 3)
+    path = recorded_steps(tmp_path)[2]
+    path.write_bytes(path.read_bytes()[:-30] if damage is None else damage)
+    first, second, third = read_steps(tmp_path)
+    assert (first[0], second[0], third[0]) == (1, 2, 3) and third[1]["reward"].to_pylist() == [3]
+    assert isinstance(second[1], str) and str(path) in second[1]
+
+
+@pytest.mark.parametrize(("field", "value"), [("steps", -1), ("trajectories", 0)])
+def test_bound_out_of_range_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"rollout.record.{field}"):
+        RecordConfig(**{field: value})

@@ -1,0 +1,151 @@
+"""The page of a run's rollouts: what its scripts unpack is what the files hold."""
+
+import base64
+import gzip
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from async_rl.files.rollouts import FOLDER, recorded_steps, write_step
+from async_rl.metrics.viewer import CHUNK_ROWS
+from async_rl.view import main
+
+SCRIPT = re.compile(r'<script type="text/plain" id="([\w-]+)">(.*?)</script>', re.S)
+TEXT = "<tool_call>x</tool_call> </script> \0 \1 ü"
+
+
+def row(step, group, number, *, tokens=5):
+    """A row with 2 prompt tokens; the last two of the others are trained, the first is too old."""
+    sampled = tokens - 2
+    failed = tokens == 0
+    return {
+        "train_step": step,
+        "group": group,
+        "trajectory": number,
+        "reward": 0.5 * number,
+        "advantage": None if failed else 0.25,
+        "stop_reason": "error" if failed else "stop",
+        "prompt": None if failed else f"prompt of {group}",
+        "info": [("turns", 1.0)],
+        "turns": [] if failed else [{"text": TEXT, "reply": "seen", "tool_calls": []}],
+        "segments": []
+        if failed
+        else [
+            {"start": 2, "tokens": sampled, "param_version": 7, "staleness": 3, "replica": "r", "stop_reason": "stop"}
+        ],
+        "token_ids": list(range(step, step + tokens)),
+        "behaviour_logprobs": [] if failed else [None, None, *np.linspace(-1, -2, sampled)],
+        "proximal_logprobs": [] if failed else [None, None, None, *[-1.25] * (sampled - 1)],
+        "logprobs": [] if failed else [None, None, None, *[-1.5] * (sampled - 1)],
+        "effect": [] if failed else [None, None, "too_old", *["trained"] * (sampled - 1)],
+    }
+
+
+SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("train_step", "group", "trajectory")),
+        *((name, pa.float64()) for name in ("reward", "advantage")),
+        *((name, pa.string()) for name in ("stop_reason", "prompt")),
+        ("info", pa.map_(pa.string(), pa.float64())),
+        (
+            "turns",
+            pa.list_(pa.struct([("text", pa.string()), ("reply", pa.string()), ("tool_calls", pa.list_(pa.string()))])),
+        ),
+        (
+            "segments",
+            pa.list_(
+                pa.struct(
+                    [
+                        *((name, pa.int64()) for name in ("start", "tokens", "param_version", "staleness")),
+                        *((name, pa.string()) for name in ("replica", "stop_reason")),
+                    ]
+                )
+            ),
+        ),
+        ("token_ids", pa.list_(pa.int32())),
+        *((name, pa.list_(pa.float32())) for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs")),
+        ("effect", pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+    ]
+)
+
+
+def write(run, step, rows):
+    write_step(run / FOLDER, pa.Table.from_pylist(rows, schema=SCHEMA), train_step=step, keep=100)
+
+
+def unpacked(run):
+    """Meta data of the page and the content of its other scripts, by name."""
+    page = (run / "rollouts.html").read_text()
+    meta = json.loads(re.search(r'id="meta">(.*?)</script>', page, re.S)[1])
+    return meta, {name: gzip.decompress(base64.b64decode(coded)) for name, coded in SCRIPT.findall(page)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    write(tmp_path, 2, [row(2, 0, n) for n in range(CHUNK_ROWS + 6)])
+    write(tmp_path, 4, [row(4, 1, 0), row(4, 1, 1, tokens=0), row(4, 2, 0, tokens=9)])
+    return tmp_path
+
+
+def test_view_writes_a_page_with_every_row_and_its_text(run, capsys):
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "rollouts.html")
+    meta, scripts = unpacked(run)
+    rows = CHUNK_ROWS + 9
+    assert (meta["rows"], meta["chunks"]) == (rows, [0, CHUNK_ROWS, CHUNK_ROWS + 6])
+    assert len(scripts["columns"]) == 4 * rows * len(meta["columns"])
+    columns = {
+        name: np.frombuffer(scripts["columns"], "<f4" if kind == "float" else "<i4", rows, 4 * rows * i)
+        for i, (name, kind) in enumerate(meta["columns"])
+    }
+    assert columns["step"].tolist() == [2] * (rows - 3) + [4] * 3
+    assert columns["length"].tolist()[-3:] == [5, 0, 9] and columns["staleness"].tolist()[-3:] == [3, 0, 3]
+    assert [meta["stops"][i] for i in columns["stop"][-3:]] == ["stop", "error", "stop"]
+    assert columns["reward"].tolist()[:3] == [0.0, 0.5, 1.0] and np.isnan(columns["advantage"][-2])
+    prompts = scripts["prompts"].decode().split("\0")
+    assert [prompts[i] if i >= 0 else None for i in columns["prompt"][-3:]] == ["prompt of 1", None, "prompt of 2"]
+    texts = scripts["texts"].decode().split("\0")
+    said = TEXT.replace("\0", "").replace("\1", "")
+    assert texts[-3:] == [f"{said}\1seen", "", f"{said}\1seen"] and len(texts) == rows
+
+
+def test_chunks_hold_the_values_of_each_token(run):
+    assert main([str(run)]) == 0
+    meta, scripts = unpacked(run)
+    data = scripts["chunk-2"]
+    size = int.from_bytes(data[:4], "little")
+    header = json.loads(data[4 : 4 + size])
+    assert [entry["tokens"] for entry in header] == [5, 0, 9]
+    assert header[0]["segments"] == [[2, 3, 7, 3, "r", "stop"]] and header[0]["info"] == {"turns": 1.0}
+    ids = np.frombuffer(data, "<u4", 14, 4 + size)
+    engine, proximal, current = np.frombuffer(data, "<f2", 42, 4 + size + 56).reshape(3, 14)
+    effects = np.frombuffer(data, "u1", 14, 4 + size + 140)
+    assert len(data) == 4 + size + 154
+    assert ids.tolist() == [*range(4, 9), *range(4, 13)]
+    assert np.isnan(engine[:2]).all() and engine[2:5].tolist() == [-1, -1.5, -2]
+    assert np.isnan(proximal[:3]).all() and (engine + proximal)[3:5].tolist() == [-1.25] * 2
+    assert (engine + current)[3:5].tolist() == [-1.5] * 2
+    assert [meta["effects"][code - 1] if code else None for code in effects[:5]] == [
+        None,
+        None,
+        "too_old",
+        "trained",
+        "trained",
+    ]
+
+
+def test_view_leaves_out_a_damaged_file_with_a_note(run, capsys):
+    path = recorded_steps(run / FOLDER)[2]
+    path.write_bytes(path.read_bytes()[:-40])
+    assert main([str(run)]) == 0
+    assert str(path) in capsys.readouterr().err
+    meta, _ = unpacked(run)
+    assert meta["rows"] == 3 and str(path) in meta["notes"][0]
+
+
+def test_view_of_a_folder_without_rollouts_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "rollout.record.steps" in capsys.readouterr().err
