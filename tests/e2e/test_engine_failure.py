@@ -104,7 +104,7 @@ def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: st
 @pytest.mark.parametrize(
     ("engine", "config", "cause"),
     [
-        ("vllm", replace(VLLM, extra_args={"scheduling_policy": "no_such_policy"}), "no_such_policy"),
+        ("vllm", replace(VLLM, extra_args={"num_gpu_blocks_override": 1}), "No available memory for the cache blocks"),
         ("sglang", replace(SGLANG, extra_args={"schedule_policy": "no_such_policy"}), "no_such_policy"),
     ],
     ids=["vllm", "sglang"],
