@@ -26,24 +26,13 @@ from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.rank import TrainerRank
 from async_rl.trainer.recording import RolloutRecorder
 from benchmarks.support import save_calculator, show
-from benchmarks.train_steps import paired_ratio, time_in_turns, with_sequences
+from benchmarks.train_steps import paired_ratio, time_in_turns
 from benchmarks.train_throughput import ADAM, demonstrations
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
 from message_queue.tokens import StopReason
-from message_queue.training_sequence import SegmentSpan, TrainingSequence
 
 GOAL = 1.02
 GROUP = 8
-
-
-def with_segments(batch: TrainingBatch) -> TrainingBatch:
-    """The batch with a segment for each run of sampled tokens."""
-
-    def cut(sequence: TrainingSequence, _number: int) -> TrainingSequence:
-        spans = (SegmentSpan(run.start, run.tokens, run.version, "replica-0", StopReason.STOP) for run in sequence.runs)
-        return replace(sequence, segments=tuple(spans))
-
-    return with_sequences(batch, cut)
 
 
 def in_groups(batch: TrainingBatch) -> TrainingBatch:
@@ -61,7 +50,7 @@ def head_of_group(batch: TrainingBatch, group: int) -> GroupHead:
         TrajectoryHead(
             length=len(sequence),
             sequences=(SequenceHead(len(sequence), ((0, len(sequence.logprobs)),)),),
-            num_segments=len(sequence.segments),
+            num_segments=len(sequence.runs),
             num_aborts=0,
             row_bytes=0,
             missing_rows=0,
@@ -96,7 +85,7 @@ def main() -> None:
             world_size=1,
             recorder=recorder,
         )
-        batch = in_groups(with_segments(demonstrations(task, routing, sequences=arguments.sequences)))
+        batch = in_groups(demonstrations(task, routing, sequences=arguments.sequences))
         groups = range(max(1, arguments.trajectories // GROUP))
         heads = {group: head_of_group(batch, group) for group in groups}
         compare(trainer, recorder, batch, heads, rounds=arguments.rounds)

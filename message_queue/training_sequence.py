@@ -20,28 +20,17 @@ BoolArray = NDArray[np.bool_]
 
 
 class SampledRun(NamedTuple):
-    """Consecutive sampled tokens under one weight version."""
+    """The sampled tokens of one segment."""
 
     start: int
     """Position of the first token."""
     tokens: int
-    """Number of tokens."""
-    version: int
-    """`param_version` that sampled them."""
-
-
-class SegmentSpan(NamedTuple):
-    """A segment without its content."""
-
-    start: int
-    """Position of its first token."""
-    tokens: int
     """Number of tokens, at least one."""
     version: int
     """`param_version` that sampled them."""
-    replica: str
-    """Name of the engine replica."""
-    stop_reason: StopReason
+    replica: str = ""
+    """Name of the engine replica; "" if no engine sampled them."""
+    stop_reason: StopReason = StopReason.STOP
     """Why the decode ended."""
 
 
@@ -59,7 +48,7 @@ class TrainingSequence:
     token_ids: Int32Array
     """int32 [t]."""
     runs: tuple[SampledRun, ...]
-    """The n tokens in the loss, by position; runs that touch differ in version."""
+    """The n tokens in the loss, by position."""
     logprobs: Float32Array
     """float32 [n], behaviour logprobs of the tokens in the loss."""
     rows: ExpertArray | None
@@ -70,8 +59,6 @@ class TrainingSequence:
     support: SamplingSupport | None = None
     """t positions, the tokens that the sampler kept; the whole vocabulary outside the loss. None if no token in the
     loss was cut."""
-    segments: tuple[SegmentSpan, ...] = ()
-    """The segments whose tokens are in the loss, by position."""
     recomputed: bool = False
     """Whether a resumed request computes K/V again over these rows (`resume_routing=force`)."""
 
@@ -120,28 +107,15 @@ def training_sequence(
     experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
     return TrainingSequence(
         token_ids=token_ids,
-        runs=_runs(segments),
+        runs=tuple(
+            SampledRun(at, len(segment), segment.weights.version, segment.replica, segment.stop_reason)
+            for at, segment in segments
+        ),
         logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in segments)]),
         rows=experts,
         row_runs=row_runs,
         support=_support(segments, length=len(token_ids)),
-        segments=tuple(
-            SegmentSpan(at, len(segment), segment.weights.version, segment.replica, segment.stop_reason)
-            for at, segment in segments
-        ),
     )
-
-
-def _runs(segments: Sequence[tuple[int, TokenOutput]]) -> tuple[SampledRun, ...]:
-    """Runs of tokens that one version sampled; `segments` as in `training_sequence`."""
-    runs: list[SampledRun] = []
-    for at, segment in segments:
-        version, before = segment.weights.version, runs[-1] if runs else None
-        if before is not None and before.version == version and before.start + before.tokens == at:
-            runs[-1] = before._replace(tokens=before.tokens + len(segment))
-        else:
-            runs.append(SampledRun(at, len(segment), version))
-    return tuple(runs)
 
 
 def _support(segments: Sequence[tuple[int, TokenOutput]], *, length: int) -> SamplingSupport | None:

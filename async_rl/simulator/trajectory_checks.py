@@ -80,7 +80,7 @@ class TrajectoryJudge:
         require("exactly once", bool(sequences), "{} has no content, and is trained", session)
         tokens = sequences[-1].token_ids.tolist()
         versions = [-1] * len(tokens)  # of the weights that sampled each token
-        for start, count, version in (run for sequence in sequences for run in sequence.runs):
+        for start, count, version, *_ in (run for sequence in sequences for run in sequence.runs):
             versions[start : start + count] = [version] * count
         require("exactly once", tokens[: len(prompt)] == prompt.tolist(), "{} starts with {}", session, tokens[:8])
         self._check_tokens(sequences, tokens, versions, session)
@@ -217,7 +217,7 @@ def _kept_tokens(sequences: Sequence[TrainingSequence]) -> dict[int, list[int]]:
         if sequence.support is not None:
             counts, ids = sequence.support.unpack()
             parts = np.split(ids, np.cumsum(counts)[:-1])
-            kept |= {p: parts[p].tolist() for start, count, _ in sequence.runs for p in range(start, start + count)}
+            kept |= {p: parts[p].tolist() for start, count, *_ in sequence.runs for p in range(start, start + count)}
     return kept
 
 

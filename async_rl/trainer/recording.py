@@ -40,7 +40,7 @@ from async_rl.trainer.planning import BatchPlan, UpdatePlan
 from async_rl.trainer.step import FILTERS, MicroBatch
 from message_queue.heads import TrajectoryHead
 from message_queue.tokens import Int32Array
-from message_queue.training_sequence import SegmentSpan
+from message_queue.training_sequence import SampledRun
 
 TRAINED = ["+".join(name for i, name in enumerate(FILTERS) if code >> i & 1) for code in range(1 << len(FILTERS))]
 EFFECTS = ["trained", *TRAINED[1:], "too_old", "no_spread"]
@@ -271,7 +271,7 @@ def _of_training(batch: TrainingBatch, numbers: Sequence[int], tokens: _Tokens, 
     if not numbers:
         return {"turns": [], "segments": []}
     mini_batch = int(batch.mini_batch[numbers[0]])
-    segments = [segment for number in numbers for segment in batch.sequence(number).segments]
+    segments = [segment for number in numbers for segment in batch.sequence(number).runs]
     now = batch.current_update + mini_batch
     prompt, turns = _turns(tokens.token_ids, segments, tokenizer)
     return {
@@ -293,7 +293,7 @@ def _of_training(batch: TrainingBatch, numbers: Sequence[int], tokens: _Tokens, 
     }
 
 
-def _turns(token_ids: Int32Array, segments: Sequence[SegmentSpan], tokenizer: Any) -> tuple[str, list[dict[str, Any]]]:
+def _turns(token_ids: Int32Array, segments: Sequence[SampledRun], tokenizer: Any) -> tuple[str, list[dict[str, Any]]]:
     """Text of the prompt, and the turns. Segments that touch are of one turn.
 
     7 tokens with the segments (3, 1), (4, 1) and (6, 1): the prompt is 0 to 2, the turns are 3 to 4 and 6, and the

@@ -43,7 +43,7 @@ def _sampled(of: Trajectory | TrainingSequence) -> Iterator[tuple[int, Float32Ar
     """(position of the first token, behaviour logprobs, version) of consecutive sampled tokens."""
     at = 0
     if isinstance(of, TrainingSequence):
-        for start, count, version in of.runs:
+        for start, count, version, *_ in of.runs:
             yield start, of.logprobs[at : at + count], version
             at += count
         assert at == len(of.logprobs)
