@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from safetensors import SafetensorError
-
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_names, weight_files
 from async_rl.inference.checks import check_request, weight_label
@@ -31,6 +29,7 @@ from async_rl.inference.vllm.config import (
 from async_rl.inference.vllm.process import describe, engine_processes, is_engine_death, start_engine, stop_engine
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
 from async_rl.weights.live import LiveWeights
+from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
 
@@ -154,8 +153,8 @@ class VllmBackend:
         version = update.weights.version
         try:
             absent = sorted(self._names - tensor_names([update.path]))
-        except (OSError, SafetensorError) as error:
-            raise ContractError(f"cannot read version {version} from {update.path}: {error}") from error
+        except CheckpointError as error:
+            raise ContractError(f"version {version}: {error}") from error
         if absent:
             raise ContractError(
                 f"version {version} in {update.path} lacks {len(absent)} tensors of the "
