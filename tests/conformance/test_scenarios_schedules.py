@@ -14,6 +14,7 @@ from tests.conformance.probes import SglangProbe
 
 pytestmark = [*MARKS, WITH_KV]
 
+SLOW = 8  # interruptions of a slow engine; after them it decodes until a request ends, which needs more than the cache
 # Without forcing, SGLang recomputes held rows otherwise than vLLM: test_kv_of_a_resumed_request_that_is_computed_again.
 MODES = {"append": ["resume"], "force": ["resume", "keep-recompute", "keep-recompute"]}
 
@@ -30,7 +31,9 @@ async def test_rows_are_true_under_random_aborts_and_updates(tested: EngineUnder
         if chance.random() < 0.3:
             await tested.replica.abort()
         else:
-            await tested.publish(chance.choice(MODES[resume_routing]), stays_slow=interruptions < 8)
+            await tested.publish(chance.choice(MODES[resume_routing]), stays_slow=interruptions < SLOW)
+        if interruptions == SLOW:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     assert {rollout.trajectory.num_sampled for rollout in rollouts} == {150}
     assert interruptions > 2
     assert len({version for exchange in tested.exchanges for version in versions_of(exchange)}) > 2
