@@ -113,10 +113,10 @@ class Task:
     def _rows(self) -> tuple[Epochs | Stream, Sequence[Any] | Stream | None]:
         """Rows to train on, and held-out rows; read when they are first needed, which is in the driver only."""
         rows, held_out = self._opened()
-        if self._max_prompt_tokens is not None and (self._num_tokens is None or isinstance(rows, Stream)):
+        if self._max_prompt_tokens is not None and isinstance(rows, Stream):
             raise ValueError(
-                f"max_prompt_tokens is {self._max_prompt_tokens}, which needs rows that are not generated, and the "
-                "tokenizer of model.checkpoint; leave long rows out where they are made"
+                f"max_prompt_tokens is {self._max_prompt_tokens}, and the rows are generated; leave long rows out "
+                "where they are made"
             )
         seen: set[tuple[Message, ...]] = set()
         notes: list[str] = []
@@ -166,9 +166,14 @@ class Task:
         A subclass with a `build_loop` of its own renders its prompts itself, so they are not measured.
 
         Raises:
-            ValueError: `max_prompt_tokens` leaves no token to sample.
+            ValueError: `max_prompt_tokens` leaves no token to sample, or is given to such a subclass.
         """
         if type(self).build_loop is not Task.build_loop:
+            if getattr(self, "_max_prompt_tokens", None) is not None:
+                raise ValueError(
+                    f"max_prompt_tokens is {self._max_prompt_tokens}, and {type(self).__name__} defines build_loop, "
+                    "which renders prompts itself; leave long rows out of prompts"
+                )
             return
         chat = self._chat(tokenizer)
         self._num_tokens = lambda prompt: len(chat.prompt(prompt.messages))

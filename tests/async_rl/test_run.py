@@ -1,5 +1,6 @@
 """The command line: exit codes, and how a failure reads."""
 
+import gc
 import json
 import re
 import shlex
@@ -365,3 +366,20 @@ def test_causes_and_log_ends_are_found_in_groups_each_once():
 def _chained(error, cause):
     error.__cause__ = cause
     return error
+
+
+def test_full_collections_are_rare_in_the_driver(monkeypatch, tmp_path):
+    class Program:
+        def __init__(self, config, *, resume_command):
+            self.before = gc.get_threshold()
+
+        async def run(self):
+            assert gc.get_threshold()[2] > 10 * self.before[2] and gc.get_freeze_count() > 0
+
+    thresholds = gc.get_threshold()
+    monkeypatch.setattr("async_rl.controller.launcher.Launcher", Program)
+    try:
+        assert main([f"output_dir={tmp_path}"]) == 0
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -157,9 +157,14 @@ def test_rows_that_the_run_cannot_use_are_refused(options, named):
         measured(**options).train_prompt(0)
 
 
-def test_a_limit_of_prompts_without_a_tokenizer_or_above_the_run_is_refused():
-    with pytest.raises(ValueError, match=r"max_prompt_tokens.*model\.checkpoint"):
-        Task(prompts=ROWS, rewards=exact, max_prompt_tokens=30).train_prompt(0)
+class OwnLoop(Task):
+    def build_loop(self, **parts):
+        raise NotImplementedError
+
+
+def test_a_limit_of_prompts_that_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"max_prompt_tokens is 30, and OwnLoop defines build_loop"):
+        OwnLoop(prompts=ROWS, rewards=exact, max_prompt_tokens=30).measure_prompts(build_tokenizer(), LIMITS)
     with pytest.raises(ValueError, match=r"max_prompt_tokens is 40 with rollout\.limits\.max_tokens=40"):
         measured(max_prompt_tokens=40)
 
