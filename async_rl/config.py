@@ -578,6 +578,7 @@ def _one_line(error: Exception) -> str:
 def _problems(config: RunConfig) -> Iterator[str]:
     """Problems of a config; empty if the run can be started."""
     yield from _rollout_problems(config)
+    yield from _schedule_problems(config)
     yield from _trainer_problems(config)
     yield from _cluster_problems(config)
     yield from _unused_options(config)
@@ -600,11 +601,6 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"{every - 1} steps old before any wait; raise the bound to at least that (to {every + per_batch - 1} so "
             "that rollouts run one batch ahead), publish more often, or make fewer updates per batch"
         )
-    if rollout.workers > 1 and config.schedule is not None:
-        yield (
-            f"rollout.workers is {rollout.workers} with a schedule, to which only rollouts in the process of the "
-            "driver keep; set rollout.workers=1"
-        )
     if config.total_train_steps % per_batch:
         yield (
             f"total_train_steps is {config.total_train_steps} with trainer.updates_per_batch={per_batch}; train steps "
@@ -625,20 +621,10 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.drop_without_spread is {rollout.drop_without_spread} with advantage.name=reinforce_plus_plus, "
             "which compares the trajectories of a batch, so groups without spread are trained too; set it to 0"
         )
-    if rollout.drop_without_spread and config.schedule is not None:
-        yield (
-            f"rollout.drop_without_spread is {rollout.drop_without_spread} with schedule={config.schedule}; a run that "
-            "keeps to a schedule trains all of it: set it to 0"
-        )
     if rollout.failure.on_failed == "fill" and rollout.failure.max_fills > rollout.trajectories_per_group:
         yield (
             f"rollout.failure.max_fills is {rollout.failure.max_fills} with rollout.trajectories_per_group="
             f"{rollout.trajectories_per_group}; a group makes up for each of its rollouts once at most: lower it"
-        )
-    if config.schedule is not None and config.staleness.policy != "wait":
-        yield (
-            f"staleness.policy is {config.staleness.policy!r} with schedule={config.schedule}; a run that keeps to a "
-            "schedule trains all of it: use staleness=wait"
         )
     if rollout.limits.max_tokens > config.engine.max_model_len:
         yield (
@@ -651,6 +637,28 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.limits.max_new_tokens_per_turn is {per_turn} with rollout.limits.max_tokens="
             f"{rollout.limits.max_tokens}, which also counts the prompt, so it bounds nothing; lower it, or raise "
             "rollout.limits.max_tokens"
+        )
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    """What a run that keeps to a schedule cannot do."""
+    rollout = config.rollout
+    if config.schedule is None:
+        return
+    if rollout.workers > 1:
+        yield (
+            f"rollout.workers is {rollout.workers} with a schedule, to which only rollouts in the process of the "
+            "driver keep; set rollout.workers=1"
+        )
+    if rollout.drop_without_spread:
+        yield (
+            f"rollout.drop_without_spread is {rollout.drop_without_spread} with schedule={config.schedule}; a run that "
+            "keeps to a schedule trains all of it: set it to 0"
+        )
+    if config.staleness.policy != "wait":
+        yield (
+            f"staleness.policy is {config.staleness.policy!r} with schedule={config.schedule}; a run that keeps to a "
+            "schedule trains all of it: use staleness=wait"
         )
 
 

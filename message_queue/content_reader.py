@@ -77,24 +77,21 @@ def read_groups(
             notes.append(_damage(error, path, "its records are left out"))
     read: dict[int, PromptGroup] = {}
     for group, admission in groups.items():
-        made = [
-            Trajectory(routing=routing, resume_routing=resume_routing)
-            for _ in range(max([trajectories, *(number + 1 for number in stored[group])]))
-        ]
-        for number, records in sorted(stored[group].items()):
-            dropped = _rebuild(made[number], records)
-            if dropped:
-                notes.append(
-                    f"trajectory {number} of group {group} has {dropped} records in {directory} that do not follow its "
-                    f"first {len(made[number])} tokens; they are left out"
-                )
+        count = max([trajectories, *(number + 1 for number in stored[group])])
         read[group] = PromptGroup(
             group=group,
             prompt=admission.prompt,
             admitted_version=admission.admitted_version,
             admitted_update=admission.admitted_update,
-            trajectories=made,
+            trajectories=[Trajectory(routing=routing, resume_routing=resume_routing) for _ in range(count)],
         )
+        for number, records in sorted(stored[group].items()):
+            made = read[group].trajectories[number]
+            if dropped := _rebuild(made, records):
+                notes.append(
+                    f"trajectory {number} of group {group} has {dropped} records in {directory} that do not follow its "
+                    f"first {len(made)} tokens; they are left out"
+                )
     return read, notes
 
 

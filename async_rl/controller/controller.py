@@ -46,7 +46,7 @@ from async_rl.controller.interfaces import (
     Trainer,
     run_stage,
 )
-from async_rl.controller.prepare import PreparedBatch, prepare
+from async_rl.controller.prepare import PreparedBatch, prepare, recorded_groups
 from async_rl.controller.probe import Probe
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member
@@ -374,20 +374,25 @@ class Controller:
         await self._record(prepared, metrics)
 
     async def _train_on(self, batch: Batch) -> tuple[PreparedBatch, dict[str, float]]:
-        groups = [head.group for head in batch.groups]
+        config, groups = self._config, [head.group for head in batch.groups]
         prepared = await asyncio.to_thread(
             prepare,
             batch,
             self._contents.of(groups),
-            advantage=self._config.advantage,
+            advantage=config.advantage,
             version_updates=self._version_updates,
-            retained_kv=self._config.retained_kv,
-            updates_per_batch=self._config.updates_per_batch,
-            seed=self._config.seed,
-            recorded_trajectories=self._config.recorded_trajectories,
+            retained_kv=config.retained_kv,
+            updates_per_batch=config.updates_per_batch,
+            seed=config.seed,
         )
-        metrics = await self._trainer.train(prepared.batch)
-        self._train_step += self._config.updates_per_batch
+        recorded = recorded_groups(
+            batch.groups,
+            trajectories=config.recorded_trajectories,
+            seed=config.seed,
+            train_step=batch.update + config.updates_per_batch,
+        )
+        metrics = await self._trainer.train(replace(prepared.batch, recorded=recorded))
+        self._train_step += config.updates_per_batch
         await self._queue.trained(groups, train_step=self._train_step, tokens=prepared.gradient_tokens)
         self._contents.trained(groups, train_step=self._train_step)
         return prepared, metrics | dict(prepared.metrics)

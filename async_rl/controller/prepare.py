@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -44,7 +44,6 @@ def prepare(
     retained_kv: bool,
     updates_per_batch: int = 1,
     seed: int = 0,
-    recorded_trajectories: int = 0,
 ) -> PreparedBatch:
     """Leave out failed rollouts, mask tokens that are too old, and split the groups into mini-batches.
 
@@ -58,7 +57,6 @@ def prepare(
         retained_kv: see TrainingBatch.
         updates_per_batch: number of mini-batches.
         seed: of the split; see `mini_batches_of`.
-        recorded_trajectories: see `recorded_groups`.
 
     Raises:
         BatchError: all rollouts failed, or a token was sampled by a version that was not published.
@@ -86,11 +84,8 @@ def prepare(
         "min_update": batch.min_update,
         "mini_batches": mini_batches,
     }
-    recorded = recorded_groups(
-        heads, trajectories=recorded_trajectories, seed=seed, train_step=batch.update + updates_per_batch
-    )
     return PreparedBatch(
-        batch=replace(made, recorded=recorded),
+        batch=made,
         gradient_tokens=_sums(made.num_loss_tokens, made.index[:, 0], len(heads)),
         lengths=lengths,
         staleness_tokens=staleness_histogram(sound, **staleness),
