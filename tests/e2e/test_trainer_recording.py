@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_rl.controller.prepare import prepare
+from async_rl.controller.prepare import prepare, recorded_groups
 from async_rl.files.rollouts import read_steps
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.batch.training_batch import RecordedGroups
@@ -95,15 +95,15 @@ def groups():
 def prepared(made):
     heads = [head_of(group) for group in made]
     versions = {version: version for version in (8, 9, 10)}
-    return prepare(
+    batch = prepare(
         Batch(groups=heads, update=UPDATE, version_updates=versions, min_update=MIN_UPDATE),
         [content_of(group) for group in made],
         advantage=AdvantageConfig(),
         version_updates=versions,
         retained_kv=False,
         updates_per_batch=2,
-        recorded_trajectories=64,
     ).batch
+    return replace(batch, recorded=recorded_groups(heads, trajectories=64, seed=0, train_step=UPDATE + 2))
 
 
 def record(checkpoint, directory, batch):
