@@ -46,6 +46,7 @@ def _run_many(seeds: range, *, jobs: int) -> int:
         outcomes.append(outcome)
         if outcome.invariant:
             failed.append(outcome)
+            _print(f"seed {outcome.seed} broken: {outcome.text}")
         if len(outcomes) % PROGRESS == 0:
             _print(f"{len(outcomes)} of {len(seeds)} seeds, {len(failed)} failed")
     seconds = time.monotonic() - started

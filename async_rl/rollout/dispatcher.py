@@ -336,8 +336,7 @@ class Dispatcher:
                 if self._place is not None:
                     number, self._num_writers = self._num_writers, self._num_writers + 1
                     await worker.open(self._place, writer=writer_name(number))
-                if self._tools_paused:
-                    await worker.pause_tools()
+                await self._adopt_pause(worker)
             except WorkerLostError as error:
                 self._note(f"rollout worker {name} did not start: {with_notes(error)}")
                 lost.may_restart = False
@@ -349,6 +348,13 @@ class Dispatcher:
             self._changed.notify_all()
             return member
         return None
+
+    async def _adopt_pause(self, worker: Worker) -> None:
+        """Pause the tools of a new worker if they are paused; a `resume` may come before it has answered."""
+        paused = False
+        while paused != self._tools_paused:
+            paused = self._tools_paused
+            await (worker.pause_tools() if paused else worker.resume_tools())
 
     async def _read(self, groups: Mapping[int, Admission]) -> None:
         if self._place is not None:

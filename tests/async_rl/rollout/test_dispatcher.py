@@ -202,6 +202,32 @@ async def test_a_new_worker_starts_no_tool_during_a_publish():
         assert ("resume_tools",) in run.workers["worker-1"].calls
 
 
+async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
+    async with Started("worker-0") as run:
+        may_answer = asyncio.Event()
+
+        class Slow(FakeWorker):
+            async def pause_tools(self):
+                await super().pause_tools()
+                await may_answer.wait()
+
+        async def start_worker(*, slot, name):
+            made = run.workers[name] = Slow(name)
+            return made
+
+        run.start_worker = start_worker
+        await run.dispatcher.pause()
+        run.workers["worker-0"].die()
+        await turns(200)
+        await run.dispatcher.resume()
+        may_answer.set()
+        await turns(200)
+        assert [call for call in run.workers["worker-1"].calls if "tools" in call[0]] == [
+            ("pause_tools",),
+            ("resume_tools",),
+        ]
+
+
 async def test_held_out_prompts_of_a_dead_worker_wait_until_its_requests_are_gone():
     async with Started("dies in a validation", "worker-1") as run:
         run.may_remove.clear()
