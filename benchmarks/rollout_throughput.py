@@ -1,7 +1,7 @@
 """Tokens per second of the whole rollout path against the same requests on bare vLLM, at equal decode work.
 
-    path    Dispatcher -> WorkerHandle -> rollout worker: Rollouter, single-turn agent loop, content files, object store
-            -> ReplicaRouter -> ReplicaHandle -> Ray actor -> VllmReplica -> vLLM, as in a run
+    path    Dispatcher -> WorkerClient -> rollout worker: Rollouter, single-turn agent loop, content files, object store
+            -> ReplicaRouter -> ReplicaClient -> Ray actor -> VllmReplica -> vLLM, as in a run
     bare    vLLM's AsyncLLM in an actor of its own that gets all prompts, as token ids, in one call
 
 Both engines have the same arguments, routing capture included, and every request the same sampling parameters and
@@ -44,8 +44,8 @@ from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import start_ray
-from async_rl.cluster.clients import ReplicaHandle
-from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.cluster.clients import ReplicaClient
+from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.vllm.config import VllmConfig, check_engine, engine_args
@@ -191,11 +191,11 @@ def endless_task(options: Mapping[str, Any], *, seed: int) -> EndlessTask:
 
 @asynccontextmanager
 async def rollout_path(
-    config: RunConfig, *, checkpoint: Path, replica: ReplicaHandle, info: ModelInfo, folder: Path
-) -> AsyncGenerator[tuple[Dispatcher, WorkerHandle]]:
+    config: RunConfig, *, checkpoint: Path, replica: ReplicaClient, info: ModelInfo, folder: Path
+) -> AsyncGenerator[tuple[Dispatcher, WorkerClient]]:
     """A rollout worker in its process, which stores content in `folder`, and the dispatcher of the driver."""
     options = {"num_cpus": 1}
-    worker = await WorkerHandle.start(
+    worker = await WorkerClient.start(
         config, name="worker-0", checkpoint=checkpoint, replicas=[replica], options=options
     )
     dispatcher = Dispatcher([worker], pool=ReplicaPool([replica]), note=say)
@@ -296,7 +296,7 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
     environment = {"env_vars": engine_environment(config.engine)}
     bare: Any = ray.remote(BareVllm).options(num_cpus=1, runtime_env=environment).remote()  # pyright: ignore[reportAttributeAccessIssue]
     replica, _ = await asyncio.gather(
-        ReplicaHandle.start(
+        ReplicaClient.start(
             config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True, options={"num_cpus": 1}
         ),
         bare.start.remote(config.engine, checkpoint),

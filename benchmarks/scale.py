@@ -43,9 +43,9 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.cluster.actors import MAX_ROLLOUTS, make_collections_rare, start_ray
-from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
+from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.cluster.queue_client import QueueClient, start_queue
-from async_rl.cluster.rollout_workers import WorkerHandle, addresses
+from async_rl.cluster.rollout_workers import WorkerClient, addresses
 from async_rl.config import ClusterConfig, RunConfig, load_config
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
@@ -115,8 +115,8 @@ class Parts:
     checkpoint: Path
     task: CalculatorTask
     routing: RoutingSpec
-    replicas: Sequence[ReplicaHandle]
-    workers: Sequence[WorkerHandle]
+    replicas: Sequence[ReplicaClient]
+    workers: Sequence[WorkerClient]
     trainer: FakeTrainer
     idle: Any
     """Actor with a meter and nothing else."""
@@ -172,7 +172,7 @@ async def start_parts(
     )
     hosts = [actor(ScriptedReplicaHost, max_concurrency=1000) for _ in range(num_replicas)]
     replicas = [
-        ReplicaHandle(ReplicaAddress(actor=host, name=f"replica-{i}", timeout_s=LONGEST_S))
+        ReplicaClient(ReplicaAddress(actor=host, name=f"replica-{i}", timeout_s=LONGEST_S))
         for i, host in enumerate(hosts)
     ]
     served = [
@@ -198,7 +198,7 @@ async def start_parts(
     await asyncio.gather(*(host.meter.remote() for host in (*hosts_of_workers, idle)))
     trainer = FakeTrainer([rank], planner=Planner(config=config.trainer, loss=config.loss), timeout_s=LONGEST_S)
     workers = [
-        WorkerHandle(host, name=name, timeout_s=LONGEST_S, stop_timeout_s=LONGEST_S)
+        WorkerClient(host, name=name, timeout_s=LONGEST_S, stop_timeout_s=LONGEST_S)
         for host, name in zip(hosts_of_workers, names, strict=True)
     ]
     return Parts(

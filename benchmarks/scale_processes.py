@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from async_rl.cluster.actors import ReplicaHost, RolloutHost
-from async_rl.cluster.clients import TrainerHandle
+from async_rl.cluster.clients import TrainerClient
 from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.spans import cut_into_segments
 from async_rl.trainer.planning import BatchPlan
@@ -207,7 +207,7 @@ class FakeRank:
         return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
 
 
-class FakeTrainer(TrainerHandle):
+class FakeTrainer(TrainerClient):
     """The real handle for `train`, so that the driver plans and hands out each batch; nothing else is called.
 
     exported: set at each export, with the time.

@@ -54,7 +54,7 @@ class ReplicaAddress:
     """File with the output of its process; its end becomes a note of an error of a start or a death."""
 
 
-class ReplicaHandle:
+class ReplicaClient:
     """Calls the `EngineReplica` in another process: an Engine, and the control calls of the publisher.
 
     A call takes as long as the replica gives signs of life: the replica bounds its control calls by
@@ -62,7 +62,7 @@ class ReplicaHandle:
 
     Args:
         address: of the replica.
-        client: name of this handle, unique among all handles of the replica.
+        client: name of this client, unique among all clients of the replica.
 
     Raises:
         ReplicaLostError: from every method, if the process is dead or silent.
@@ -94,14 +94,14 @@ class ReplicaHandle:
         options: dict[str, Any],
         variables: Mapping[str, str] | None = None,
         log: Path | None = None,
-    ) -> ReplicaHandle:
+    ) -> ReplicaClient:
         """Start the actor and its engine.
 
         variables: of the environment, beside those that the engine needs. log: file of its output.
         """
         environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
-        handle = cls(ReplicaAddress(actor=actor, name=name, timeout_s=config.load_timeout_s, log=log))
+        client = cls(ReplicaAddress(actor=actor, name=name, timeout_s=config.load_timeout_s, log=log))
         started = actor.start.remote(
             config,
             name=name,
@@ -111,11 +111,11 @@ class ReplicaHandle:
             capture_support=capture_support,
         )
         try:
-            await handle._answer_of_host("start", started, config.start_timeout_s)
+            await client._answer_of_host("start", started, config.start_timeout_s)
         except BaseException:
             ray.kill(actor)  # it holds the place of the next one
             raise
-        return handle
+        return client
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         """See `agent_loop.engine.Engine`."""
@@ -199,7 +199,7 @@ class ReplicaHandle:
             error.add_note(self._log_end)
 
 
-class TrainerHandle:
+class TrainerClient:
     """All trainer ranks as one; every call goes to every rank and rank 0 answers.
 
     Args:
@@ -238,7 +238,7 @@ class TrainerHandle:
         logs: Path | None = None,
         rollouts: Path | None = None,
         keep_rollouts: int = 0,
-    ) -> TrainerHandle:
+    ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
 
         Args:
@@ -256,9 +256,9 @@ class TrainerHandle:
             )
             for i in range(config.ranks)
         ]
-        handle = cls(actors, planner=Planner(config=config, loss=loss), timeout_s=timeout_s, logs=logs)
+        client = cls(actors, planner=Planner(config=config, loss=loss), timeout_s=timeout_s, logs=logs)
         try:
-            rendezvous = await handle._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
+            rendezvous = await client._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
             common = {
                 "config": config,
                 "optimizer": optimizer,
@@ -268,12 +268,12 @@ class TrainerHandle:
                 "rollouts": rollouts,
                 "keep_rollouts": keep_rollouts,
             }
-            await handle._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
-            handle.pids = await handle._all("pid", [a.pid.remote() for a in actors])
+            await client._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
+            client.pids = await client._all("pid", [a.pid.remote() for a in actors])
         except BaseException:
-            handle.kill()  # the ranks that started hold the places of the next ones
+            client.kill()  # the ranks that started hold the places of the next ones
             raise
-        return handle
+        return client
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
         """One batch; see TrainerRank.train. Each rank fetches the content of the groups of its sequences."""

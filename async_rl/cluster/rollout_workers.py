@@ -18,7 +18,7 @@ from agent_loop.loop import Prompt
 from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import EVENTS_S, RolloutActor
-from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
+from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.config import RunConfig
 from async_rl.files.logs import log_end
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
@@ -98,13 +98,13 @@ class _Reports(logging.Handler):
 
 def addresses(replicas: Sequence[PoolReplica]) -> dict[str, ReplicaAddress]:
     """Addresses of replicas that are actors, by name."""
-    return {replica.name: cast(ReplicaHandle, replica).address for replica in replicas}
+    return {replica.name: cast(ReplicaClient, replica).address for replica in replicas}
 
 
 class WorkerReplicaPool(ReplicaPool):
     """The replicas as a worker sees them. The driver names them, and hears of those that the worker finds lost."""
 
-    def __init__(self, replicas: Sequence[ReplicaHandle]) -> None:
+    def __init__(self, replicas: Sequence[ReplicaClient]) -> None:
         super().__init__(replicas)
         self.supervise()  # the driver starts others: a request waits for one
         self.report: Callable[[WorkerEvent], None] = lambda _event: None
@@ -123,20 +123,20 @@ class WorkerReplicaPool(ReplicaPool):
         known = {member.name for member in self.members}
         for name, address in replicas.items():
             if name not in known:
-                self.join(ReplicaHandle(address, client=client), slot=0)
+                self.join(ReplicaClient(address, client=client), slot=0)
 
 
 def build_remote_worker(
     config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
 ) -> tuple[RolloutWorker, WorkerReplicaPool]:
     """A worker in the process of an actor, and the replicas as it sees them."""
-    pool = WorkerReplicaPool([ReplicaHandle(address, client=name) for address in replicas.values()])
+    pool = WorkerReplicaPool([ReplicaClient(address, client=name) for address in replicas.values()])
     worker = build_worker(config, name=name, checkpoint=checkpoint, pool=pool)
     pool.report = worker.report
     return worker, pool
 
 
-class WorkerHandle:
+class WorkerClient:
     """Driver side of a worker in another process; see `RolloutWorker` for each call.
 
     Args:
@@ -174,7 +174,7 @@ class WorkerHandle:
         replicas: Sequence[PoolReplica],
         options: dict[str, Any],
         log: Path | None = None,
-    ) -> WorkerHandle:
+    ) -> WorkerClient:
         """Start the actor and build the worker in it.
 
         Raises:

@@ -17,7 +17,7 @@ import ray
 from torch.utils.tensorboard import SummaryWriter
 
 from async_rl.cluster.actors import Placement, start_ray
-from async_rl.cluster.clients import ReplicaHandle, TrainerHandle
+from async_rl.cluster.clients import ReplicaClient, TrainerClient
 from async_rl.cluster.rollout_workers import build_worker
 from async_rl.config import RunConfig
 from async_rl.controller.config_record import record_config
@@ -166,11 +166,11 @@ class Launcher:
     async def _build_parts(
         self,
         processes: Processes,
-        replicas: Sequence[ReplicaHandle],
+        replicas: Sequence[ReplicaClient],
         checkpoint: Path,
         recorder: Recorder,
         trace: Trace,
-    ) -> RunParts[TrainerHandle]:
+    ) -> RunParts[TrainerClient]:
         config = self._config
         pool = ReplicaPool(replicas, on_lost=recorder.warn)
         rollouts = Dispatcher(

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from agent_loop.engine import EngineError
 from async_rl.cluster.actors import Placement
-from async_rl.cluster.clients import ReplicaHandle, TrainerHandle, TrainerLostError
+from async_rl.cluster.clients import ReplicaClient, TrainerClient, TrainerLostError
 from async_rl.cluster.queue_client import QueueClient, start_queue
 from async_rl.cluster.queue_host import QueueUnavailable
-from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
 from async_rl.files.rollouts import FOLDER
@@ -64,7 +64,7 @@ class Processes:
         self._checkpoint = Path()
         self._pool: ReplicaPool | None = None
 
-    async def start(self, console: Console) -> tuple[TrainerHandle, list[ReplicaHandle], Path]:
+    async def start(self, console: Console) -> tuple[TrainerClient, list[ReplicaClient], Path]:
         """Trainer and replicas on the checkpoint that RL starts from, warm-started first if configured."""
         self._console = console
         config, warm = self._config, self._config.warm_start
@@ -91,7 +91,7 @@ class Processes:
         self._checkpoint = folder
         return cold, await self._start_replicas(), folder
 
-    async def replace_trainer(self, lost: TrainerHandle) -> TrainerHandle:
+    async def replace_trainer(self, lost: TrainerClient) -> TrainerClient:
         """All ranks again, on the checkpoint that RL starts from, after those of `lost` are closed.
 
         What these published stays: a replica that is restarted meanwhile loads it.
@@ -108,14 +108,14 @@ class Processes:
         await self._wait_for_node("the queue", self._placement.queue(), timeout_s=timeout_s, error=QueueUnavailable)
         return await self._start_trainer(self._checkpoint, self._config.optimizer)
 
-    async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaHandle:
+    async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaClient:
         """See `async_rl.inference.supervisor.ReplicaFactory`."""
-        await self._closing(cast(ReplicaHandle, lost).close)()
+        await self._closing(cast(ReplicaClient, lost).close)()
         options, timeout_s = self._placement.replica(slot), self._config.engine.start_timeout_s
         await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
         return await self._start_replica(slot=slot, name=name)
 
-    async def start_rollout_workers(self, pool: ReplicaPool) -> list[WorkerHandle]:
+    async def start_rollout_workers(self, pool: ReplicaPool) -> list[WorkerClient]:
         """As many as `rollout.workers`, on the replicas of `pool`."""
         self._pool = pool
         async with asyncio.TaskGroup() as starts:
@@ -128,16 +128,16 @@ class Processes:
     async def remove_worker(self, lost: Worker) -> None:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
         assert self._pool is not None
-        await self._closing(cast(WorkerHandle, lost).close)()
+        await self._closing(cast(WorkerClient, lost).close)()
         for member in self._pool.live_or_none:
-            replica = cast(ReplicaHandle, member.replica)
+            replica = cast(ReplicaClient, member.replica)
             try:
                 async with self._pool.calling(member):
                     await replica.forget_client(lost.name)
             except EngineError:
                 replica.kill()  # it may only be out of reach; dead, it does not come back with the requests
 
-    async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+    async def start_worker(self, *, slot: int, name: str) -> WorkerClient:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
         options, timeout_s = self._placement.worker(slot), self._config.cluster.start_timeout_s
         await self._wait_for_node(name, options, timeout_s=timeout_s, error=WorkerLostError)
@@ -168,9 +168,9 @@ class Processes:
         self._task.save_initial_checkpoint(path)
         return path
 
-    async def _start_trainer(self, checkpoint: Path, optimizer: OptimizerConfig) -> TrainerHandle:
+    async def _start_trainer(self, checkpoint: Path, optimizer: OptimizerConfig) -> TrainerClient:
         config = self._config
-        trainer = await TrainerHandle.start(
+        trainer = await TrainerClient.start(
             config.trainer,
             optimizer=optimizer,
             loss=config.loss,
@@ -186,7 +186,7 @@ class Processes:
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(trainer.pids)})
         return trainer
 
-    async def _start_replicas(self) -> list[ReplicaHandle]:
+    async def _start_replicas(self) -> list[ReplicaClient]:
         config = self._config
         check_engine(
             config.engine,
@@ -202,9 +202,9 @@ class Processes:
             ]
         return [task.result() for task in tasks]
 
-    async def _start_replica(self, *, slot: int, name: str) -> ReplicaHandle:
+    async def _start_replica(self, *, slot: int, name: str) -> ReplicaClient:
         config = self._config
-        replica = await ReplicaHandle.start(
+        replica = await ReplicaClient.start(
             config.engine,
             name=name,
             checkpoint=self._checkpoint,
@@ -219,9 +219,9 @@ class Processes:
         self._name({name: await replica.pid()})
         return replica
 
-    async def _start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+    async def _start_worker(self, *, slot: int, name: str) -> WorkerClient:
         assert self._pool is not None
-        worker = await WorkerHandle.start(
+        worker = await WorkerClient.start(
             self._config,
             name=name,
             checkpoint=self._checkpoint,

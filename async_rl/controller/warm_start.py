@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from async_rl.cluster.clients import TrainerHandle
+from async_rl.cluster.clients import TrainerClient
 from async_rl.config import WarmStartConfig
 from async_rl.rollout.task import Task, TaskConfig
 from async_rl.trainer.batch.training_batch import supervised_batch
@@ -34,7 +34,7 @@ async def run_warm_start(
     config: WarmStartConfig,
     *,
     task: Task,
-    trainer: TrainerHandle,
+    trainer: TrainerClient,
     initial: Path,
     folder: Path,
     progress: Callable[[int, float], None],

@@ -43,7 +43,7 @@ class Member:
     """A replica of the pool."""
 
     replica: PoolReplica
-    """Handle of the replica."""
+    """Client of the replica."""
     slot: int
     """Index among the initial replicas; a successor has the same one."""
     in_flight: int = 0

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agent_loop.engine import EngineError
 from async_rl.cluster.actors import ReplicaHost, RolloutHost
-from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
+from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
-from async_rl.cluster.rollout_workers import WorkerHandle, addresses, build_remote_worker
+from async_rl.cluster.rollout_workers import WorkerClient, addresses, build_remote_worker
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
@@ -141,7 +141,7 @@ class Run:
         self.trainer = SimulatedTrainer(self._world)
         return self.trainer
 
-    async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaHandle:
+    async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaClient:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(START_S)
         kind, _ = self._world.fault("start")
@@ -155,29 +155,29 @@ class Run:
         for member in self.pool.live_or_none:
             try:
                 async with self.pool.calling(member):
-                    await cast(ReplicaHandle, member.replica).forget_client(lost.name)
+                    await cast(ReplicaClient, member.replica).forget_client(lost.name)
             except EngineError:
                 self.processes[member.name].die("killed by the driver")
 
-    async def start_worker(self, *, slot: int, name: str) -> WorkerHandle:
+    async def start_worker(self, *, slot: int, name: str) -> WorkerClient:
         await asyncio.sleep(START_S)
         await self.pool.serving()
         return self._worker(name)
 
     # ---- processes
 
-    def _worker(self, name: str) -> WorkerHandle:
+    def _worker(self, name: str) -> WorkerClient:
         host = RolloutHost()
         replicas = addresses([member.replica for member in self.pool.live])
         host.serve(*build_remote_worker(self._config, name=name, checkpoint=Path(), replicas=replicas))
         actor = cast(Any, self._process(name, host))
-        return WorkerHandle(actor, name=name, timeout_s=CALL_S, stop_timeout_s=STOP_S)
+        return WorkerClient(actor, name=name, timeout_s=CALL_S, stop_timeout_s=STOP_S)
 
-    def _replica(self, slot: int, name: str) -> ReplicaHandle:
+    def _replica(self, slot: int, name: str) -> ReplicaClient:
         host = ReplicaHost()
         replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
         host._serve(cast(EngineReplica[Any], Observed(replica)))  # pyright: ignore[reportPrivateUsage]
-        return ReplicaHandle(ReplicaAddress(actor=self._process(name, host), name=name, timeout_s=CALL_S))
+        return ReplicaClient(ReplicaAddress(actor=self._process(name, host), name=name, timeout_s=CALL_S))
 
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.config.seed}")

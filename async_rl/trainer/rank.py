@@ -19,8 +19,7 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
 from async_rl.trainer.model.convert import load_weights
-from async_rl.trainer.model.gpt import BuiltModel, build_model
-from async_rl.trainer.model.lm_head import compute_head_in_float32
+from async_rl.trainer.model.gpt import BuiltModel, build_model, compute_head_in_float32
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
 from async_rl.trainer.recording import RolloutRecorder, recorded_values

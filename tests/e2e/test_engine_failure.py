@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.cluster.actors import start_ray
-from async_rl.cluster.clients import ReplicaHandle
+from async_rl.cluster.clients import ReplicaClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
@@ -117,7 +117,7 @@ async def test_an_engine_that_does_not_start_shows_the_end_of_its_log(
     start_ray(ClusterConfig(num_cpus=4, object_store_bytes=128 << 20))
     try:
         with pytest.raises(EngineError, match="replica-0") as raised:
-            await ReplicaHandle.start(
+            await ReplicaClient.start(
                 config,
                 name="replica-0",
                 checkpoint=checkpoint,

@@ -15,7 +15,7 @@ import torch
 
 from agent_loop.engine import GenerateRequest, ReplicaLostError
 from async_rl.cluster.actors import Placement, PlacementError, start_ray
-from async_rl.cluster.clients import ReplicaHandle
+from async_rl.cluster.clients import ReplicaClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment
 from async_rl.weights.transport import read_update, write_update
@@ -46,7 +46,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-async def generate(replica: ReplicaHandle, name: str, *, max_new_tokens: int = 24) -> TokenOutput:
+async def generate(replica: ReplicaClient, name: str, *, max_new_tokens: int = 24) -> TokenOutput:
     ask = GenerateRequest(request_id=name, token_ids=tokens(30), max_new_tokens=max_new_tokens)
     return (await replica.generate(ask))[0]
 
@@ -58,7 +58,7 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
     update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
     with monkeypatch.context() as driver:
         driver.setattr(torch.cuda, "is_available", lambda: True)  # as on a node that is not the replica's
-        replica = await ReplicaHandle.start(
+        replica = await ReplicaClient.start(
             CONFIG,
             name="replica-0",
             checkpoint=paths[0],

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.tools import PauseGate, ToolRunner
-from async_rl.cluster.clients import ReplicaHandle
+from async_rl.cluster.clients import ReplicaClient
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.controller.controller import Controller
 from async_rl.controller.prepare import prepare
@@ -80,7 +80,7 @@ class VersionGoesBack(QueueState):
 
 
 @defect("versions")
-class ReplicaIsLeftOutOfPublish(ReplicaHandle):
+class ReplicaIsLeftOutOfPublish(ReplicaClient):
     async def load(self, update, **options):
         if self.name != "replica-1":
             return await super().load(update, **options)

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import itertools
 
-from async_rl.cluster.clients import ReplicaHandle
-from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.cluster.clients import ReplicaClient
+from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.simulator.run import Run, WatchedDispatcher
 from message_queue import content_reader
@@ -28,7 +28,7 @@ class SuccessorStartsWithoutTheExistingTokens(WatchedDispatcher):
 
 
 @defect("failure", "exactly once", kinds=DIES, seed=942)
-class RequestsOfADeadWorkerStayInTheEngine(ReplicaHandle):
+class RequestsOfADeadWorkerStayInTheEngine(ReplicaClient):
     async def forget_client(self, client):
         return
 
@@ -65,7 +65,7 @@ class HandoutsStartAgainAtARestart(WatchedDispatcher):
 
 
 @defect("progress", kinds=("worker hangs",))
-class HungWorkerIsWaitedFor(WorkerHandle):
+class HungWorkerIsWaitedFor(WorkerClient):
     async def events(self):
         return await self._answer("events", self._actor.events.remote())
 

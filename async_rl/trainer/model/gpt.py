@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from async_rl.trainer.model.attention import Rotary
 from async_rl.trainer.model.families import ModelShape, read_shape
@@ -239,3 +240,22 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
 def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron's gradient reduction over all groups, without the division by a token count."""
     finalize_model_grads(model, None, **kwargs)
+
+
+def compute_head_in_float32(chunks: Sequence[GPTModel]) -> None:
+    """Let the output layer multiply in float32, so that logits are not rounded to bfloat16.
+
+    bfloat16 rounds a logit of 16 by up to 0.06, which is then the error of a logprob (MiniMax-M1, arXiv 2506.13585).
+    The weight and its gradient remain bfloat16. Chunks without an output layer are unchanged.
+    """
+    for chunk in chunks:
+        if chunk.post_process:
+            layer: Any = chunk.output_layer
+            layer._forward_impl = _in_float32(layer._forward_impl)
+
+
+def _in_float32(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wide(*, input: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+        return multiply(input=input.float(), weight=weight.float(), **settings)
+
+    return wide

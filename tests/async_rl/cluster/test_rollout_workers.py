@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from async_rl.cluster import rollout_workers
-from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from tests.helpers.fakes import FakeEngine, SeededScript
@@ -53,7 +53,7 @@ def workers(monkeypatch):
     monkeypatch.setattr(rollout_workers.ray, "kill", FakeActor.kill)
     actors = {"worker-0": FakeActor(blocked=True), "worker-1": FakeActor(blocked=False)}
     return {
-        name: (actor, WorkerHandle(actor, name=name, timeout_s=FOR_EVER_S, stop_timeout_s=0.01))
+        name: (actor, WorkerClient(actor, name=name, timeout_s=FOR_EVER_S, stop_timeout_s=0.01))
         for name, actor in actors.items()
     }
 
@@ -90,7 +90,7 @@ async def test_blocked_worker_delays_a_publish_no_longer_than_a_stop(first, call
     assert [made for made in free.calls if made != "flush"] == [name, "end"]
 
 
-@pytest.mark.parametrize("call", [WorkerHandle.end, WorkerHandle.flush])
+@pytest.mark.parametrize("call", [WorkerClient.end, WorkerClient.flush])
 async def test_blocked_worker_fails_at_a_stop_and_is_killed_without_another_wait(workers, call):
     blocked, handle = workers["worker-0"]
     async with asyncio.timeout(30):
@@ -115,7 +115,7 @@ async def test_closing_a_worker_waits_in_bounds_until_ray_reports_it_dead(answer
     monkeypatch.setattr(rollout_workers, "GONE_S", 0)
     actor = FakeActor(blocked=False, unreachable=[answer] * times)
     async with asyncio.timeout(30):
-        await WorkerHandle(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=timeout_s)
+        await WorkerClient(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=timeout_s)
     assert actor.killed and bool(actor.unreachable) == (times > 3)
     if times == 3:
         assert actor.calls == ["end", *["pid"] * 4], "the last one says that it is dead"

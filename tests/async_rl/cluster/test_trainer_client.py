@@ -57,11 +57,11 @@ def handle_of(count, *, fails=None, logs=None):
     """A handle of fake ranks, and the ranks; the last one fails."""
     ranks = [FakeRank(i, fails if i == count - 1 else None) for i in range(count)]
     planner = Planner(config=replace(TRAINER, ranks=count), loss=DecoupledPPO())
-    return clients.TrainerHandle(ranks, planner=planner, timeout_s=5, logs=logs), ranks
+    return clients.TrainerClient(ranks, planner=planner, timeout_s=5, logs=logs), ranks
 
 
 @pytest.mark.parametrize("in_store", [False, True])
-async def test_trainer_handle_gives_all_ranks_one_plan_and_references_to_content(puts, in_store):
+async def test_trainer_client_gives_all_ranks_one_plan_and_references_to_content(puts, in_store):
     handle, ranks = handle_of(2)
     batch = training_batch_of(make_batch())
     given = [Stored(content) for content in batch.contents] if in_store else batch.contents
@@ -76,7 +76,7 @@ async def test_trainer_handle_gives_all_ranks_one_plan_and_references_to_content
     assert all(put.put_by is not threading.main_thread() for put in puts)
 
 
-async def test_trainer_handle_gives_all_ranks_the_plan_of_a_supervised_batch(puts):
+async def test_trainer_client_gives_all_ranks_the_plan_of_a_supervised_batch(puts):
     handle, ranks = handle_of(2)
     batch = make_supervised_batch()
     await handle.train_supervised(batch)
@@ -147,7 +147,7 @@ async def test_trainer_ranks_are_killed_if_one_does_not_start(call, error, monke
     monkeypatch.setattr(clients, "TrainerActor", SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote)))
     monkeypatch.setattr(clients.ray, "kill", killed.append)
     with pytest.raises(clients.TrainerLostError, match=f"trainer rank .*{call}"):
-        await clients.TrainerHandle.start(
+        await clients.TrainerClient.start(
             replace(TRAINER, ranks=2),
             optimizer=None,
             loss=DecoupledPPO(),

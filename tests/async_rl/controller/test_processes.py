@@ -11,7 +11,7 @@ from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueUnavailable
-from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import load_config
 from async_rl.controller import processes
 from async_rl.controller.processes import Processes
@@ -41,7 +41,7 @@ def trainers(monkeypatch):
         started.append(FakeTrainer())
         return started[-1]
 
-    monkeypatch.setattr(processes.TrainerHandle, "start", start)
+    monkeypatch.setattr(processes.TrainerClient, "start", start)
     return started
 
 
@@ -150,7 +150,7 @@ async def test_a_queue_that_dies_at_its_start_is_reported_in_one_line():
 @pytest.mark.parametrize("died", [ObjectLostError("00", None, ""), ActorUnavailableError("no answer", None)])
 async def test_a_worker_that_does_not_answer_is_named(died):
     with pytest.raises(WorkerLostError, match="worker-0"):
-        await WorkerHandle(actor_with("flush", died), name="worker-0", timeout_s=5, stop_timeout_s=5).flush()
+        await WorkerClient(actor_with("flush", died), name="worker-0", timeout_s=5, stop_timeout_s=5).flush()
 
 
 def stage_failed():

@@ -18,8 +18,8 @@ import ray
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from agent_loop.loop import Message, Prompt
 from async_rl.cluster.actors import ReplicaHost, start_ray
-from async_rl.cluster.clients import ReplicaAddress, ReplicaHandle
-from async_rl.cluster.rollout_workers import WorkerHandle
+from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
+from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.replica import EngineReplica
 from async_rl.rollout.dispatcher import WorkerLostError
@@ -65,7 +65,7 @@ class Worker:
     """Another process that calls a replica."""
 
     def __init__(self, address: ReplicaAddress) -> None:
-        self._replica = ReplicaHandle(address, client="worker-0")
+        self._replica = ReplicaClient(address, client="worker-0")
 
     async def generate(self, asked: GenerateRequest) -> int:
         return len((await self._replica.generate(asked))[0])
@@ -99,11 +99,11 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-async def fake_replica(*, token_s: float = 0.0, log: Path | None = None, line: str = "") -> tuple[ReplicaHandle, Any]:
+async def fake_replica(*, token_s: float = 0.0, log: Path | None = None, line: str = "") -> tuple[ReplicaClient, Any]:
     actor: Any = ray.remote(FakeHost).options(num_cpus=1).remote(log=log)
     await actor.start.remote(token_s=token_s, line=line)
     address = ReplicaAddress(actor=actor, name="fake-0", timeout_s=20.0, log=log)
-    return ReplicaHandle(address), actor
+    return ReplicaClient(address), actor
 
 
 def request(name: str, *, tokens: int = 4) -> GenerateRequest:
@@ -130,7 +130,7 @@ async def test_pause_and_abort_answer_beside_two_thousand_generations(cluster: N
     await replica.close(timeout_s=5)
 
 
-async def test_replica_handle_gives_each_error_to_its_own_caller(cluster: None):
+async def test_replica_client_gives_each_error_to_its_own_caller(cluster: None):
     replica, _ = await fake_replica()
     bad, odd, good = await asyncio.gather(
         *(replica.generate(request(name)) for name in ("bad", "odd", "good")), return_exceptions=True
@@ -141,7 +141,7 @@ async def test_replica_handle_gives_each_error_to_its_own_caller(cluster: None):
     await replica.close(timeout_s=5)
 
 
-async def test_replica_handles_of_two_processes_share_a_replica(cluster: None):
+async def test_replica_clients_of_two_processes_share_a_replica(cluster: None):
     replica, actor = await fake_replica(token_s=0.01)
     worker: Any = ray.remote(Worker).options(num_cpus=1).remote(replica.address)
     own = asyncio.create_task(replica.generate(request("own", tokens=100_000)))
@@ -221,7 +221,7 @@ async def test_a_replica_whose_log_cannot_be_opened_works_and_reports_it(cluster
 async def test_a_rollout_worker_whose_tool_never_returns_is_killed_at_a_stop(cluster: None, tmp_path: Path):
     blocks = tmp_path / "blocks"
     actor: Any = ray.remote(BlockedWorker).options(num_cpus=1).remote(blocks)
-    worker = WorkerHandle(actor, name="worker-0", timeout_s=300.0, stop_timeout_s=0.5)
+    worker = WorkerClient(actor, name="worker-0", timeout_s=300.0, stop_timeout_s=0.5)
     process = psutil.Process(await worker.pid())
     prompt = Prompt(index=0, messages=(Message(role="user", content="?"),))
     admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
