@@ -124,12 +124,12 @@ def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPol
     Raises:
         JournalMismatch: the journal is not of the checkpoint, or a setting changed while groups are in flight.
     """
-    given_up, diverged, notes = list[Dropped](), False, list[str]()
+    given_up, notes = list[Dropped](), list[str]()
     if stored is None:
         state = state_of_checkpoint(place)
     else:
         before = _followed(stored, place)
-        state, given_up, diverged = _restarted(before, place, policy=policy)
+        state, given_up = _restarted(before, place, policy=policy)
         notes = list(_notes(before, state, given_up, incomplete=place.incomplete))
     return state, Restored(
         began=stored is None,
@@ -139,7 +139,7 @@ def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPol
         prompt_cursor=state.prompt_cursor,
         waiting=tuple(state.returned),
         version=max(state.versions),
-        diverged=diverged,
+        diverged=state.diverged,
         version_updates=dict(state.versions),
         given_up=frozenset(event.group for event in given_up),
         next_group=state.next_group,
@@ -209,14 +209,13 @@ def _notes(
 
 def _restarted(
     stored: StoredState, place: JournalPlace, *, policy: DropPolicy
-) -> tuple[QueueState, list[Dropped], bool]:
-    """(the state after the restart, groups dropped by it, whether the newest weights are not made again)."""
+) -> tuple[QueueState, list[Dropped]]:
+    """(the state after the restart, groups dropped by it)."""
     snapshot = place.checkpoint or QueueSnapshot()
     groups = [GroupState(admission=g.admission) if g.group in place.incomplete else g for g in stored.groups]
     replay = _replayed(groups, next_update=snapshot.next_update, policy=policy)
     end = snapshot.next_update + len(replay) * policy.updates_per_batch
     newest = max(stored.versions)
-    diverged = stored.versions[newest] > end
     versions = {version: min(update, end) for version, update in stored.versions.items()}
     replayed = {group for batch in replay for group in batch}
     state = QueueState(
@@ -227,6 +226,7 @@ def _restarted(
             train_step=place.train_step,
             served=newest,
             versions=versions,
+            diverged=stored.diverged or stored.versions[newest] > end,
             replay=replay,
             groups=tuple(
                 _restart(group, turn, versions, replayed) for turn, group in enumerate(sorted(groups, key=_start_order))
@@ -238,7 +238,7 @@ def _restarted(
         state.apply(event)
     state.returned.update(dict.fromkeys(state.requeued))
     state.requeued.clear()
-    return state, given_up, diverged
+    return state, given_up
 
 
 def _replayed(groups: Iterable[GroupState], *, next_update: int, policy: DropPolicy) -> tuple[tuple[int, ...], ...]:

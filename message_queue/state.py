@@ -82,6 +82,8 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
     """Newest `param_version` that every replica serves."""
     versions: dict[int, int] = msgspec.field(default_factory=lambda: {0: 0})
     """Published `param_version` -> optimizer updates, for all that a group may have tokens of."""
+    diverged: bool = False
+    """Whether a restart cannot make the weights of the newest version again, and none was published since."""
     requeued: tuple[int, ...] = ()
     """Prompts of expired groups that the next admissions are of, in order."""
     returned: tuple[int, ...] = ()
@@ -114,7 +116,7 @@ class QueueState:
         self.next_group, self.next_update = stored.next_group, stored.next_update
         self.prompt_cursor = stored.prompt_cursor
         self.train_step, self.settled_step = stored.train_step, stored.settled_step
-        self.served, self.versions = stored.served, dict(stored.versions)
+        self.served, self.versions, self.diverged = stored.served, dict(stored.versions), stored.diverged
         self.requeued, self.returned = deque(stored.requeued), dict.fromkeys(stored.returned)
         self.requeues, self.replay = dict(stored.requeues), deque(stored.replay)
         self._next_turn = stored.next_turn
@@ -196,6 +198,7 @@ class QueueState:
             settled_step=self.settled_step,
             served=self.served,
             versions=dict(self.versions),
+            diverged=self.diverged,
             requeued=tuple(self.requeued),
             returned=tuple(self.returned),
             requeues=dict(self.requeues),
@@ -323,6 +326,7 @@ class QueueState:
             "were taken",
         )
         self.versions[event.version] = event.update
+        self.diverged = False
 
     def _load(self, version: int) -> None:
         _require(

@@ -307,7 +307,8 @@ class GroupAccount:
             policy, bound = self._config.staleness.policy, self._config.staleness.max_staleness
             age = found.end - min(found.end, updates[admission.admitted_version]) + per_batch - 1
             waits = policy == "wait"  # after damage, groups to train again take the places of others
-            excused = bool(self._damaged) if waits else age > bound
+            unseen = bool(self._damaged) and (waits or found.attempts > 1)  # by an attempt that dropped the group
+            excused = unseen or (age > bound and not waits)
             require("failure", excused, "{} is dropped by a restart under {}", admission, policy)
             requeue = admission.prompt in restored.waiting
             self._dropped(group, requeue=requeue, expired=waits)

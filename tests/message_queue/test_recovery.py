@@ -140,6 +140,21 @@ async def test_versions_after_the_repeated_steps_count_as_of_their_end(tmp_path)
     assert replace(young, admitted_update=1) in restored.open
 
 
+async def test_weights_that_are_not_made_again_are_diverged_until_the_next_publish(tmp_path):
+    queue, journal = await filled(tmp_path, 4, steps=2)
+    await queue.publish(1, update=2)
+    await queue.loaded(1)
+    await journal.close()
+    await reopened(tmp_path, incomplete=frozenset({2}))
+    queue, journal, restored = await opened(tmp_path)
+    assert restored.diverged
+    await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
+    await queue.publish(2, update=1)
+    await journal.close()
+    restored, _ = await reopened(tmp_path)
+    assert not restored.diverged
+
+
 async def test_a_journal_of_another_checkpoint_is_refused(tmp_path):
     queue, journal = await filled(tmp_path, 4, steps=1)
     saved = await queue.snapshot()
