@@ -207,9 +207,7 @@ def _notes(
             yield f"{len(reasons)} groups {end}: {reasons[0]}"
 
 
-def _restarted(
-    stored: StoredState, place: JournalPlace, *, policy: DropPolicy
-) -> tuple[QueueState, list[Dropped]]:
+def _restarted(stored: StoredState, place: JournalPlace, *, policy: DropPolicy) -> tuple[QueueState, list[Dropped]]:
     """(the state after the restart, groups dropped by it)."""
     snapshot = place.checkpoint or QueueSnapshot()
     groups = [GroupState(admission=g.admission) if g.group in place.incomplete else g for g in stored.groups]

@@ -19,9 +19,11 @@ import async_rl.config
 from async_rl.config import RECIPES, load_config, recipe_overrides
 from async_rl.rollout.task import build_task
 
-config = load_config(recipe_overrides(RECIPES / "calculator" / "recipe.yaml"))
-task = build_task(config.task, seed=0)
-print(async_rl.config.__file__, type(task).__module__)
+for recipe in ("calculator", "math"):
+    config = load_config(recipe_overrides(RECIPES / recipe / "recipe.yaml"))
+    task = build_task(config.task, seed=0)
+    task.train_prompt(0)
+    print(async_rl.config.__file__, type(task).__module__)
 """
 
 
@@ -45,7 +47,7 @@ def test_the_wheel_has_three_packages_and_no_other_module(installed):
     assert (installed / "async_rl" / "metrics" / "viewer.html").is_file()
 
 
-def test_an_installed_run_finds_its_configs_and_the_calculator(installed, tmp_path):
+def test_an_installed_run_finds_its_configs_and_recipes(installed, tmp_path):
     (tmp_path / "recipes").mkdir()  # a folder of the user
     (tmp_path / "recipes" / "__init__.py").touch()
     found = subprocess.run(
@@ -56,4 +58,6 @@ def test_an_installed_run_finds_its_configs_and_the_calculator(installed, tmp_pa
         text=True,
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == [str(installed / "async_rl" / "config.py"), "async_rl.recipes.calculator.task"]
+    config = str(installed / "async_rl" / "config.py")
+    modules = [f"async_rl.recipes.{recipe}.task" for recipe in ("calculator", "math")]
+    assert found.stdout.split() == [config, modules[0], config, modules[1]]

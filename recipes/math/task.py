@@ -1,0 +1,94 @@
+"""Word problems in the format of GSM8K: rows with `question`, and with `answer`, whose last line is `#### 42`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from agent_loop.rewards import math_answer
+from async_rl.rollout.data import open_rows
+from async_rl.rollout.task import Demonstration, Task
+
+from .make_sample import SAMPLE
+from .model import build_tokenizer, save_tiny_checkpoint
+
+TEMPLATE = "{question}\nReason step by step. Write the answer on the last line after ####."
+
+
+def math_task(
+    *,
+    train: str = str(SAMPLE / "train.jsonl"),
+    validation: str = str(SAMPLE / "validation.jsonl"),
+    max_prompt_tokens: int | None = None,
+) -> MathTask:
+    """The task of `--recipe math`.
+
+    Args:
+        train: `.jsonl` or `.parquet` file in the format of GSM8K.
+        validation: another one, which is not trained.
+        max_prompt_tokens: longer prompts are left out.
+    """
+    return MathTask(
+        prompts=read_gsm8k(train, name="task.options.train"),
+        validation=read_gsm8k(validation, name="task.options.validation"),
+        template=TEMPLATE,
+        rewards=math_answer(),
+        max_prompt_tokens=max_prompt_tokens,
+    )
+
+
+class MathTask(Task):
+    """A Task that can also build a tiny model of its words, and show it the solutions of the training rows."""
+
+    def save_initial_checkpoint(self, path: Path) -> None:
+        """Write a randomly initialised model and tokenizer."""
+        save_tiny_checkpoint(path, tokenizer=self._words(), seed=self.seed)
+
+    def demonstrations(self, start: int, count: int) -> Sequence[Demonstration]:
+        """Prompts `start` to `start + count - 1`, each with its solution in the loss."""
+        tokenizer = self._words()
+        chat = self._chat(tokenizer)
+
+        def demonstrate(index: int) -> Demonstration:
+            prompt = self.train_prompt(index)
+            asked = chat.prompt(prompt.messages)
+            text = f"{prompt.target['solution']}{tokenizer.eos_token}"
+            written = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+            mask = np.arange(len(asked) + len(written)) >= len(asked)
+            return np.concatenate([asked, written]), mask
+
+        return [demonstrate(index) for index in range(start, start + count)]
+
+    def _words(self) -> PreTrainedTokenizerFast:
+        rows = cast(Sequence[Mapping[str, str]], self._prompts)
+        return build_tokenizer([TEMPLATE, *(row[column] for row in rows for column in ("question", "solution"))])
+
+
+def read_gsm8k(path: str, *, name: str) -> list[dict[str, str]]:
+    """Rows with the columns question, solution (the text) and answer (its number, without commas).
+
+    `{"question": "3+4?", "answer": "3+4=7\\n#### 7"}` becomes question "3+4?", solution "3+4=7\\n#### 7", answer "7".
+
+    Args:
+        name: of the file in error texts.
+
+    Raises:
+        ValueError: the file cannot be read, or a row has another form; names the row.
+    """
+    rows = cast(Sequence[Any], open_rows(path, seed=0, name=name))
+    return [_read_row(row, where=f"row {index} of {name}={path}") for index, row in enumerate(rows)]
+
+
+def _read_row(row: Any, *, where: str) -> dict[str, str]:
+    columns = cast(Mapping[str, Any], row) if isinstance(row, Mapping) else {}
+    question, solution = columns.get("question"), columns.get("answer")
+    if not isinstance(question, str) or not isinstance(solution, str):
+        raise ValueError(f"{where} has no texts `question` and `answer`; use rows in the format of GSM8K")
+    _, mark, answer = solution.rpartition("####")
+    if not mark or not answer.strip():
+        raise ValueError(f"{where}: answer has no last line `#### NUMBER`; use rows in the format of GSM8K")
+    return {"question": question, "solution": solution, "answer": answer.strip().replace(",", "")}
