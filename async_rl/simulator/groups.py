@@ -305,10 +305,11 @@ class GroupAccount:
             require("exactly once", known, "group {} was acknowledged and is lost", group)
             admission, per_batch = self.admissions[group], self._config.trainer.updates_per_batch
             policy, bound = self._config.staleness.policy, self._config.staleness.max_staleness
-            age = found.end - min(found.end, updates[admission.admitted_version]) + per_batch - 1
+            # An attempt that has not seen the damage yet trains all steps again, and the group is older at their end.
+            end = max(found.end, self._answered_step) if self._damaged and found.attempts > 1 else found.end
+            age = end - min(end, updates[admission.admitted_version]) + per_batch - 1
             waits = policy == "wait"  # after damage, groups to train again take the places of others
-            unseen = bool(self._damaged) and (waits or found.attempts > 1)  # by an attempt that dropped the group
-            excused = unseen or (age > bound and not waits)
+            excused = bool(self._damaged) if waits else age > bound
             require("failure", excused, "{} is dropped by a restart under {}", admission, policy)
             requeue = admission.prompt in restored.waiting
             self._dropped(group, requeue=requeue, expired=waits)
