@@ -43,6 +43,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
+    return with_chat_template(tokenizer)
+
+
+def with_chat_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """The Hugging Face tokenizer of a vocabulary that has the control tokens."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from ..calculator.model import TinyModelConfig, save_initial_checkpoint
-from ..calculator.tokenizer import CHARACTERS, CHAT_TEMPLATE, CONTROL, END_OF_TURN, PAD
+from ..calculator.tokenizer import CHARACTERS, CONTROL, with_chat_template
 
 _WORDS = r"\d| ?[A-Za-z]+|[\s\S]"
 
@@ -26,13 +26,7 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORDS), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TURN,
-        pad_token=PAD,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
+    return with_chat_template(tokenizer)
 
 
 def save_tiny_checkpoint(path: Path, *, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
