@@ -70,6 +70,8 @@ class Restored:
     """Groups whose rollouts continue; their heads must repeat these values."""
     ready: tuple[Admission, ...]
     """Groups whose content is needed: finished ones that wait for the trainer, also those of `replay`."""
+    trajectories: Mapping[int, int]
+    """Ready group -> number of its trajectories, also of those that failed."""
     replay: int
     """Batches that `take` hands out first, to be trained again."""
     prompt_cursor: int
@@ -135,6 +137,7 @@ def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPol
         began=stored is None,
         open=tuple(group.admission for group in state.open.values()),
         ready=tuple(group.admission for group in state.ready.values()),
+        trajectories={n: len(group.head.trajectories) for n, group in state.ready.items() if group.head is not None},
         replay=len(state.replay),
         prompt_cursor=state.prompt_cursor,
         waiting=tuple(state.returned),

@@ -89,7 +89,7 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
     returned: tuple[int, ...] = ()
     """Prompts that the last restart gave back to the driver and that were not admitted again yet, in order."""
     requeues: dict[int, int] = msgspec.field(default_factory=dict[int, int])
-    """Prompt -> times that it was to be admitted again, for prompts that have not ended."""
+    """Prompt -> times that it was to be admitted again, until a checkpoint holds its training or it is dropped."""
     replay: tuple[tuple[int, ...], ...] = ()
     """Batches of ready groups that are taken first, unchanged."""
     ledger: LedgerCounts = msgspec.field(default_factory=LedgerCounts)
@@ -167,6 +167,7 @@ class QueueState:
     def snapshot(self, *, closed: bool = False) -> QueueSnapshot:
         """The state as a checkpoint stores it."""
         updates = [group.taken_update for group in self.taken.values() if group.taken_update is not None]
+        trained = {group.admission.prompt for group in self.trained.values()}
         return QueueSnapshot(
             next_group=self.next_group,
             next_update=min(updates, default=self.next_update),
@@ -178,7 +179,7 @@ class QueueState:
             replay=len(self.replay),
             unfinished=tuple(group.admission for group in self.live.values()),
             waiting=tuple(self.requeued),
-            requeues=dict(self.requeues),
+            requeues={prompt: times for prompt, times in self.requeues.items() if prompt not in trained},
             ledger=self.counts,
             closed=closed,
         )
@@ -290,7 +291,6 @@ class QueueState:
                 trained_tokens=tokens,
                 replay_update=entry.taken_update,
             )
-            self.requeues.pop(entry.admission.prompt, None)
             self._counts.update(trained=1, trained_tokens=tokens, masked_tokens=entry.masked)
             self._records.append(_record(entry, outcome="trained", train_step=event.train_step))
         self.train_step = max(self.train_step, event.train_step)
@@ -343,6 +343,7 @@ class QueueState:
         )
         for entry in [g for g in self.trained.values() if g.train_step is not None and g.train_step <= train_step]:
             self._remove(entry)
+            self.requeues.pop(entry.admission.prompt, None)
         self.settled_step = train_step
         groups = (*self.live.values(), *self.trained.values())
         oldest = min((self.served, *(group.admission.admitted_version for group in groups)))

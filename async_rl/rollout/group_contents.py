@@ -56,8 +56,13 @@ async def read_content(place: ContentPlace, restored: Restored) -> StoredContent
         JournalError: a file belongs to another run, has another format, or cannot be opened.
     """
     found = await read_stored(place, (*restored.open, *restored.ready))
-    incomplete = (a.group for a in restored.ready if a.group not in found.groups or not found.groups[a.group].closed)
-    return replace(found, incomplete=frozenset(incomplete))
+
+    def is_complete(group: int) -> bool:
+        content = found.groups.get(group)
+        # A trajectory that replaced a failed one may be lost as a whole; those before it are closed.
+        return content is not None and content.closed and len(content.trajectories) == restored.trajectories[group]
+
+    return replace(found, incomplete=frozenset(a.group for a in restored.ready if not is_complete(a.group)))
 
 
 async def read_stored(place: ContentPlace, admissions: Iterable[Admission]) -> StoredContent:

@@ -119,6 +119,21 @@ async def test_a_requeued_prompt_survives_kills(tmp_path):
     assert ([(a.prompt, a.group) for a in restored.open], restored.waiting) == ([(0, 1)], ())
 
 
+async def test_a_trained_prompt_keeps_its_requeues_until_a_checkpoint(tmp_path):
+    options = {"s": 0, "b": 1, "policy": "recycle"}
+    queue, journal, _ = await opened(tmp_path / "a", **options)
+    await queue.drop((await queue.admit(0)).group, reason="expired: too slow", tokens=5, expired=True)
+    await queue.put(head_for(await queue.admit(0)))
+    await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
+    assert (await queue.snapshot()).requeues == {}, "a checkpoint of this step never admits the prompt again"
+    left = copied(tmp_path / "a", tmp_path / "b")
+    await queue.checkpointed(1)
+    assert queue._state.requeues == {}
+    await journal.close()
+    _, snapshot = await reopened(left, incomplete=frozenset({1}), **options)
+    assert snapshot.requeues == {0: 1}
+
+
 async def test_groups_without_their_content_are_open_again(tmp_path):
     _, journal = await filled(tmp_path, 4, steps=1)
     await journal.close()

@@ -33,9 +33,13 @@ def admission(group):
     return Admission(group=group, prompt=group, admitted_version=0, admitted_update=0)
 
 
-def restored(*, open=(), ready=()):
-    """Groups of a restart, as far as their content needs it."""
-    return SimpleNamespace(open=[*map(admission, open)], ready=[*map(admission, ready)])
+def restored(*, open=(), ready=(), trajectories=1):
+    """Groups of a restart, as far as their content needs it; trajectories: of each ready group."""
+    return SimpleNamespace(
+        open=[*map(admission, open)],
+        ready=[*map(admission, ready)],
+        trajectories=dict.fromkeys(ready, trajectories),
+    )
 
 
 async def write(directory, group, *, records=None, name="rollout-0000"):
@@ -53,6 +57,9 @@ async def test_content_that_is_missing_makes_a_ready_group_incomplete(place, tmp
     assert stored.incomplete == {3} and not stored.notes
     assert (await read_content(place, restored(ready=[1, 2]))).incomplete == {2}
     assert (await read_content(replace(place, directory=tmp_path / "no"), restored(ready=[1]))).incomplete == {1}
+    assert (await read_content(place, restored(ready=[1], trajectories=2))).incomplete == {1}, (
+        "one replaced a failed one"
+    )
 
 
 async def test_contents_are_removed_once_a_checkpoint_holds_their_step(place, tmp_path):
