@@ -17,7 +17,7 @@ TURNS = 4  # of a slow rollout
 TURN_S = 0.8  # of the environment between them
 LATE_EVERY = 8  # one of so many uneven prompts is late
 LATE_STEPS = 3  # train steps between its two turns
-FIRST_TURN = 900  # tokens: decoding them takes longer than a train step, so that a publish finds rollouts in the engine
+FIRST_TURN = 600  # tokens: decoding them takes longer than a train step, so that a publish finds rollouts in the engine
 
 
 class EvenLength:
