@@ -84,11 +84,22 @@ async def test_a_family_agrees_free_forced_updated_and_resumed(
         assert_whole(tested, *rollouts)
 
 
-@pytest.mark.parametrize(("kv", "tied"), [("keep", False), ("recompute", True)])
+@pytest.mark.parametrize(
+    ("architecture", "kv", "tied"),
+    [
+        (tiny_models.qwen3_dense_config, "keep", False),
+        (tiny_models.qwen3_dense_config, "recompute", True),
+        (tiny_models.llama_config, "keep", True),
+    ],
+)
 async def test_a_dense_model_is_updated_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: Literal["keep", "recompute"], tied: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: Any,
+    kv: Literal["keep", "recompute"],
+    tied: bool,
 ):
-    models = make_models(tmp_path, tiny_models.qwen3_dense_config(tie_word_embeddings=tied))
+    models = make_models(tmp_path, architecture(tie_word_embeddings=tied))
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
     replica = await start_vllm(CONFIG, checkpoint=models.paths[0], capture_routing=False)
@@ -114,6 +125,26 @@ async def test_a_dense_model_is_updated_in_flight(
     kept = len(so_far) - 1 if kv == "keep" else 0
     expected = reference_of_parts([(old, kept), (new, len(ids))], ids)
     assert logprob_gap(expected, ids, second.logprobs, start=len(so_far)) <= 1
+
+
+async def test_a_dense_model_of_sglang_is_updated(tmp_path: Path):
+    sglang_support.require_sglang()
+    models = make_models(tmp_path, tiny_models.llama_config(tie_word_embeddings=True))
+    config = sglang_support.config(kv_cache_tokens=4096)
+    replica = await start_sglang(config, name="replica-0", checkpoint=models.paths[0], capture_routing=False)
+    try:
+        for number, model in enumerate(models.models):
+            if number:
+                await replica.pause()
+                await replica.freeze()
+                await replica.load(models.updates[number], kv="recompute")
+                await replica.resume()
+            request = GenerateRequest(request_id=f"dense-{number}", token_ids=tokens(40), max_new_tokens=60)
+            (segment,) = await replica.generate(request)
+            ids = np.concatenate([tokens(40), segment.token_ids])
+            assert logprob_gap(reference(model, ids), ids, segment.logprobs, start=40) <= 1
+    finally:
+        await replica.close()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -59,6 +59,8 @@ MODELS = {
     "glm4_moe-plain": lambda: tiny_models.glm4_moe_config(
         num_hidden_layers=3, attention_bias=False, use_qk_norm=False, n_group=4, topk_group=4
     ),
+    "llama": lambda: tiny_models.llama_config(num_hidden_layers=2),
+    "llama-tied": lambda: tiny_models.llama_config(num_hidden_layers=2, tie_word_embeddings=True),
     "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
     "qwen2": lambda: tiny_models.qwen2_config(num_hidden_layers=2),
     "qwen2_moe": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=3),
@@ -70,7 +72,7 @@ MODELS = {
     "qwen3_moe": lambda: tiny_models.qwen3_moe_config(num_hidden_layers=3),
 }
 with_experts = pytest.mark.parametrize(
-    "case", [name for name in MODELS if name.split("-")[0] not in ("qwen2", "qwen3")], indirect=True
+    "case", [name for name in MODELS if name.split("-")[0] not in ("llama", "qwen2", "qwen3")], indirect=True
 )
 with_correction_bias = pytest.mark.parametrize(
     "case", [name for name in MODELS if name.startswith(("deepseek_v3", "glm4_moe"))], indirect=True

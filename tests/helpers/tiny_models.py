@@ -57,6 +57,15 @@ def qwen2_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     return transformers.Qwen2Config(**{**fields, "vocab_size": vocab_size, "num_key_value_heads": 2, **changes})
 
 
+def llama_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """No experts, no bias, and the rotary scaling of Llama 3.1 with channels of every speed."""
+    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 256}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "rope_parameters": rope}
+    return transformers.LlamaConfig(**{**fields, **changes})
+
+
 def deepseek_v3_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     """Latent attention, grouped sigmoid routing with a correction bias, one shared expert; layer 0 is dense."""
     fields = {

@@ -8,6 +8,7 @@ import torch
 from transformers import modeling_rope_utils
 
 from async_rl.trainer.model.families import FAMILIES, read_shape
+from async_rl.trainer.model.families.rope import Llama3
 from async_rl.weights.model_info import CheckpointError, read_model_info
 from tests.helpers import numerics, tiny_models
 
@@ -16,11 +17,16 @@ pytestmark = pytest.mark.numerics
 CONFIGS = {
     "deepseek_v3": tiny_models.deepseek_v3_config,
     "glm4_moe": tiny_models.glm4_moe_config,
+    "llama": tiny_models.llama_config,
     "mixtral": tiny_models.mixtral_config,
     "qwen2": tiny_models.qwen2_config,
     "qwen2_moe": tiny_models.qwen2_moe_config,
     "qwen3": tiny_models.qwen3_dense_config,
     "qwen3_moe": tiny_models.qwen3_moe_config,
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 1024},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
 
@@ -74,7 +80,11 @@ REFUSED = [
     ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
     ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "topk_group=2"),
     ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank'"),
-    ("qwen3", {"model_type": "llama"}, "model_type 'llama'"),
+    ("qwen3", {"model_type": "gemma"}, "model_type 'gemma'"),
+    ("llama", {"attention_bias": True}, "attention_bias=True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor=1.0"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor"),
 ]
 
 
@@ -107,6 +117,25 @@ def test_yarn_angles_equal_those_of_transformers(tmp_path, family, fields):
     rtol = numerics.FACTOR * numerics.EPSILON * math.log(rope["rope_theta"])
     torch.testing.assert_close(ours.frequencies(), theirs, rtol=rtol, atol=0.0)
     assert ours.amplitude == pytest.approx(amplitude)
+
+
+@pytest.mark.parametrize("fields", [{}, {"factor": 32.0, "low_freq_factor": 2.0, "rope_theta": 1e4}], ids=str)
+def test_llama3_angles_equal_those_of_transformers(tmp_path, fields):
+    config = tiny_models.llama_config(rope_parameters={**LLAMA3, **fields})
+    config.save_pretrained(tmp_path)
+    theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config)
+    ours = read_shape(tmp_path).rope
+    rtol = numerics.FACTOR * numerics.EPSILON * math.log(ours.base)
+    torch.testing.assert_close(ours.frequencies(), theirs, rtol=rtol, atol=0.0)
+    assert ours.amplitude == amplitude
+
+
+def test_llama3_rope_of_old_configs_is_read_too(tmp_path):
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    folder = write(tmp_path, "llama", rope_parameters=None, rope_theta=5e5, rope_scaling=scaling)
+    rope = read_shape(folder).rope
+    assert rope.base == 5e5
+    assert rope.llama3 == Llama3(factor=8.0, original_length=1024, low=1.0, high=4.0)
 
 
 def test_rope_of_old_configs_is_read_too(tmp_path):

@@ -55,6 +55,9 @@ class ModelShape:
 
 
 FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        megatron=settings.llama, layer_weights={**names.attention(), **names.dense_mlp()}, expert_weights={}
+    ),
     "qwen2": Family(
         megatron=settings.qwen2, layer_weights={**names.attention(), **names.dense_mlp()}, expert_weights={}
     ),

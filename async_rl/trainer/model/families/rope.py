@@ -1,4 +1,4 @@
-"""Rotary embeddings of a Hugging Face config: rotated channels, their frequencies, and YaRN."""
+"""Rotary embeddings of a Hugging Face config: rotated channels, their frequencies, YaRN and Llama 3."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3:
+    """Scaling of Llama 3.1: slow channels are interpolated by `factor`, fast channels are unchanged.
+
+    Channels with `low` to `high` rotations over `original_length` positions are mixed linearly.
+    """
+
+    factor: float
+    """Interpolation of slow channels."""
+    original_length: int
+    """Context length of pre-training, in positions."""
+    low: float
+    """Channels with fewer rotations are interpolated."""
+    high: float
+    """Channels with more rotations are unchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary embedding of a head."""
 
@@ -42,7 +59,9 @@ class Rope:
     base: float
     """Theta."""
     yarn: Yarn | None = None
-    """None for plain rotary embedding."""
+    """None without YaRN."""
+    llama3: Llama3 | None = None
+    """None without the scaling of Llama 3.1."""
 
     @property
     def amplitude(self) -> float:
@@ -57,6 +76,10 @@ class Rope:
         import torch  # a configuration does without it
 
         powers = self.base ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        if self.llama3 is not None:
+            turns = self.llama3.original_length / (2 * math.pi * powers)
+            kept = ((turns - self.llama3.low) / (self.llama3.high - self.llama3.low)).clamp(0, 1)
+            return (1 - kept) / (self.llama3.factor * powers) + kept / powers
         if self.yarn is None:
             return 1.0 / powers
         first, last = (self._channel(turns) for turns in (self.yarn.beta_fast, self.yarn.beta_slow))
@@ -83,7 +106,7 @@ def read_rope(config: dict[str, Any], *, head_dim: int, partial_rotary: float | 
         partial_rotary: default share of rotated channels; None if the family always rotates whole heads.
 
     Raises:
-        UnbuiltFeature: the kind is neither plain nor YaRN, or the share is not supported.
+        UnbuiltFeature: the family does not have this kind, or the share is not supported.
     """
     kind, fields = _kind_and_fields(config)
     share = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", partial_rotary or 1.0))
@@ -100,8 +123,10 @@ def read_rope(config: dict[str, Any], *, head_dim: int, partial_rotary: float | 
             return Rope(dim=dim, base=base)
         case "yarn":
             return Rope(dim=dim, base=base, yarn=_yarn(fields, config))
+        case "llama3" if config.get("model_type") == "llama":
+            return Rope(dim=dim, base=base, llama3=_llama3(fields, config))
         case _:
-            raise UnbuiltFeature("rope_type", kind, "the trainer builds plain and yarn rotary embeddings")
+            raise UnbuiltFeature("rope_type", kind, "the trainer builds plain and yarn, and llama3 in Llama only")
 
 
 def attention_gain(config: dict[str, Any]) -> float:
@@ -135,6 +160,18 @@ def _yarn(fields: dict[str, Any], config: dict[str, Any]) -> Yarn:
         beta_slow=float(fields.get("beta_slow") or 1),
         truncate=bool(fields.get("truncate", True)),
         amplitude=float(amplitude),
+    )
+
+
+def _llama3(fields: dict[str, Any], config: dict[str, Any]) -> Llama3:
+    low, high = float(fields["low_freq_factor"]), float(fields["high_freq_factor"])
+    if high <= low:
+        raise UnbuiltFeature("high_freq_factor", high, f"it must be more than low_freq_factor={low}")
+    return Llama3(
+        factor=float(fields["factor"]),
+        original_length=int(fields.get("original_max_position_embeddings") or config["max_position_embeddings"]),
+        low=low,
+        high=high,
     )
 
 

@@ -18,6 +18,12 @@ def qwen2(config: HFConfig) -> dict[str, Any]:
     return {**_attention(config), "add_qkv_bias": True}
 
 
+def llama(config: HFConfig) -> dict[str, Any]:
+    """Dense model without bias."""
+    refuse_unless(config, "attention_bias", (False, None), _NO_OUTPUT_BIAS)
+    return _attention(config)
+
+
 def qwen3(config: HFConfig) -> dict[str, Any]:
     """Dense model with norms on query and key heads."""
     refuse_unless(config, "attention_bias", (False, None), _NO_OUTPUT_BIAS)
