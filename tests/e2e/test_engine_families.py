@@ -33,7 +33,7 @@ SHARED = {"num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_
 FAMILIES = {
     "vllm-deepseek_v3": tiny_models.deepseek_v3_config,
     "vllm-mixtral": lambda: transformers.MixtralConfig(**FIELDS, num_local_experts=8),
-    "vllm-olmoe": lambda: transformers.OlmoeConfig(**FIELDS, num_experts=8, norm_topk_prob=False),
+    "vllm-olmoe": tiny_models.olmoe_config,
     "vllm-qwen2_moe": lambda: transformers.Qwen2MoeConfig(**FIELDS, **SHARED),
     "vllm-glm4_moe": lambda: tiny_models.glm4_moe_config(n_group=2, topk_group=1),
     "sglang-mixtral": sglang_support.mixtral,

@@ -62,6 +62,7 @@ MODELS = {
     "llama": lambda: tiny_models.llama_config(num_hidden_layers=2),
     "llama-tied": lambda: tiny_models.llama_config(num_hidden_layers=2, tie_word_embeddings=True),
     "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
+    "olmoe": lambda: tiny_models.olmoe_config(num_hidden_layers=2),
     "qwen2": lambda: tiny_models.qwen2_config(num_hidden_layers=2),
     "qwen2_moe": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=3),
     "qwen2_moe-normed": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=2, norm_topk_prob=True, qkv_bias=False),
@@ -262,11 +263,19 @@ def test_weights_of_another_shape_than_the_config_are_refused(tmp_path, family, 
         start_trainer(checkpoint, router_replay="none")
 
 
-def test_a_layout_that_shared_experts_do_not_divide_into_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (tiny_models.qwen2_moe_config(shared_expert_intermediate_size=95), "95"),
+        (tiny_models.olmoe_config(), "all heads"),
+    ],
+    ids=["shared experts", "norms over all heads"],
+)
+def test_a_layout_that_tensor_ranks_cannot_split_is_refused(tmp_path, model, named):
     from async_rl.trainer.model.families import read_shape
     from async_rl.trainer.model.layout import layout_problems
 
-    tiny_models.qwen2_moe_config(shared_expert_intermediate_size=95).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     config = replace(TRAINER, ranks=2, parallel=ParallelConfig(tensor=2))
     (problem,) = layout_problems(read_shape(tmp_path), config)
-    assert "trainer.parallel.tensor is 2" in problem and "95" in problem
+    assert "trainer.parallel.tensor is 2" in problem and named in problem

@@ -112,6 +112,13 @@ def mixtral_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     return transformers.MixtralConfig(**{**fields, "intermediate_size": 64, **changes})
 
 
+def olmoe_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """8 experts, top-2, in every layer; one norm over all query heads and one over all key heads."""
+    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
+    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    return transformers.OlmoeConfig(**{**fields, "intermediate_size": 64, **changes})
+
+
 def glm4_moe_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     """Sigmoid routing with a correction bias, half of each head turns, head norms and bias; layer 0 is dense."""
     fields = {

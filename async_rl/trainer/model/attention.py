@@ -77,6 +77,19 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class AllHeadsNorm(RMSNorm):
+    """RMS norm over all heads together: of x [..., heads, channels], with a weight [heads * channels].
+
+    It needs all heads on one rank.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, *, heads: int, **rest: Any) -> None:
+        super().__init__(config, heads * hidden_size, **rest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
 class _Float32Norm(torch.autograd.Function):
     """RMS norm with few passes over memory. On a CPU torch's own consists of many small steps.
 

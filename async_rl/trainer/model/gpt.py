@@ -119,7 +119,12 @@ def _build_chunk(
 ) -> GPTModel:
     chunk = GPTModel(
         megatron,
-        layer_specs(megatron, stage=stage, transformer_engine=transformer_engine),
+        layer_specs(
+            megatron,
+            stage=stage,
+            transformer_engine=transformer_engine,
+            norms_all_heads=shape.family.norms_all_heads,
+        ),
         vocab_size=padded_vocab_size(shape, tensor=config.parallel.tensor),
         max_sequence_length=shape.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor
 
-from async_rl.trainer.model.attention import RMSNorm, RowAttention
+from async_rl.trainer.model.attention import AllHeadsNorm, RMSNorm, RowAttention
 from async_rl.trainer.model.fused_attention import FusedRowAttention
 from async_rl.trainer.model.latent_attention import LatentAttention
 from async_rl.trainer.model.model import TrainerConfig
@@ -63,18 +63,27 @@ def what_transformer_engine_lacks(device: torch.device) -> str:
     return ""
 
 
-def layer_specs(config: TransformerConfig, *, stage: int | None, transformer_engine: bool = False) -> Any:
+def layer_specs(
+    config: TransformerConfig, *, stage: int | None, transformer_engine: bool = False, norms_all_heads: bool = False
+) -> Any:
     """Spec of the layers of this rank for GPTModel.
 
     Args:
         config: megatron's config.
         stage: virtual pipeline stage; None without a virtual pipeline.
         transformer_engine: which of the two specs.
+        norms_all_heads: see Family.
     """
     specs = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
-    return _with_row_attention(specs) if transformer_engine else replace_modules(specs)
+    specs = _with_row_attention(specs) if transformer_engine else replace_modules(specs)
+    if norms_all_heads:
+        for layer in specs.layer_specs:
+            parts = layer.submodules.self_attention.submodules
+            parts.q_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": config.num_attention_heads})
+            parts.k_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": config.num_query_groups})
+    return specs
 
 
 def replace_modules(spec: Any) -> Any:

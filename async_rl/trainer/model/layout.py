@@ -34,6 +34,11 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
             yield (
                 f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
             )
+    if parallel.tensor > 1 and shape.family.norms_all_heads:
+        yield (
+            f"trainer.parallel.tensor is {parallel.tensor}, and the model normalises queries and keys over all heads, "
+            "which the trainer does not split; use trainer.parallel.tensor=1 with expert, pipeline or context ranks"
+        )
     if not experts and config.router_replay != "none":
         yield f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
 

@@ -34,6 +34,8 @@ class Family:
     """Weights of one expert."""
     partial_rotary: float | None = None
     """Default share of a head's channels with rotary embedding; None if the family always rotates whole heads."""
+    norms_all_heads: bool = False
+    """Whether the norms of queries and of keys are over all heads together, not over each head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,12 @@ FAMILIES: dict[str, Family] = {
         megatron=settings.mixtral,
         layer_weights={**names.attention(), **names.router("block_sparse_moe")},
         expert_weights=names.experts("block_sparse_moe", projections=("w1", "w3", "w2")),
+    ),
+    "olmoe": Family(
+        megatron=settings.olmoe,
+        layer_weights={**names.attention(), **names.router()},
+        expert_weights=names.experts(),
+        norms_all_heads=True,
     ),
     "glm4_moe": Family(
         megatron=settings.glm4_moe,

@@ -55,6 +55,19 @@ def mixtral(config: HFConfig) -> dict[str, Any]:
     return {**_attention(config), **_softmax_experts(normed, layers=every)}
 
 
+def olmoe(config: HFConfig) -> dict[str, Any]:
+    """Softmax routing in every layer, and norms over all query and all key heads (Family.norms_all_heads)."""
+    refuse_unless(config, "attention_bias", (False, None), _NO_OUTPUT_BIAS)
+    refuse_unless(config, "clip_qkv", (None,), "the trainer does not clip queries, keys and values")
+    refuse_unless(config, "rms_norm_eps", (1e-5,), "the engines always use 1e-5 in this family")
+    refuse_unless(
+        config, "norm_topk_prob", (False, None), "the engines never normalise weights of experts in this family"
+    )
+    sized = {**config, "moe_intermediate_size": config["intermediate_size"]}
+    every = [1] * config["num_hidden_layers"]
+    return {**_attention(config), "qk_layernorm": True, **_softmax_experts(sized, layers=every)}
+
+
 def glm4_moe(config: HFConfig) -> dict[str, Any]:
     """Sigmoid routing with a correction bias, partial rotary embedding, optional bias and head norms."""
     return {
