@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.model_info import CheckpointError, is_carried
 from async_rl.weights.transport import read_update
 
 INDEX = "model.safetensors.index.json"
@@ -54,12 +54,16 @@ def tensor_names(files: list[Path]) -> frozenset[str]:
 
 
 def digest_checkpoint(checkpoint: Path) -> str:
-    """Digest of all tensors of a checkpoint folder as 32 hex digits; see `hash_checkpoint`."""
+    """Digest of a checkpoint folder as 32 hex digits; see `hash_checkpoint`."""
     return hash_checkpoint(checkpoint).hexdigest()
 
 
-def hash_checkpoint(checkpoint: Path) -> WeightsDigest:
-    """Digest of all tensors of a checkpoint folder; reads all weight files.
+def hash_checkpoint(checkpoint: Path, *, num_layers: int | None = None) -> WeightsDigest:
+    """Digest of the tensors of a checkpoint folder; reads all weight files.
+
+    Args:
+        checkpoint: Hugging Face checkpoint folder.
+        num_layers: tensors of further layers are left out (see `is_carried`); None takes all tensors.
 
     Raises:
         CheckpointError: no usable weight files.
@@ -67,5 +71,6 @@ def hash_checkpoint(checkpoint: Path) -> WeightsDigest:
     digest = WeightsDigest()
     for path in weight_files(checkpoint):
         for name, tensor in read_update(path):
-            digest.update(name, tensor)
+            if num_layers is None or not is_carried(name, num_layers=num_layers):
+                digest.update(name, tensor)
     return digest

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from message_queue.tokens import RoutingSpec
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class CheckpointError(ValueError):
@@ -30,6 +33,22 @@ class ModelInfo:
     """Layout of the routing rows; None for a dense model."""
     tied: bool = False
     """Whether the output head shares the embedding's weights."""
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the layer of a Hugging Face tensor, from 0; None if it is outside the layers."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
+def is_carried(name: str, *, num_layers: int) -> bool:
+    """Whether a Hugging Face tensor belongs to a layer for multi-token prediction.
+
+    Such layers are numbered after the layers of the model: `model.layers.46.eh_proj.weight` with num_layers=46. They
+    are neither trained nor served, and an exported checkpoint has them unchanged.
+    """
+    layer = layer_of(name)
+    return layer is not None and layer >= num_layers
 
 
 def read_model_info(checkpoint: Path) -> ModelInfo:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folder
+from async_rl.weights.model_info import is_carried
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in huggingface_hub; its writer is not used because it needs all tensors at once
 INDEX = "model.safetensors.index.json"
@@ -31,7 +34,8 @@ def save_pretrained(
     Args:
         folder: of the new checkpoint.
         tensors: (Hugging Face name, tensor), read one by one.
-        like: checkpoint folder whose other files are copied. `dtype` in config.json is set to the dtype of `tensors`.
+        like: checkpoint folder whose other files are copied, and the tensors of `carried_tensors`. `dtype` in
+            config.json is set to the dtype of `tensors`.
         max_shard_bytes: bound on the tensors of a file, unless a single tensor is larger.
 
     Raises:
@@ -43,7 +47,7 @@ def save_pretrained(
     try:
         copy_model_files(like, partial)
         shards = _Shards(partial, max_bytes=max_shard_bytes)
-        for name, tensor in tensors:
+        for name, tensor in itertools.chain(tensors, carried_tensors(like)):
             shards.add(name, tensor.detach().to("cpu").contiguous())
         shards.finish()
         _set_dtype(partial / "config.json", shards.dtype)
@@ -51,6 +55,18 @@ def save_pretrained(
     except BaseException:
         recover_folder(folder)  # free the space of the partial copy
         raise
+
+
+def carried_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a checkpoint folder that are exported unchanged; see `is_carried`. Others are not read."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    if not config.get("num_nextn_predict_layers"):
+        return
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if is_carried(name, num_layers=config["num_hidden_layers"]):
+                    yield name, file.get_tensor(name)
 
 
 def copy_model_files(checkpoint: Path, folder: Path) -> None:
@@ -61,7 +77,10 @@ def copy_model_files(checkpoint: Path, folder: Path) -> None:
 
 
 def keep_model_files(checkpoint: Path, folder: Path) -> None:
-    """Replace `folder` with the files of a checkpoint except its weights; add generation_config.json if missing."""
+    """Replace `folder` with the files of a checkpoint except the weights that are trained.
+
+    Adds generation_config.json if it is missing.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     recover_folder(folder)
@@ -69,6 +88,11 @@ def keep_model_files(checkpoint: Path, folder: Path) -> None:
     copy_model_files(checkpoint, partial)
     if not (partial / "generation_config.json").exists():
         GenerationConfig.from_model_config(AutoConfig.from_pretrained(partial)).save_pretrained(partial)
+    shards = _Shards(partial, max_bytes=MAX_SHARD_BYTES)
+    for name, tensor in carried_tensors(checkpoint):
+        shards.add(name, tensor)
+    if shards.filled:
+        shards.finish()
     publish_folder(folder)
 
 
@@ -90,6 +114,11 @@ class _Shards:
     def dtype(self) -> torch.dtype:
         """Dtype of most bytes; a few tensors, such as the correction bias of a router, may have another dtype."""
         return max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])
+
+    @property
+    def filled(self) -> bool:
+        """Whether a tensor was added."""
+        return bool(self._bytes_of)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a CPU tensor."""

@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.pretrained import keep_model_files
 from tests.conformance.reference import routers_of
 from tests.helpers import numerics, tiny_models
 from tests.parallel.support import (
@@ -261,6 +263,21 @@ def test_weights_of_another_shape_than_the_config_are_refused(tmp_path, family, 
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=named):
         start_trainer(checkpoint, router_replay="none")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_for_multi_token_prediction_are_exported_unchanged(tmp_path, family):
+    checkpoint = tiny_models.save_checkpoint(MODELS[family](), tmp_path / "start", seed=1)
+    plain = saved(checkpoint)
+    carried = tiny_models.add_prediction_layer(checkpoint)
+    trainer = start_trainer(checkpoint, router_replay="none")
+    keep_model_files(checkpoint, tmp_path / "model")
+    trainer.save_pretrained(tmp_path / "final", like=tmp_path / "model")
+    trainer.close()
+    final = saved(tmp_path / "final")
+    assert final.keys() == plain.keys() | carried.keys()
+    assert all(torch.equal(final[name], tensor) for name, tensor in (plain | carried).items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "final")
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ LESS = "model.layers.2.self_attn.o_proj.weight"
 @pytest.mark.parametrize(
     ("change", "named"),
     [(lambda w: w | MORE, "num_hidden_layers"), (lambda w: {k: v for k, v in w.items() if k != LESS}, LESS)],
-    ids=["multi-token prediction", "absent"],
+    ids=["further layers", "absent"],
 )
 def test_a_checkpoint_with_other_tensors_is_refused(checkpoint, trainer, tmp_path, change, named):
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 COMMON = {
     "hidden_size": 128,
@@ -161,6 +162,31 @@ def save_checkpoint(config: Any, directory: Path, *, seed: int, vectors: bool = 
         fields = json.loads(path.read_text())
         path.write_text(json.dumps({**fields, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}))
     return directory
+
+
+def add_prediction_layer(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Add a layer for multi-token prediction to a checkpoint of one file, as DeepSeek-V3 and GLM-4.5 have it.
+
+    Returns:
+        its tensors.
+    """
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    last = config["num_hidden_layers"]
+    weights = load_file(checkpoint / "model.safetensors")
+    layer = f"model.layers.{last}."
+    added = {
+        name.replace(f"model.layers.{last - 1}.", layer): weight + 1
+        for name, weight in weights.items()
+        if name.startswith(f"model.layers.{last - 1}.")
+    }
+    head = torch.randn_like(weights["lm_head.weight"])
+    norms = {f"{layer}{name}.weight": torch.ones(head.shape[1]) for name in ("enorm", "hnorm", "shared_head.norm")}
+    added |= norms | {f"{layer}embed_tokens.weight": head, f"{layer}shared_head.head.weight": head + 1}
+    added[f"{layer}eh_proj.weight"] = torch.randn(head.shape[1], 2 * head.shape[1])
+    save_file(weights | added, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    return added
 
 
 def _spread_of(name: str) -> float:

@@ -43,7 +43,7 @@ from async_rl.inference.sglang.segment import check_generate, generate_body, to_
 from async_rl.inference.sglang.server import CallError, SglangServer
 from async_rl.inference.sglang.update import Shapes, check_update, first_load, reported_load, shapes_of, update_folder
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.model_info import ModelInfo
+from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError, TokenOutput, WeightVersion
 
@@ -220,8 +220,12 @@ async def start_sglang(
             `engine.start_timeout_s`.
     """
     info = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
-    shapes = shapes_of(weight_files(checkpoint))
-    published = (await asyncio.to_thread(hash_checkpoint, checkpoint)).modules()
+    shapes = {
+        name: shape
+        for name, shape in shapes_of(weight_files(checkpoint)).items()
+        if not is_carried(name, num_layers=info.num_layers)
+    }
+    published = (await asyncio.to_thread(hash_checkpoint, checkpoint, num_layers=info.num_layers)).modules()
     try:
         async with asyncio.timeout(config.start_timeout_s), contextlib.AsyncExitStack() as stack:
             server = await SglangServer.start(

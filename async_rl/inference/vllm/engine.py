@@ -29,7 +29,7 @@ from async_rl.inference.vllm.config import (
 from async_rl.inference.vllm.process import describe, engine_processes, is_engine_death, start_engine, stop_engine
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.model_info import CheckpointError, is_carried
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
 
@@ -265,12 +265,12 @@ async def start_vllm(
     files = weight_files(checkpoint)
     if problem := wrong_environment(config):
         raise EngineError(f"{name}: {problem}")
-    names = tensor_names(files)
+    names = frozenset(name for name in tensor_names(files) if not is_carried(name, num_layers=model.info.num_layers))
     args = engine_args(config, model, capture_routing=capture_routing, capture_support=capture_support)
     try:
         async with asyncio.timeout(config.start_timeout_s):
             engine = await start_engine(args)
-            digest = await asyncio.to_thread(hash_checkpoint, checkpoint)
+            digest = await asyncio.to_thread(hash_checkpoint, checkpoint, num_layers=model.info.num_layers)
             weights = WeightVersion(0, digest.hexdigest())
             ranks: Any = await engine.collective_rpc("live_checksums")
             await engine.update_weight_version(weight_label(weights))

@@ -31,7 +31,7 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     """Load every parameter and correction bias of this rank from the safetensors files of a checkpoint folder.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or there are layers for multi-token prediction.
+        CheckpointError: a tensor is missing or has another shape, or there are more layers than the config says.
     """
     reader = _Reader(checkpoint)
     reader.check_names(shape)

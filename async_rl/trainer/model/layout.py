@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 
 from async_rl.trainer.model.families import ModelShape
 from async_rl.trainer.model.model import TrainerConfig
-
-_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+from async_rl.weights.model_info import is_carried, layer_of
 
 
 def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
@@ -49,17 +47,17 @@ def weight_problems(shape: ModelShape, names: Collection[str]) -> Iterator[str]:
     Args:
         names: of all tensors in the checkpoint's files.
     """
-    layers = {int(found[1]) for name in names if (found := _HF_LAYER.match(name))}
+    layers = set(map(layer_of, names))
     number = shape.megatron["num_layers"]
     needed = ["model.embed_tokens.weight", "model.norm.weight", *(() if shape.tied else ("lm_head.weight",))]
     missing = [name for name in needed if name not in names]
     missing += [f"model.layers.{layer}" for layer in range(number) if layer not in layers]
     if missing:
         yield f"its files have no tensors {', '.join(missing)}, which config.json requires; copy the complete folder"
-    further = [name for name in names if (found := _HF_LAYER.match(name)) and int(found[1]) >= number]
-    if further:
+    carried = shape.num_carried_layers
+    if further := [name for name in names if is_carried(name, num_layers=number + carried)]:
         yield (
-            f"its files have {len(further)} tensors of layers after num_hidden_layers={number}, the first "
-            f"{min(further)}: multi-token prediction, which the trainer does not train; save the checkpoint without "
-            "these layers, for example with from_pretrained and save_pretrained of transformers"
+            f"its files have {len(further)} tensors of further layers than num_hidden_layers={number} and "
+            f"num_nextn_predict_layers={carried} say, the first {min(further)}; config.json and weights do not belong "
+            "together"
         )

@@ -1,7 +1,7 @@
 """Model families: conversion of Hugging Face configs to megatron's config, and of weight names.
 
 To add a family, add a Family to FAMILIES under the `model_type` of its configs, which is also ModelInfo.family. Layers
-for multi-token prediction (num_nextn_predict_layers) are not supported; a checkpoint with their weights is refused.
+for multi-token prediction (num_nextn_predict_layers) are not trained; see `is_carried`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class ModelShape:
     """Rotary embedding."""
     tied: bool
     """Whether the output layer uses the weight of the embedding."""
+    num_carried_layers: int = 0
+    """Layers for multi-token prediction, which are numbered after the others; see `is_carried`."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -171,4 +173,5 @@ def _shape(config: dict[str, Any], family: Family) -> ModelShape:
             partial_rotary=family.partial_rotary,
         ),
         tied=bool(config.get("tie_word_embeddings", False)),
+        num_carried_layers=config.get("num_nextn_predict_layers") or 0,
     )
