@@ -156,11 +156,17 @@ class ValidationConfig:
     A round starts after the batch that reaches a multiple of `every`.
     """
     prompts: int = 256
-    """Number of held-out prompts."""
+    """Number of held-out prompts; of each set if the task has several."""
+    samples: int = 1
+    """Rollouts of each held-out prompt; with more than one, a round also has pass@k."""
+    sampling: SamplingConfig | None = None
+    """Sampling parameters; None is `rollout.sampling`."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.prompts < 0:
             raise ValueError(f"validation.every={self.every}, validation.prompts={self.prompts}; must be >= 0")
+        if self.samples < 1:
+            raise ValueError(f"validation.samples is {self.samples}; must be >= 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +367,12 @@ class RunConfig:
     @property
     def captures_support(self) -> bool:
         """Whether the engines return the tokens that the sampler kept."""
-        return self.rollout.sampling.is_cut
+        return self.rollout.sampling.is_cut or self.validation_sampling.is_cut
+
+    @property
+    def validation_sampling(self) -> SamplingConfig:
+        """Sampling parameters of held-out prompts."""
+        return self.validation.sampling or self.rollout.sampling
 
     @property
     def forces_routing(self) -> bool:
@@ -683,11 +694,12 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
             f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
             f"{rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
         )
-    if isinstance(config.engine, SglangConfig) and rollout.sampling.top_k >= MAX_KEPT:
-        yield (
-            f"rollout.sampling.top_k is {rollout.sampling.top_k} with engine.name=sglang, which returns fewer than "
-            f"{MAX_KEPT} kept tokens; lower it, set it to -1, or use engine=vllm"
-        )
+    for path, sampling in (("rollout", rollout.sampling), ("validation", config.validation_sampling)):
+        if isinstance(config.engine, SglangConfig) and sampling.top_k >= MAX_KEPT:
+            yield (
+                f"{path}.sampling.top_k is {sampling.top_k} with engine.name=sglang, which returns fewer than "
+                f"{MAX_KEPT} kept tokens; lower it, set it to -1, or use engine=vllm"
+            )
     if trainer.router_replay != "R3" and rollout.resume_routing != "append":
         yield (
             f"rollout.resume_routing is {rollout.resume_routing!r} with trainer.router_replay="
@@ -731,11 +743,13 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
 
 def _unused_options(config: RunConfig) -> Iterator[str]:
     """Options that another option switches off. A value equal to its default is accepted."""
-    failure, record = config.rollout.failure, config.rollout.record
+    failure, record, validation = config.rollout.failure, config.rollout.record, config.validation
     for path, section, name, used, with_it in (
         ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
         ("rollout.record", record, "trajectories", record.steps > 0, "rollout.record.steps > 0"),
+        ("validation", validation, "samples", validation.prompts > 0, "validation.prompts > 0"),
+        ("validation", validation, "sampling", validation.prompts > 0, "validation.prompts > 0"),
         ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from async_rl.cluster.rollout_workers import WorkerReplicaPool
     from async_rl.config import ClusterConfig, RunConfig
     from async_rl.rollout.group_contents import ContentPlace
-    from async_rl.rollout.validator import ValidationRound
+    from async_rl.rollout.validator import ValidationRollout
     from async_rl.rollout.worker import RolledGroup, RolloutWorker, WorkerEvent
     from async_rl.trainer.batch.training_batch import TrainingBatch
     from async_rl.trainer.loss.losses import LossConfig
@@ -358,7 +358,7 @@ class RolloutHost:
     async def resume_tools(self) -> None:
         await self._worker.resume_tools()
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
         return await self._worker.validate(prompts, number=number)
 
     async def events(self) -> list[WorkerEvent]:

@@ -14,7 +14,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
 from transformers import AutoTokenizer
 
-from agent_loop.loop import Prompt
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import EVENTS_S, RolloutActor
@@ -29,7 +30,7 @@ from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.task import build_task
-from async_rl.rollout.validator import ValidationRound, Validator
+from async_rl.rollout.validator import ValidationRollout, Validator
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, WorkerEvent
 from async_rl.weights.model_info import read_model_info
 from message_queue.contract import Admission
@@ -50,15 +51,17 @@ def build_worker(
         schedule_replay: keeps the rollouts to a schedule; None lets them run.
     """
     schedule_replay, gate, rollout = schedule_replay or NoReplay(), PauseGate(), config.rollout
-    loop = schedule_replay.loop(
-        build_task(config.task, seed=config.seed).build_loop(
-            engine=schedule_replay.engine(ReplicaRouter(pool)),
-            tokenizer=AutoTokenizer.from_pretrained(checkpoint),
-            sampling=rollout.sampling,
-            limits=rollout.limits,
-            gate=gate,
+    task, engine = build_task(config.task, seed=config.seed), schedule_replay.engine(ReplicaRouter(pool))
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+
+    def build_loop(sampling: SamplingConfig) -> AgentLoop:
+        return schedule_replay.loop(
+            task.build_loop(engine=engine, tokenizer=tokenizer, sampling=sampling, limits=rollout.limits, gate=gate)
         )
-    )
+
+    loop = build_loop(rollout.sampling)
+    same_sampling = config.validation_sampling == rollout.sampling
+    validation_loop = loop if same_sampling else build_loop(config.validation_sampling)
     routing = read_model_info(checkpoint).routing if config.captures_routing else None
 
     def rollouter(log: RolloutLog | None) -> Rollouter:
@@ -72,7 +75,7 @@ def build_worker(
             note=lambda text: worker.report(text),
         )
 
-    validator = Validator(loop=loop, routing=routing, resume_routing=rollout.resume_routing)
+    validator = Validator(loop=validation_loop, routing=routing, resume_routing=rollout.resume_routing)
     worker = RolloutWorker(
         name,
         rollouter=rollouter,
@@ -228,7 +231,7 @@ class WorkerClient:
     async def resume_tools(self) -> None:
         await self._answer("resume_tools", self._actor.resume_tools.remote(), timeout_s=self._timeout_s)
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
         return await self._answer("validate", self._actor.validate.remote(prompts, number=number))
 
     async def events(self) -> list[WorkerEvent]:

@@ -93,7 +93,7 @@ class Controller:
         trainer: Trainer,
         publisher: Publisher,
         replicas: Supervisor,
-        held_out: Sequence[Prompt],
+        held_out: Mapping[str, Sequence[Prompt]],
         checkpoints: Checkpoints,
         recorder: Recorder,
         trace: Trace,
@@ -123,7 +123,7 @@ class Controller:
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
         self._validations = ValidationSchedule(
-            partial(rollouts.validate, held_out) if held_out else None,
+            partial(rollouts.validate, held_out, samples=config.validation_samples) if any(held_out.values()) else None,
             every=config.validate_every,
             per_batch=config.updates_per_batch,
             last=config.total_train_steps,

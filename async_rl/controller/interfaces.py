@@ -87,3 +87,4 @@ class ControllerConfig:
     updates_per_batch: int = 1
     seed: int = 0
     recorded_trajectories: int = 0
+    validation_samples: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.sglang.server import interpreter
 from async_rl.rollout.prompts import PromptOrder, prompt_order
 from async_rl.rollout.schedule import RunSchedule, read_schedule
-from async_rl.rollout.task import Task, build_task, missing_methods
+from async_rl.rollout.task import Task, build_task, held_out_sets, missing_methods
 from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.layout import layout_problems, weight_problems
 from async_rl.weights.model_info import CheckpointError, ModelInfo, read_model_info
@@ -39,8 +39,8 @@ class CheckedRun:
     """The task."""
     order: PromptOrder
     """Training prompts."""
-    held_out: Sequence[Prompt]
-    """Prompts of the validation; empty without validation."""
+    held_out: Mapping[str, Sequence[Prompt]]
+    """Name of a set -> its prompts of the validation; empty without validation."""
     schedule: RunSchedule | None
     """Schedule that the run follows."""
     resume: Resume
@@ -176,8 +176,8 @@ def _missing(task: Task, config: RunConfig) -> str:
 
 def _prompts(
     problems: _Problems, task: Task, config: RunConfig, *, of: str
-) -> tuple[PromptOrder | None, Sequence[Prompt] | None]:
-    """The training prompts and the held-out ones; None for those that the task refuses."""
+) -> tuple[PromptOrder | None, Mapping[str, Sequence[Prompt]] | None]:
+    """The training prompts and the sets of held-out ones; None for those that the task refuses."""
     count = config.validation.prompts
 
     def checked_order() -> PromptOrder:
@@ -187,7 +187,7 @@ def _prompts(
 
     return (
         problems.attempt(checked_order, of=of),
-        problems.attempt(lambda: task.validation_prompts(count) if count else (), of=of),
+        problems.attempt(lambda: held_out_sets(task.validation_prompts(count)) if count else {}, of=of),
     )
 
 

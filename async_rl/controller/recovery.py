@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -96,7 +96,7 @@ class RecoveryLoop(Generic[T]):
 
     Args:
         order: order of the prompts.
-        held_out: prompts of the validation.
+        held_out: prompts of the validation; see CheckedRun.
         resume: state from which the first life continues.
     """
 
@@ -106,7 +106,7 @@ class RecoveryLoop(Generic[T]):
         run_parts: RunParts[T],
         *,
         order: PromptOrder,
-        held_out: Sequence[Prompt],
+        held_out: Mapping[str, Sequence[Prompt]],
         resume: Resume,
     ) -> None:
         self._config = config
@@ -213,6 +213,7 @@ class RecoveryLoop(Generic[T]):
                 seed=config.seed,
                 recorded_trajectories=config.rollout.record.trajectories if config.rollout.record.steps else 0,
                 validate_every=config.validation.every,
+                validation_samples=config.validation.samples,
                 max_failed_groups=config.rollout.max_failed_groups,
                 drop_without_spread=config.rollout.drop_without_spread,
                 advantage=config.advantage,

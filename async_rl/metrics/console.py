@@ -241,8 +241,14 @@ def _cell(metrics: Mapping[str, float], key: str, form: str) -> str:
 
 
 def _validation_text(train_step: int, result: ValidationResult) -> str:
-    success = f"{result.success_rate:.3f}" if math.isfinite(result.success_rate) else "-"
+    of = "held-out prompts" if result.samples == 1 else f"rollouts of {result.prompts} held-out prompts"
+    sets = "".join(f"; {name}: {_success(each)}" for name, each in result.sets.items())
     return (
-        f"validation at step {train_step}: success {success} on {result.prompts - result.failed} held-out prompts, "
-        f"{result.failed} failed, {result.cut_off} cut off, weights {result.min_version}..{result.max_version}"
+        f"validation at step {train_step}: {_success(result)} on {result.rollouts - result.failed} {of}, "
+        f"{result.failed} failed, {result.cut_off} cut off, weights {result.min_version}..{result.max_version}{sets}"
     )
+
+
+def _success(result: ValidationResult) -> str:
+    values = {"success": result.success_rate, **{f"pass@{k}": value for k, value in result.pass_at.items()}}
+    return " ".join(f"{name} {_cell(values, name, '{:.3f}')}" for name in values)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 class ValidationResult:
     """One round over the held-out prompts.
 
-    Rewards 1, 0 and a reward that raised: success_rate 0.5, prompts 3, failed 1.
+    Rewards 1, 0 and a reward that raised, of 3 prompts: success_rate 0.5, prompts 3, failed 1.
     """
 
     success_rate: float
     """Mean reward of the finished rollouts; NaN if none finished."""
     prompts: int
-    """Number of rollouts, including failed ones."""
+    """Number of prompts."""
+    samples: int = 1
+    """Rollouts of each prompt."""
     failed: int
     """Rollouts that raised an error; excluded from `success_rate`."""
     cut_off: int
@@ -45,8 +47,37 @@ class ValidationResult:
     """Oldest weights that sampled a token; -1 if none was sampled."""
     max_version: int
     """Newest weights that sampled a token; -1 if none was sampled."""
+    pass_at: Mapping[int, float] = field(default_factory=dict[int, float])
+    """k -> mean pass@k of the prompts with at least k finished rollouts, NaN if there are none. k is a power of two up
+    to `samples`; empty if that is 1. A rollout is right if its reward is above 0."""
+    sets: Mapping[str, ValidationResult] = field(default_factory=dict[str, "ValidationResult"])
+    """Name -> result over the prompts of the set; empty if the sets of the task have no names."""
     first_error: str | None = None
     """Error of the first prompt with a failed rollout."""
+
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts, including failed ones."""
+        return self.prompts * self.samples
+
+    def metrics(self, prefix: str = "validation/") -> dict[str, float]:
+        """Key -> value, as in validation.jsonl: of the round, then of each set below `prefix` and its name."""
+        return {
+            f"{prefix}success": self.success_rate,
+            **{f"{prefix}pass_at_{k}": value for k, value in self.pass_at.items()},
+            f"{prefix}prompts": self.prompts,
+            f"{prefix}samples": self.samples,
+            f"{prefix}failed": self.failed,
+            f"{prefix}cut_off": self.cut_off,
+            f"{prefix}mean_tokens": self.mean_tokens,
+            f"{prefix}min_version": self.min_version,
+            f"{prefix}max_version": self.max_version,
+            **{
+                key: value
+                for name, each in self.sets.items()
+                for key, value in each.metrics(f"{prefix}{name}/").items()
+            },
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,22 +199,11 @@ class Recorder:
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
         """Record one round over the held-out prompts, requested after `train_step`."""
-        self._validation.write(
-            _json_line(
-                {
-                    "train_step": train_step,
-                    "validation/success": result.success_rate,
-                    "validation/prompts": result.prompts,
-                    "validation/failed": result.failed,
-                    "validation/cut_off": result.cut_off,
-                    "validation/mean_tokens": result.mean_tokens,
-                    "validation/min_version": result.min_version,
-                    "validation/max_version": result.max_version,
-                }
-            )
-        )
-        if math.isfinite(result.success_rate):
-            self._scalar("validation/success", result.success_rate, train_step)
+        metrics = result.metrics()
+        self._validation.write(_json_line({"train_step": train_step, **metrics}))
+        for key, value in metrics.items():
+            if math.isfinite(value):
+                self._scalar(key, value, train_step)
         if self._console is not None:
             self._console.validation(train_step, result)
 

@@ -83,7 +83,7 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
         points = [(step, success) for step, success in points if success is not None]  # None: every rollout failed
         steps, success = np.array(points, np.float64).reshape(-1, 2).T
         axes[0].plot(steps, success, marker="o", color=colour, label=run.name)
-    _finish(axes[0], "held-out success at T=1")
+    _finish(axes[0], "held-out success")
     axes[0].set_ylim(0, 1)
     for axis, (title, keys) in zip(axes[1:], _PANELS, strict=True):
         for run, colour in zip(runs, _colours(len(runs)), strict=True):

@@ -25,7 +25,7 @@ from async_rl.metrics.recorder import ValidationResult
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.token_count import TokenCount
-from async_rl.rollout.validator import ValidationRound
+from async_rl.rollout.validator import ValidationRollout, validation_result
 from async_rl.rollout.worker import LostReplica, RolledGroup, WorkerEvent
 from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission
@@ -58,7 +58,7 @@ class Worker(Protocol):
     async def forget(self, groups: Collection[int]) -> None: ...
     async def pause_tools(self) -> None: ...
     async def resume_tools(self) -> None: ...
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound: ...
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]: ...
     async def follow(self, replicas: Sequence[PoolReplica]) -> None: ...
     async def events(self) -> list[WorkerEvent]: ...
     async def end(self) -> None: ...
@@ -207,16 +207,27 @@ class Dispatcher:
         """Note that `end` follows: a `pause` or `resume` waits for a blocked worker no longer than `flush` does."""
         self._ending.set()
 
-    async def validate(self, prompts: Sequence[Prompt], number: int) -> ValidationResult:
+    async def validate(
+        self, held_out: Mapping[str, Sequence[Prompt]], number: int, *, samples: int = 1
+    ) -> ValidationResult:
         """Roll out held-out prompts in round `number`, in equal parts on all workers.
+
+        Args:
+            held_out: name of a set -> its prompts.
+            samples: rollouts of each prompt.
 
         Raises:
             ExceptionGroup: of EngineError and ContractError: the engines cannot serve.
         """
+        prompts = [prompt for each in held_out.values() for prompt in each for _ in range(samples)]
         placed, count = list(enumerate(prompts)), max(1, len(self._live))
         parts = [part for first in range(count) if (part := placed[first::count])]
         rounds = await asyncio.gather(*(self._validate(part, number, slot) for slot, part in enumerate(parts)))
-        return ValidationRound.joined(rounds)
+        found = {place: rollout for part in map(zip, parts, rounds) for (place, _), rollout in part}
+        ordered = (found[place] for place in range(len(prompts)))
+        return validation_result(
+            {name: [list(itertools.islice(ordered, samples)) for _ in each] for name, each in held_out.items()}
+        )
 
     async def watch(self) -> None:
         """Receive the reports of workers, and replace failed ones, forever.
@@ -253,7 +264,9 @@ class Dispatcher:
             await self._changed.wait()
         return self._recovered.pop(group)
 
-    async def _validate(self, prompts: Sequence[tuple[int, Prompt]], number: int, slot: int) -> ValidationRound:
+    async def _validate(
+        self, prompts: Sequence[tuple[int, Prompt]], number: int, slot: int
+    ) -> Sequence[ValidationRollout]:
         while True:
             await self._least()
             member = self._live[slot % len(self._live)]

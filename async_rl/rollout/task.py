@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
@@ -32,7 +33,9 @@ from async_rl.rollout.data import CHECKED, Epochs, PromptFormat, Source, Stream,
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
 
+T = TypeVar("T")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+UNNAMED = ""  # the only set of held-out prompts, if it has no name
 Demonstration = tuple[Int32Array, BoolArray]
 """Token ids int32 [t] and loss mask bool [t]."""
 
@@ -48,7 +51,8 @@ class Task:
     Args:
         prompts: rows to train on; see `async_rl.rollout.data.Source`.
         rewards: a function, several, or name -> function or (weight, function); see `agent_loop.functions`.
-        validation: rows that are never trained on, as a source of their own or as a share of `prompts`.
+        validation: rows that are never trained on, as a source of their own, as a share of `prompts`, or as several
+            sets, name -> source.
         tools: functions, classes whose methods are the tools (`agent_loop.stateful`), or objects with the interface
             of `agent_loop.tools.Tool`. Without tools a rollout is one turn.
         template: text with {column} places, the user's message; None takes the column `prompt`.
@@ -74,7 +78,7 @@ class Task:
         *,
         prompts: Source,
         rewards: RewardFunction | Sequence[RewardFunction] | Mapping[str, Any],
-        validation: Source | float | None = None,
+        validation: Source | Mapping[str, Source] | float | None = None,
         tools: Sequence[Any] = (),
         template: str | None = None,
         system: str | None = None,
@@ -84,6 +88,8 @@ class Task:
     ) -> None:
         self._prompts = prompts
         self._validation = validation
+        if isinstance(validation, Mapping):
+            held_out_sets(validation)  # checks the names
         self._reward = FunctionReward(weighted(rewards))
         self._tool_classes = [ToolClass(tool) for tool in tools if _is_class(tool)]
         self._tools: list[Tool] = [
@@ -98,21 +104,30 @@ class Task:
         """Prompt `index` of an endless stream, from 0."""
         return self._format.prompt(self._rows[0][index], index=index)
 
-    def validation_prompts(self, count: int) -> Sequence[Prompt]:
-        """`count` held-out prompts, which are never training prompts; fewer if there are fewer."""
-        rows = self._rows[1]
-        if rows is None:
+    def validation_prompts(self, count: int) -> Sequence[Prompt] | Mapping[str, Sequence[Prompt]]:
+        """`count` held-out prompts, which are never training prompts; fewer if there are fewer.
+
+        If there are several sets: name -> `count` prompts of the set.
+        """
+        sets = self._rows[1]
+        if not sets:
             raise ValueError(
                 f"validation.prompts is {count}, and the task has no held-out prompts; give Task(validation=...), or "
                 "set validation.prompts=0"
             )
-        count = count if isinstance(rows, Stream) else min(count, len(rows))
-        return [self._format.prompt(rows[index], index=index) for index in range(count)]
+        prompts = {
+            name: [
+                self._format.prompt(rows[index], index=index)
+                for index in range(count if isinstance(rows, Stream) else min(count, len(rows)))
+            ]
+            for name, rows in sets.items()
+        }
+        return prompts.get(UNNAMED, prompts)
 
     @cached_property
-    def _rows(self) -> tuple[Epochs | Stream, Sequence[Any] | Stream | None]:
-        """Rows to train on, and held-out rows; read when they are first needed, which is in the driver only."""
-        rows, held_out = self._opened()
+    def _rows(self) -> tuple[Epochs | Stream, Mapping[str, Sequence[Any] | Stream]]:
+        """Rows to train on, and sets of held-out rows; read when they are first needed, which is in the driver only."""
+        rows, sets = self._opened()
         if self._max_prompt_tokens is not None and isinstance(rows, Stream):
             raise ValueError(
                 f"max_prompt_tokens is {self._max_prompt_tokens}, and the rows are generated; leave long rows out "
@@ -120,28 +135,34 @@ class Task:
             )
         seen: set[tuple[Message, ...]] = set()
         notes: list[str] = []
-        if isinstance(held_out, Stream):
-            self._reason_against(held_out[0], 0)
-        elif held_out is not None:
-            held_out, notes = leave_out(held_out, self._reason_against, name="validation")
-            count = min(CHECKED, len(held_out))
-            seen = {self._format.prompt(held_out[index], index=index).messages for index in range(count)}
+        for name, held_out in sets.items():
+            if isinstance(held_out, Stream):
+                self._reason_against(held_out[0], 0)
+                continue
+            sets[name], left_out = leave_out(held_out, self._reason_against, name=_set_name(name))
+            notes += left_out
+            for index in range(min(CHECKED, len(sets[name]))):
+                seen.add(self._format.prompt(sets[name][index], index=index).messages)
         if isinstance(rows, Stream):
             self._reason_against(rows[0], 0)
-            return rows, held_out
+            return rows, sets
         rows, more = leave_out(rows, lambda row, index: self._reason_against(row, index, seen=seen), name="prompts")
         self.notes = [*notes, *more]
-        return Epochs(rows, seed=self.seed if self._shuffle else None), held_out
+        return Epochs(rows, seed=self.seed if self._shuffle else None), sets
 
-    def _opened(self) -> tuple[Sequence[Any] | Stream, Sequence[Any] | Stream | None]:
+    def _opened(self) -> tuple[Sequence[Any] | Stream, dict[str, Any]]:
+        """Rows to train on, and sets of held-out rows."""
         rows = open_rows(self._prompts, seed=self.seed, name="prompts")
         if isinstance(self._validation, float):
             if isinstance(rows, Stream):
                 raise ValueError(f"validation is {self._validation:g}, a share, and prompts are generated; give rows")
-            return split_rows(rows, share=self._validation, name="prompts")
+            rows, held_out = split_rows(rows, share=self._validation, name="prompts")
+            return rows, {UNNAMED: held_out}
         if self._validation is None:
-            return rows, None
-        return rows, open_rows(self._validation, seed=self.seed, name="validation")
+            return rows, {}
+        sources = self._validation if isinstance(self._validation, Mapping) else {UNNAMED: self._validation}
+        opened = {name: open_rows(each, seed=self.seed, name=_set_name(name)) for name, each in sources.items()}
+        return rows, opened
 
     def _reason_against(self, row: Any, index: int, *, seen: Collection[tuple[Message, ...]] = ()) -> str | None:
         """Why a row is left out; None if it is used.
@@ -287,6 +308,25 @@ class TaskConfig:
             raise ValueError(f"task.factory is {self.factory!r}; write it as 'module:name' or 'file.py:name'")
 
 
+def held_out_sets(found: Sequence[T] | Mapping[str, Sequence[T]]) -> Mapping[str, Sequence[T]]:
+    """Name -> held-out prompts of a set; the only set of a task may have the name `UNNAMED`.
+
+    Args:
+        found: as `Task.validation_prompts` returns them.
+
+    Raises:
+        ValueError: there is no set, or a name cannot be part of a metric's key.
+    """
+    if not isinstance(found, Mapping):
+        return {UNNAMED: found}
+    if not found:
+        raise ValueError("validation has no sets; give name -> source, or one source")
+    for name in found:
+        if not re.fullmatch(r"[\w.-]+", str(name)):
+            raise ValueError(f"validation has a set named {name!r}; use letters, digits, '_', '-' and '.'")
+    return found
+
+
 def build_task(config: TaskConfig, *, seed: int) -> Task:
     """Import the task, or the factory that builds it.
 
@@ -383,6 +423,11 @@ def _check_options(config: TaskConfig, parameters: Mapping[str, inspect.Paramete
     for name in known:
         if parameters[name].default is inspect.Parameter.empty and name not in config.options:
             raise ValueError(f"task.options.{name} is missing, and {config.factory} needs it; set task.options.{name}=")
+
+
+def _set_name(name: str) -> str:
+    """Of a set of held-out rows in texts."""
+    return f"validation[{name!r}]" if name else "validation"
 
 
 def _is_tool(tool: Any) -> bool:

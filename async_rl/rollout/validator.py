@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,45 +19,66 @@ from message_queue.trajectory import ResumeRouting, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationRound:
-    """Rollouts of held-out prompts on one worker; each list has one entry per prompt."""
+class ValidationRollout:
+    """One rollout of a held-out prompt."""
 
-    rewards: list[float]
+    reward: float
     """Reward; 0 if the rollout failed."""
-    lengths: list[int]
+    tokens: int
     """Number of tokens, including prompt and tool replies."""
-    cut_off: list[bool]
+    cut_off: bool
     """Whether the last turn hit a token limit."""
-    errors: list[str | None]
+    error: str | None
     """Error of a failed rollout; None if it finished."""
     min_version: int
     """Oldest weights that sampled a token; -1 if none was sampled."""
     max_version: int
     """Newest weights that sampled a token; -1 if none was sampled."""
 
-    @staticmethod
-    def joined(parts: Sequence[ValidationRound]) -> ValidationResult:
-        """The result of a round over the parts of all workers."""
-        errors = [error for part in parts for error in part.errors]
-        rollouts = zip(
-            errors,
-            (reward for part in parts for reward in part.rewards),
-            (length for part in parts for length in part.lengths),
-            (cut for part in parts for cut in part.cut_off),
-            strict=True,
-        )
-        finished = [(reward, length, cut) for error, reward, length, cut in rollouts if error is None]
-        versions = [part for part in parts if part.max_version >= 0]
-        return ValidationResult(
-            success_rate=_mean([reward for reward, _, _ in finished]),
-            prompts=len(errors),
-            failed=len(errors) - len(finished),
-            cut_off=sum(cut for _, _, cut in finished),
-            mean_tokens=_mean([length for _, length, _ in finished]),
-            min_version=min((part.min_version for part in versions), default=-1),
-            max_version=max((part.max_version for part in versions), default=-1),
-            first_error=next(filter(None, errors), None),
-        )
+
+def validation_result(sets: Mapping[str, Sequence[Sequence[ValidationRollout]]]) -> ValidationResult:
+    """The result of a round.
+
+    Args:
+        sets: name of a set -> for each prompt, its rollouts; each prompt of the round has equally many.
+    """
+    whole = _result([rollouts for prompts in sets.values() for rollouts in prompts])
+    return replace(whole, sets={name: _result(prompts) for name, prompts in sets.items() if name})
+
+
+def pass_at(k: int, *, rollouts: int, right: int) -> float:
+    """Probability that at least one of k rollouts is right, if they are drawn from `rollouts` of which `right` are.
+
+    The unbiased estimate of Chen et al. (2021), https://arxiv.org/abs/2107.03374. Of 4 rollouts one is right:
+    pass@2 is 1 - 3/6 = 0.5.
+    """
+    return 1 - math.comb(rollouts - right, k) / math.comb(rollouts, k)
+
+
+def _result(prompts: Sequence[Sequence[ValidationRollout]]) -> ValidationResult:
+    """The result over prompts, each with its rollouts."""
+    everything = [rollout for rollouts in prompts for rollout in rollouts]
+    finished = [[rollout for rollout in rollouts if rollout.error is None] for rollouts in prompts]
+    sound = [rollout for rollouts in finished for rollout in rollouts]
+    versions = [rollout for rollout in everything if rollout.max_version >= 0]
+    samples = max(map(len, prompts), default=1)
+    counts = [(len(rollouts), sum(rollout.reward > 0 for rollout in rollouts)) for rollouts in finished]
+    return ValidationResult(
+        success_rate=_mean([rollout.reward for rollout in sound]),
+        prompts=len(prompts),
+        samples=samples,
+        failed=len(everything) - len(sound),
+        cut_off=sum(rollout.cut_off for rollout in sound),
+        mean_tokens=_mean([rollout.tokens for rollout in sound]),
+        min_version=min((rollout.min_version for rollout in versions), default=-1),
+        max_version=max((rollout.max_version for rollout in versions), default=-1),
+        pass_at={
+            k: _mean([pass_at(k, rollouts=n, right=right) for n, right in counts if n >= k])
+            for k in (1 << power for power in range(samples.bit_length()))
+            if samples > 1
+        },
+        first_error=next((rollout.error for rollout in everything if rollout.error is not None), None),
+    )
 
 
 class Validator:
@@ -69,11 +91,11 @@ class Validator:
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
 
-    async def run(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
-        """Roll out each prompt once.
+    async def run(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> list[ValidationRollout]:
+        """Roll out each prompt once; the results are in the order of the prompts.
 
         Args:
-            prompts: each with its index among all prompts of the round.
+            prompts: each with its index among all rollouts of the round.
             number: number of the round.
 
         Raises:
@@ -85,15 +107,9 @@ class Validator:
                 rollouts.create_task(self._roll(prompt, trajectory, f"validation{number}-{place}"))
                 for (place, prompt), trajectory in zip(prompts, trajectories, strict=True)
             ]
-        versions = [segment.weights.version for t in trajectories for segment in t.segments if len(segment)]
-        return ValidationRound(
-            rewards=[t.reward or 0.0 for t in trajectories],
-            lengths=[len(t) for t in trajectories],
-            cut_off=[t.stop_reason is StopReason.LENGTH for t in trajectories],
-            errors=[task.result() for task in tasks],
-            min_version=min(versions, default=-1),
-            max_version=max(versions, default=-1),
-        )
+        return [
+            _validated(trajectory, error=task.result()) for trajectory, task in zip(trajectories, tasks, strict=True)
+        ]
 
     async def _roll(self, prompt: Prompt, trajectory: Trajectory, session: str) -> str | None:
         """Run one rollout; returns None, or its error."""
@@ -106,6 +122,18 @@ class Validator:
         except Exception as error:  # noqa: BLE001 - a failed rollout is data, for any error of the task
             return failure_text(error)
         return None
+
+
+def _validated(trajectory: Trajectory, *, error: str | None) -> ValidationRollout:
+    versions = [segment.weights.version for segment in trajectory.segments if len(segment)]
+    return ValidationRollout(
+        reward=trajectory.reward or 0.0,
+        tokens=len(trajectory),
+        cut_off=trajectory.stop_reason is StopReason.LENGTH,
+        error=error,
+        min_version=min(versions, default=-1),
+        max_version=max(versions, default=-1),
+    )
 
 
 def is_due(train_step: int, *, every: int, per_batch: int) -> bool:
@@ -174,7 +202,7 @@ class ValidationSchedule:
         self._recorder.validation(step, result)
         if result.failed:
             self._recorder.warn(
-                f"validation at step {step}: {result.failed} of {result.prompts} rollouts failed; success is over the "
+                f"validation at step {step}: {result.failed} of {result.rollouts} rollouts failed; success is over the "
                 f"others. The first error: {result.first_error}"
             )
 

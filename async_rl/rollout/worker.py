@@ -13,7 +13,7 @@ from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
-from async_rl.rollout.validator import ValidationRound, Validator
+from async_rl.rollout.validator import ValidationRollout, Validator
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.disk_errors import JournalError
@@ -140,8 +140,8 @@ class RolloutWorker:
         """Tools start again."""
         self._gate.resume()
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> ValidationRound:
-        """Roll out held-out prompts, each with its index among all, in round `number`."""
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
+        """Roll out held-out prompts, each with its index among all rollouts, in round `number`; results in order."""
         assert self._validator is not None
         return await self._validator.run(prompts, number=number)
 

@@ -22,7 +22,7 @@ from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.schedule_replay import NoReplay
-from async_rl.rollout.task import TaskConfig
+from async_rl.rollout.task import TaskConfig, held_out_sets
 from async_rl.simulator import model
 from async_rl.simulator.engine import SimulatedReplica
 from async_rl.simulator.processes import Observed, Process
@@ -102,7 +102,7 @@ class Run:
             schedule_replay=NoReplay(),
         )
         order = SimulatedTask(config.task.options, seed=config.seed)
-        held_out = order.validation_prompts(config.validation.prompts)
+        held_out = held_out_sets(order.validation_prompts(config.validation.prompts))
         self.recovery = RecoveryLoop(config, run_parts, order=order, held_out=held_out, resume=resume)
 
     async def go(self) -> bool:

@@ -320,7 +320,8 @@ async def test_tool_use_loop_serves_many_rollouts_at_once():
 async def test_validator_merges_rows_as_training_does():
     engine = make_engine(turn(ANSWER), interruptions=[Interruption(after=2)])
     validator = Validator(loop=make_loop(engine, limits=LIMITS), routing=SPEC, resume_routing="force")
-    assert (await validator.run([(0, PROMPT)], number=1)).rewards == [1.0]
+    (rollout,) = await validator.run([(0, PROMPT)], number=1)
+    assert rollout.reward == 1.0
     assert engine.requests[1].forced_experts is not None
 
 

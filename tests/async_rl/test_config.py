@@ -171,6 +171,12 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["rollout.sampling.min_p=1"], ["min_p", "1"]),
         (["rollout.sampling.min_p=-0.1"], ["min_p", "-0.1"]),
         (["engine=sglang", "rollout.sampling.top_k=20000"], ["rollout.sampling.top_k", "20000", "sglang"]),
+        (["engine=sglang", "validation.sampling.top_k=20000"], ["validation.sampling.top_k", "20000", "sglang"]),
+        (["validation.sampling.temperatur=1"], ["validation.sampling.temperatur", "temperature"]),
+        (["validation.sampling.top_p=2"], ["top_p", "2"]),
+        (["validation.samples=0"], ["validation.samples", "0"]),
+        (["validation.prompts=0", "validation.samples=2"], ["validation.samples is 2", "validation.prompts"]),
+        (["validation.prompts=0", "validation.sampling.top_k=2"], ["validation.sampling", "validation.prompts"]),
         (["rollout.limits.max_tokens=100000"], ["rollout.limits.max_tokens", "100000", "engine.max_model_len"]),
         (["sync.every=3", "staleness.max_staleness=1"], ["staleness.max_staleness", "1", "sync.every=3"]),
         (["staleness.policy=recycle", "staleness.max_requeues=0"], ["staleness.max_requeues", "0", "drop"]),
@@ -339,3 +345,12 @@ def test_all_contradictions_between_fields_are_refused_together():
         "total_train_steps",
         "loss.temperature",
     ]
+
+
+def test_validation_samples_as_the_rollouts_unless_it_has_sampling_of_its_own():
+    config = load_config(["rollout.sampling.top_k=5"])
+    assert config.validation_sampling == config.rollout.sampling and config.captures_support
+    greedy = load_config(["validation.sampling.temperature=0", "rollout.sampling.top_k=5"])
+    assert (greedy.validation_sampling.temperature, greedy.validation_sampling.top_k) == (0.0, -1)
+    assert not load_config(["validation.sampling.temperature=0"]).captures_support
+    assert load_config(["validation.sampling.top_p=0.9"]).captures_support, "the engines are started for both"

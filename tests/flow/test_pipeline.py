@@ -11,7 +11,7 @@ from async_rl.controller.checkpoints import read_run_state
 from async_rl.metrics.report import read_run, write_report
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.run import causes
-from tests.flow.harness import FakeTrainer, Harness
+from tests.flow.harness import FakeTrainer, Harness, Prompts
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -195,6 +195,17 @@ async def test_validation_counts_failed_rollouts_apart(tmp_path, error, num_fail
     assert [r["validation/failed"] for r in rounds] == [num_failed] * 2
     assert all((r["validation/success"] is None) == (num_failed == 5) for r in rounds)
     assert len([note for note in harness.spy.notes if str(error.args[0]) in note]) == 2
+
+
+async def test_validation_rolls_out_each_prompt_of_each_set_several_times(tmp_path):
+    held_out = {name: [Prompts().train_prompt(i) for i in range(count)] for name, count in (("a", 2), ("b", 3))}
+    harness = Harness(tmp_path, validate_every=2, steps=2, held_out=held_out, validation_samples=4)
+    assert await harness.run()
+    for line in harness.lines("validation.jsonl"):
+        assert [line[f"validation/{key}"] for key in ("prompts", "samples", "a/prompts", "b/prompts")] == [5, 4, 2, 3]
+        mean = (2 * line["validation/a/success"] + 3 * line["validation/b/success"]) / 5
+        assert line["validation/success"] == pytest.approx(mean)
+        assert line["validation/pass_at_1"] <= line["validation/pass_at_2"] <= line["validation/pass_at_4"]
 
 
 async def test_run_of_no_train_steps_validates_once_and_saves(tmp_path):

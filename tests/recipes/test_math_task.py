@@ -97,4 +97,4 @@ def test_the_reward_of_the_math_task_is_1_for_the_right_answer(said, reward):
 
 def test_the_math_recipe_can_start(tmp_path):
     config = load_config([*recipe_overrides(RECIPES / "math" / "recipe.yaml"), f"output_dir={tmp_path / 'run'}"])
-    assert len(check_run(config).held_out) == config.validation.prompts
+    assert len(check_run(config).held_out[""]) == config.validation.prompts

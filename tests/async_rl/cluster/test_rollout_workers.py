@@ -1,4 +1,4 @@
-"""The driver's side of rollout workers that do not answer."""
+"""How a rollout worker is built, and the driver's side of workers that do not answer."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,9 +7,14 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from async_rl.cluster import rollout_workers
-from async_rl.cluster.rollout_workers import WorkerClient
+from async_rl.cluster.rollout_workers import WorkerClient, build_worker
+from async_rl.config import load_config
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
+from async_rl.rollout.task import build_task
+from message_queue.contract import Admission
+from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
+from recipes.calculator.tokenizer import build_tokenizer
 from tests.helpers.fakes import FakeEngine, SeededScript
 
 SCRIPT = SeededScript(0, vocab_size=40, stop_token=1, mean_length=8)
@@ -45,6 +50,21 @@ class FakeActor:
         elif self.killed or not self.blocked:
             answer.set_result(None)
         return answer
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
+@pytest.mark.parametrize("own", [(), ("validation.sampling.temperature=0",)], ids=["of the run", "of its own"])
+async def test_held_out_prompts_are_sampled_as_the_config_of_validation_says(own, tmp_path):
+    save_initial_checkpoint(tmp_path, tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
+    engine = FakeEngine(SCRIPT, routing=None)
+    at_half = ("rollout.sampling.temperature=0.5", "loss.temperature=0.5", "trainer.router_replay=none")
+    config = load_config([*at_half, *own])
+    worker = build_worker(config, name="worker-0", checkpoint=tmp_path, pool=ReplicaPool([engine]))
+    prompt = build_task(config.task, seed=0).train_prompt(0)
+    await worker.validate([(0, prompt)], number=1)
+    await worker.roll(prompt, Admission(group=0, prompt=0, admitted_version=0, admitted_update=0), handout=0)
+    asked = {(request.session.startswith("validation"), request.sampling.temperature) for request in engine.requests}
+    assert asked == {(True, 0.0 if own else 0.5), (False, 0.5)}
 
 
 @pytest.fixture

@@ -129,10 +129,10 @@ class Scalars:
         self.closed = True
 
 
-def validated(success, *, failed=0):
+def validated(success, *, failed=0, **more):
     """A round over 8 prompts."""
     return ValidationResult(
-        success_rate=success, prompts=8, failed=failed, cut_off=0, mean_tokens=9.0, min_version=1, max_version=2
+        success_rate=success, prompts=8, failed=failed, cut_off=0, mean_tokens=9.0, min_version=1, max_version=2, **more
     )
 
 
@@ -152,7 +152,8 @@ def lines_of(path):
 def test_recorder_gives_tensorboard_the_finite_metrics(tmp_path):
     scalars = Scalars()
     record(tmp_path, steps=1, scalars=scalars)
-    assert [entry for entry in scalars.written if not entry[0].startswith("length/")] == [
+    assert {tag for tag, _, _ in scalars.written} > validated(0.5).metrics().keys()
+    assert [entry for entry in scalars.written if not entry[0].startswith("length/")][:4] == [
         ("train_step", 1, 1),
         ("reward/mean", 0.1, 1),
         ("mismatch/k3", 1e-3, 1),
@@ -254,6 +255,18 @@ def test_report_of_a_run_without_records_is_made_and_of_no_run_refused(tmp_path,
     assert report([str(tmp_path)]) == 0
     (tmp_path / "validation.jsonl").unlink()
     assert report([str(tmp_path)]) == 0 and (tmp_path / "report.png").exists()
+
+
+def test_console_shows_the_rollouts_and_the_sets_of_a_validation(tmp_path, capsys):
+    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    console.validation(3, validated(0.5, failed=1))
+    sets = {name: validated(success, pass_at={1: success}) for name, success in (("easy", 1.0), ("hard", math.nan))}
+    console.validation(4, validated(0.25, samples=4, pass_at={1: 0.25, 4: 0.75}, sets=sets))
+    console.close()
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "validation" in line)
+    assert "success 0.500 on 7 held-out prompts, 1 failed" in first
+    assert "success 0.250 pass@1 0.250 pass@4 0.750 on 32 rollouts of 8 held-out prompts" in second
+    assert second.endswith("; easy: success 1.000 pass@1 1.000; hard: success - pass@1 -")
 
 
 def test_console_shows_and_logs_steps_with_the_time_left_and_warnings(tmp_path, capsys):

@@ -9,7 +9,7 @@ from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.validator import ValidationRound
+from async_rl.rollout.validator import ValidationRollout
 from async_rl.rollout.worker import LostReplica, RolledGroup
 from message_queue.contract import Admission
 from message_queue.heads import head_of
@@ -64,14 +64,12 @@ class FakeWorker:
         if self.name == "dies in a validation":
             self.die()
             self._answer()
-        return ValidationRound(
-            rewards=[float(place) for place, _ in prompts],
-            lengths=[1] * len(prompts),
-            cut_off=[False] * len(prompts),
-            errors=[None] * len(prompts),
-            min_version=3,
-            max_version=4,
-        )
+        return [
+            ValidationRollout(
+                reward=float(prompt.index), tokens=place, cut_off=False, error=None, min_version=3, max_version=4
+            )
+            for place, prompt in prompts
+        ]
 
     async def follow(self, replicas):
         self._answer("follow", [replica.name for replica in replicas])
@@ -231,13 +229,24 @@ async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
 async def test_held_out_prompts_of_a_dead_worker_wait_until_its_requests_are_gone():
     async with Started("dies in a validation", "worker-1") as run:
         run.may_remove.clear()
-        validation = asyncio.create_task(run.dispatcher.validate([prompt(i) for i in range(5)], 1))
+        validation = asyncio.create_task(run.dispatcher.validate({"": [prompt(i) for i in range(5)]}, 1))
         await turns(200)
         assert run.removed == ["dies in a validation"]
         assert [call for call in run.workers["worker-1"].calls if call[0] == "validate"] == [("validate", [1, 3])]
         run.may_remove.set()
         result = await validation
         assert (result.prompts, result.success_rate, result.min_version, result.max_version) == (5, 2.0, 3, 4)
+
+
+async def test_rollouts_of_several_workers_are_given_back_to_their_prompts_and_sets():
+    async with Started("worker-0", "worker-1") as run:
+        sets = {"a": [prompt(0), prompt(1)], "b": [prompt(5)]}
+        result = await run.dispatcher.validate(sets, 1, samples=3)
+        asked = [call[1] for worker in run.workers.values() for call in worker.calls if call[0] == "validate"]
+        assert asked == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+        assert (result.prompts, result.rollouts, result.success_rate) == (3, 9, 2.0)
+        assert [(each.success_rate, each.mean_tokens) for each in result.sets.values()] == [(0.5, 2.5), (5.0, 7.0)]
+        assert result.sets["a"].pass_at == {1: 0.5, 2: 0.5}
 
 
 async def test_workers_follow_the_replicas_and_report_dead_ones():

@@ -93,6 +93,27 @@ def test_a_row_that_the_rewards_cannot_use_is_refused_at_the_first_prompt():
         task.train_prompt(0)
 
 
+def test_named_sets_are_held_out_and_keep_their_names():
+    rows = [*ROWS, *ROWS[:2]]
+    sets = {"easy": ROWS[:3], "generated": lambda: ({"prompt": f"g{i}", "answer": ""} for i in range(99))}
+    task = Task(prompts=rows, rewards=exact, validation=sets)
+    held_out = task.validation_prompts(4)
+    found = {name: [prompt.messages[-1].content for prompt in prompts] for name, prompts in held_out.items()}
+    assert found == {"easy": ["q0", "q1", "q2"], "generated": ["g0", "g1", "g2", "g3"]}
+    trained = {task.train_prompt(i).messages for i in range(17)}
+    assert len(trained) == 17 and not trained & {prompt.messages for prompt in held_out["easy"]}
+    assert len(task.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "named"),
+    [({}, "no sets"), ({"": ROWS}, "''"), ({"a/b": ROWS}, "a/b"), ({"hard": []}, "hard")],
+)
+def test_sets_that_a_run_cannot_name_or_read_are_refused(sets, named):
+    with pytest.raises(ValueError, match=rf"validation.*{named}"):
+        Task(prompts=ROWS, rewards=exact, validation=sets).validation_prompts(1)
+
+
 def test_held_out_prompts_that_the_task_does_not_have_are_refused():
     with pytest.raises(ValueError, match=r"validation\.prompts"):
         Task(prompts=ROWS, rewards=exact).validation_prompts(4)
