@@ -346,6 +346,8 @@ class Controller:
 
     async def _take_or_stop(self) -> Batch | None:
         """The next batch, or None when a stop was requested first."""
+        if self._stop.is_set():  # a take that needs no waiting would win each time
+            return None
         take = asyncio.create_task(self._queue.take(), name="take")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         try:

@@ -172,6 +172,21 @@ async def test_stopped_run_continues_from_its_checkpoint_without_a_journal(tmp_p
     assert second.lines("ledger.jsonl")[-1]["error"] == 0
 
 
+async def test_a_stop_is_obeyed_though_a_batch_is_ready(tmp_path):
+    class StoppingTrainer(FakeTrainer):
+        async def train(self, batch):
+            metrics = await super().train(batch)
+            if len(self.batches) == 3:
+                while (await harness.queue.snapshot()).ready < 4:  # noqa: ASYNC110 - a batch
+                    await asyncio.sleep(0)
+                harness.pipeline.request_stop()
+            return metrics
+
+    harness = Harness(tmp_path, max_staleness=3, steps=8, trainer=StoppingTrainer())
+    assert await harness.run() is False
+    assert len(harness.trainer.batches) == 3
+
+
 @pytest.mark.parametrize("load_s", [0.0, 0.1])
 async def test_validation_runs_before_during_and_after_training(tmp_path, load_s):
     harness = Harness(tmp_path, validate_every=2, trainer=FakeTrainer(step_s=0.02), replica_options={"load_s": load_s})
