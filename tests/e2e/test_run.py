@@ -19,6 +19,7 @@ from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, line
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("staleness.max_staleness=1",)
+GREEDY = ("validation.samples=2", "validation.sampling.temperature=0")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def warm_starts(tmp_path_factory):
 def short_run(tmp_path_factory, warm_starts):
     """Directory of a run of 4 steps that ended by itself."""
     directory = tmp_path_factory.mktemp("short_run")
-    process = start(directory, warm_starts, *SHORT, "total_train_steps=4")
+    process = start(directory, warm_starts, *SHORT, *GREEDY, "total_train_steps=4")
     output = finish(process)
     assert process.returncode == 0, output
     (directory / "console.txt").write_text(output)
@@ -45,7 +46,9 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
     assert all(s["mismatch/k3_probe"] is not None for s in steps)
     assert steps[0]["mismatch/k3_lag0"] is not None, "the first batch is sampled by the weights it trains"
     assert steps[0]["routing/overlap"] > 0.9999
-    assert [v["train_step"] for v in lines(short_run, "validation.jsonl")] == [0, 4]
+    rounds = lines(short_run, "validation.jsonl")
+    assert [v["train_step"] for v in rounds] == [0, 4]
+    assert all(v["validation/pass_at_1"] == v["validation/pass_at_2"] for v in rounds), "both samples are greedy"
     for name in ("config.yaml", "trace.json", "report.html", "tensorboard", "checkpoints/step-000004/run.json"):
         assert (short_run / name).exists(), name
 
