@@ -38,6 +38,7 @@ from async_rl.inference.serving import known_device
 from async_rl.inference.sglang.config import MAX_KEPT, SglangConfig
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.inference.vllm.config import VllmConfig
+from async_rl.metrics.trackers import TrackingConfig
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.task import TaskConfig
 from async_rl.trainer.batch.advantage import AdvantageConfig
@@ -346,6 +347,8 @@ class RunConfig:
     """Bounds on restarts."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """Validation rounds."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Experiment trackers."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     warm_start: WarmStartConfig
@@ -744,12 +747,14 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
 def _unused_options(config: RunConfig) -> Iterator[str]:
     """Options that another option switches off. A value equal to its default is accepted."""
     failure, record, validation = config.rollout.failure, config.rollout.record, config.validation
+    tracking = config.tracking
     for path, section, name, used, with_it in (
         ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
         ("rollout.record", record, "trajectories", record.steps > 0, "rollout.record.steps > 0"),
         ("validation", validation, "samples", validation.prompts > 0, "validation.prompts > 0"),
         ("validation", validation, "sampling", validation.prompts > 0, "validation.prompts > 0"),
+        ("tracking", tracking, "prometheus_address", "prometheus" in tracking.trackers, "prometheus in its trackers"),
         ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),

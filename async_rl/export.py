@@ -45,7 +45,7 @@ def export_checkpoint(directory: Path, *, step: int | None = None, out: Path | N
         TrainerCheckpointError: the checkpoint is damaged. OSError: no room or no permission.
     """
     config = _trainer_config(directory)
-    checkpoint = _checkpoint(directory / "checkpoints", step)
+    checkpoint = checkpoint_of(directory, step)
     out = out or directory / "export" / checkpoint.name
     if out.exists():
         raise ValueError(f"--out is {out}, which exists; remove it or give another folder")
@@ -97,14 +97,15 @@ def _trainer_config(directory: Path) -> TrainerConfig:
     )
 
 
-def _checkpoint(checkpoints: Path, step: int | None) -> Path:
-    """The folder of one step, or of the newest.
+def checkpoint_of(directory: Path, step: int | None) -> Path:
+    """The folder of the checkpoint of one step of a run, or of the newest.
 
     Raises:
         ValueError: there is none; names those that there are.
     """
     from async_rl.controller.checkpoints import CheckpointConfig, Checkpoints
 
+    checkpoints = directory / "checkpoints"
     steps = Checkpoints(checkpoints, config=CheckpointConfig()).steps()
     if step is None and steps:
         return steps[max(steps)]

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("stopped at once; the last checkpoint stands\n")
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - whatever ended the run is reported as its last lines
-        text = "".join(f"{line}\n" for line in (*log_ends(error), *(f"error: {line}" for line in causes(error))))
+        text = failure_text(error)
         sys.stderr.write(text)
         with contextlib.suppress(OSError), (config.output_dir / "logs" / "driver.log").open("a") as log:
             log.write(text)
@@ -99,6 +99,11 @@ def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
             "resume=auto",
         ]
     )
+
+
+def failure_text(error: BaseException) -> str:
+    """The last lines of a run that failed: the ends of logs, and the chain of causes."""
+    return "".join(f"{line}\n" for line in (*log_ends(error), *(f"error: {line}" for line in causes(error))))
 
 
 def log_ends(error: BaseException) -> list[str]:

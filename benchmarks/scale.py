@@ -274,13 +274,13 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
     for replica in parts.replicas:
         await replica.address.actor.begin.remote(tokens=size.tokens)
     pool = ReplicaPool(parts.replicas)
-    recorder = Recorder(directory, console=None, scalars=None)
+    recorder = Recorder(directory, console=None)
     rollouts = Dispatcher(parts.workers[: size.workers], pool=pool, note=say)
 
     async def no_replica(lost: PoolReplica, /, *, slot: int, name: str) -> PoolReplica:
         raise RuntimeError(f"{lost.name} is lost")
 
-    publisher, supervisor = supervised(config, pool, rollouts=rollouts, start=no_replica, recorder=recorder)
+    publisher, supervisor = supervised(config, pool, rollouts=rollouts, start=no_replica, note=recorder.warn)
     run_parts = RunParts(
         processes=QueueOfSize(config),
         publisher=publisher,

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from async_rl.cluster.clients import ReplicaAddress
     from async_rl.cluster.rollout_workers import WorkerReplicaPool
     from async_rl.config import ClusterConfig, RunConfig
+    from async_rl.metrics.validation import ValidationRollout
     from async_rl.rollout.group_contents import ContentPlace
-    from async_rl.rollout.validator import ValidationRollout
     from async_rl.rollout.worker import RolledGroup, RolloutWorker, WorkerEvent
     from async_rl.trainer.batch.training_batch import TrainingBatch
     from async_rl.trainer.loss.losses import LossConfig
@@ -91,7 +91,8 @@ class Placement:
     ) -> None:
         rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
         replica = _without_zero({"CPU": config.cpus_per_replica, "GPU": gpus_per_replica})
-        _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
+        if ranks:
+            _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
         _require_node(replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel)")
         self._ranks, self._replicas, self._queue = ranks, replicas, ranks + replicas + workers
         self._config, self._gpus_per_replica = config, gpus_per_replica

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,13 +25,14 @@ from async_rl.config import RunConfig
 from async_rl.files.logs import log_end
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
+from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.task import build_task
-from async_rl.rollout.validator import ValidationRollout, Validator
+from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, WorkerEvent
 from async_rl.weights.model_info import read_model_info
 from message_queue.contract import Admission
@@ -75,7 +77,12 @@ def build_worker(
             note=lambda text: worker.report(text),
         )
 
-    validator = Validator(loop=validation_loop, routing=routing, resume_routing=rollout.resume_routing)
+    validator = Validator(
+        loop=validation_loop,
+        routing=routing,
+        decode=partial(tokenizer.decode, skip_special_tokens=False),
+        resume_routing=rollout.resume_routing,
+    )
     worker = RolloutWorker(
         name,
         rollouter=rollouter,

@@ -43,6 +43,18 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
     return changed
 
 
+def newest_config(directory: Path) -> Path:
+    """File of the config that the last start of the run in `directory` used.
+
+    Raises:
+        ValueError: there is none.
+    """
+    recorded = [path for path in (directory / FIRST, *sorted(directory.glob("config-??????.yaml"))) if path.is_file()]
+    if not recorded:
+        raise ValueError(f"{directory} has no {FIRST}; give the output_dir of a run that was started")
+    return recorded[-1]
+
+
 def _path_of(directory: Path, train_step: int) -> Path:
     """Of the config of the steps after `train_step`."""
     return directory / f"config-{train_step:06d}.yaml"

@@ -13,19 +13,16 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-import ray
-from torch.utils.tensorboard import SummaryWriter
-
-from async_rl.cluster.actors import Placement, start_ray
+from async_rl.cluster.actors import Placement
 from async_rl.cluster.clients import ReplicaClient, TrainerClient
 from async_rl.cluster.rollout_workers import build_worker
-from async_rl.config import RunConfig
+from async_rl.config import RunConfig, plain_values
 from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
 from async_rl.controller.preflight import check_run
 from async_rl.controller.probe import Probe
-from async_rl.controller.processes import Processes
+from async_rl.controller.processes import Processes, place_run
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.files.atomic_dir import make_folder
 from async_rl.inference.pool import ReplicaPool
@@ -33,6 +30,7 @@ from async_rl.metrics.console import RunConsole
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.report import read_run, write_report
 from async_rl.metrics.trace import Trace
+from async_rl.metrics.trackers import TrackedRun, build_trackers
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
@@ -75,9 +73,14 @@ class Launcher:
         changes = record_config(self._directory, config, train_step=self._resume.state.train_step)
         async with contextlib.AsyncExitStack() as stack:
             console = RunConsole(total_train_steps=config.total_train_steps, log=logs / "driver.log")
-            recorder = Recorder(
-                self._directory, console=console, scalars=SummaryWriter(str(self._directory / "tensorboard"))
+            tracked = TrackedRun(
+                directory=self._directory,
+                name=config.name,
+                config=plain_values(config),
+                train_step=self._resume.state.train_step,
             )
+            trackers = build_trackers(config.tracking, tracked, warn=console.warn)
+            recorder = Recorder(self._directory, console=console, trackers=trackers)
             stack.callback(recorder.close)
             for change in changes:
                 recorder.note(f"config changed since the last start: {change}")
@@ -86,16 +89,7 @@ class Launcher:
             trace = Trace(self._directory / "trace.json")
             stack.callback(trace.write)
             console.status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
-            start_ray(config.cluster)
-            stack.callback(ray.shutdown)
-            placement = Placement(
-                config.cluster,
-                ranks=config.trainer.ranks,
-                replicas=config.engine.replicas,
-                workers=config.rollout.workers,
-                gpus_per_replica=config.gpus_per_replica,
-            )
-            await placement.ready()
+            placement = await place_run(config, ranks=config.trainer.ranks, stack=stack)
             await self._require_places(placement)
             weights_directory = self._weights_directory
             stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
@@ -182,7 +176,7 @@ class Launcher:
             note_failure=recorder.warn_once,
         )
         publisher, supervisor = supervised(
-            config, pool, rollouts=rollouts, start=processes.replace_replica, recorder=recorder
+            config, pool, rollouts=rollouts, start=processes.replace_replica, note=recorder.warn
         )
         routing = read_model_info(checkpoint).routing
         return RunParts(

@@ -21,6 +21,7 @@ from async_rl.inference.checkpoint_weights import tensor_names, weight_files
 from async_rl.inference.select import check_engine
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.sglang.server import interpreter
+from async_rl.metrics.trackers import tracker_problems
 from async_rl.rollout.prompts import PromptOrder, prompt_order
 from async_rl.rollout.schedule import RunSchedule, read_schedule
 from async_rl.rollout.task import Task, build_task, held_out_sets, missing_methods
@@ -84,6 +85,7 @@ def check_run(config: RunConfig) -> CheckedRun:
     schedule = None
     if config.schedule is not None:
         schedule = problems.attempt(lambda: _read_schedule(config), of="schedule")
+    problems.found += tracker_problems(config.tracking)
     resume = problems.attempt(lambda: Resume(config), of="resume")
     if problems.found:
         raise ConfigError("\n".join(dict.fromkeys(problems.found)))
@@ -91,15 +93,52 @@ def check_run(config: RunConfig) -> CheckedRun:
     return CheckedRun(task=task, order=order, held_out=held_out, schedule=schedule, resume=resume)
 
 
+def check_evaluation(config: RunConfig, checkpoint: Path) -> tuple[Task, Mapping[str, Sequence[Prompt]]]:
+    """Check what validating `checkpoint` needs, without a trainer; returns the task and its sets of held-out prompts.
+
+    Raises:
+        ConfigError: a line per problem, with field, value and way out.
+    """
+    problems = _Problems()
+    of = f"task.factory is {config.task.factory}, which failed"
+    task = problems.attempt(lambda: build_task(config.task, seed=config.seed), of=of)
+    held_out = None
+    if not config.validation.prompts:
+        problems.found.append("validation.prompts is 0, so there is nothing to evaluate; give a number of prompts")
+    if not (checkpoint / "config.json").is_file():
+        problems.found.append(f"{checkpoint} has no config.json; give a checkpoint folder or the output_dir of a run")
+    else:
+        problems.found += [*_engine_problems(config, checkpoint), *tokenizer_problems(config, checkpoint, task)]
+    if task is not None:
+        held_out = problems.attempt(lambda: held_out_sets(task.validation_prompts(config.validation.prompts)), of=of)
+    if problems.found:
+        raise ConfigError("\n".join(dict.fromkeys(problems.found)))
+    assert task is not None and held_out is not None
+    return task, held_out
+
+
 def model_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
     """Why a model cannot be trained or served as `config` says."""
     try:
-        shape, info = read_shape(checkpoint), read_model_info(checkpoint)
+        shape = read_shape(checkpoint)
+        read_model_info(checkpoint)
     except CheckpointError as error:
         yield f"model.checkpoint: {error}"
         return
     yield from layout_problems(shape, config.trainer)
+    yield from _engine_problems(config, checkpoint)
     try:
+        names = tensor_names(weight_files(checkpoint))
+    except CheckpointError as error:
+        yield f"model.checkpoint: {error}"
+    else:
+        yield from (f"model.checkpoint is {checkpoint}: {problem}" for problem in weight_problems(shape, names))
+
+
+def _engine_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
+    """Why the engine cannot serve a model."""
+    try:
+        info = read_model_info(checkpoint)
         check_engine(
             config.engine,
             checkpoint=checkpoint,
@@ -107,14 +146,10 @@ def model_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
             force=config.forces_routing and info.routing is not None,
             on_this_machine=config.cluster.address is None,
         )
-    except ValueError as error:
-        yield from f"{error}".splitlines()
-    try:
-        names = tensor_names(weight_files(checkpoint))
     except CheckpointError as error:
         yield f"model.checkpoint: {error}"
-    else:
-        yield from (f"model.checkpoint is {checkpoint}: {problem}" for problem in weight_problems(shape, names))
+    except ValueError as error:
+        yield from f"{error}".splitlines()
 
 
 def tokenizer_problems(config: RunConfig, checkpoint: Path, task: Task | None) -> Iterator[str]:

@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import ray
+
 from agent_loop.engine import EngineError
-from async_rl.cluster.actors import Placement
+from async_rl.cluster.actors import Placement, start_ray
 from async_rl.cluster.clients import ReplicaClient, TrainerClient, TrainerLostError
 from async_rl.cluster.queue_client import QueueClient, start_queue
 from async_rl.cluster.queue_host import QueueUnavailable
@@ -32,11 +34,31 @@ from async_rl.rollout.task import Task
 from async_rl.trainer.state.optimizer import OptimizerConfig
 
 
+async def place_run(config: RunConfig, *, ranks: int, stack: contextlib.AsyncExitStack) -> Placement:
+    """Start or join the Ray cluster, and reserve the places of a run with `ranks` trainer ranks; `stack` leaves it.
+
+    Raises:
+        PlacementError: an actor needs more than any node has. TimeoutError: the cluster cannot hold the run.
+    """
+    start_ray(config.cluster)
+    stack.callback(ray.shutdown)
+    placement = Placement(
+        config.cluster,
+        ranks=ranks,
+        replicas=config.engine.replicas,
+        workers=config.rollout.workers,
+        gpus_per_replica=config.gpus_per_replica,
+    )
+    await placement.ready()
+    return placement
+
+
 class Processes:
     """The trainer's ranks, the replicas, the rollout workers and the queue.
 
     Args:
-        stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0.
+        stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0; None if
+            there is no trainer.
         processes: file that names the process of each, for whoever looks at a run from outside.
         logs: folder with the output of each.
     """
@@ -48,7 +70,7 @@ class Processes:
         task: Task,
         placement: Placement,
         stack: contextlib.AsyncExitStack,
-        weights_directory: Path,
+        weights_directory: Path | None,
         processes: Path,
         logs: Path,
     ) -> None:
@@ -90,6 +112,11 @@ class Processes:
         await cold.reset_optimizer(config.optimizer)
         self._checkpoint = folder
         return cold, await self._start_replicas(), folder
+
+    async def start_engines(self, checkpoint: Path, console: Console) -> list[ReplicaClient]:
+        """Replicas on a checkpoint, without a trainer."""
+        self._checkpoint, self._console = checkpoint, console
+        return await self._start_replicas()
 
     async def replace_trainer(self, lost: TrainerClient) -> TrainerClient:
         """All ranks again, on the checkpoint that RL starts from, after those of `lost` are closed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -77,7 +77,12 @@ class RunParts(Generic[T]):
 
 
 def supervised(
-    config: RunConfig, pool: ReplicaPool, *, rollouts: Dispatcher, start: ReplicaFactory, recorder: Recorder
+    config: RunConfig,
+    pool: ReplicaPool,
+    *,
+    rollouts: Dispatcher,
+    start: ReplicaFactory,
+    note: Callable[[str], None],
 ) -> tuple[Publisher, Supervisor]:
     """The trainer's and the controller's view of the replicas."""
     publisher = Publisher(
@@ -87,7 +92,7 @@ def supervised(
         rollouts=rollouts,
         timeout_s=config.sync.timeout_s,
     )
-    supervisor = Supervisor(pool, publisher, start=start, config=config.supervision, note=recorder.warn)
+    supervisor = Supervisor(pool, publisher, start=start, config=config.supervision, note=note)
     return publisher, supervisor
 
 

@@ -20,7 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.metrics.recorder import StepRecord, ValidationResult
+from async_rl.metrics.recorder import StepRecord
+from async_rl.metrics.validation import ValidationResult
 
 NOTES = logging.getLogger("async_rl")
 LIBRARIES = logging.getLogger("py.warnings")  # Python's warnings
@@ -106,6 +107,10 @@ class RunConsole:
         NOTES.log(level, "%s", text)
         if self._view is not None and level >= logging.WARNING:
             self._view.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning."""
+        self.note(text, level=logging.WARNING)
 
     def status(self, text: str) -> None:
         """Say what the run does until the next step or validation; repeated with the seconds while there is silence."""
@@ -244,7 +249,7 @@ def _validation_text(train_step: int, result: ValidationResult) -> str:
     of = "held-out prompts" if result.samples == 1 else f"rollouts of {result.prompts} held-out prompts"
     sets = "".join(f"; {name}: {_success(each)}" for name, each in result.sets.items())
     return (
-        f"validation at step {train_step}: {_success(result)} on {result.rollouts - result.failed} {of}, "
+        f"validation at step {train_step}: {_success(result)} on {result.num_rollouts - result.failed} {of}, "
         f"{result.failed} failed, {result.cut_off} cut off, weights {result.min_version}..{result.max_version}{sets}"
     )
 

@@ -1,4 +1,4 @@
-"""Records of a run: the `.jsonl` files of its directory, TensorBoard, and the console."""
+"""Records of a run: the `.jsonl` files of its directory, trackers, and the console."""
 
 from __future__ import annotations
 
@@ -8,76 +8,19 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from async_rl.files.atomic_dir import make_folder, sync_path
 from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.registry import METRICS, metric_of
+from async_rl.metrics.trackers import Trackers
 from async_rl.metrics.truncation import ENDED_UNRECORDED, missing_records, truncate_records, unrecorded_groups
+from async_rl.metrics.validation import ValidationResult, write_rollouts
 
 _USER_LINE = re.compile(r"\(([^()]+:\d+ in [^()]+)\)")
 _NUMBER = re.compile(r"\d+")
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationResult:
-    """One round over the held-out prompts.
-
-    Rewards 1, 0 and a reward that raised, of 3 prompts: success_rate 0.5, prompts 3, failed 1.
-    """
-
-    success_rate: float
-    """Mean reward of the finished rollouts; NaN if none finished."""
-    prompts: int
-    """Number of prompts."""
-    samples: int = 1
-    """Rollouts of each prompt."""
-    failed: int
-    """Rollouts that raised an error; excluded from `success_rate`."""
-    cut_off: int
-    """Finished rollouts whose last turn hit a token limit."""
-    mean_tokens: float
-    """Tokens per finished rollout, including prompt and tool replies; NaN if none finished."""
-    min_version: int
-    """Oldest weights that sampled a token; -1 if none was sampled."""
-    max_version: int
-    """Newest weights that sampled a token; -1 if none was sampled."""
-    pass_at: Mapping[int, float] = field(default_factory=dict[int, float])
-    """k -> mean pass@k of the prompts with at least k finished rollouts, NaN if there are none. k is a power of two up
-    to `samples`; empty if that is 1. A rollout is right if its reward is above 0."""
-    sets: Mapping[str, ValidationResult] = field(default_factory=dict[str, "ValidationResult"])
-    """Name -> result over the prompts of the set; empty if the sets of the task have no names."""
-    first_error: str | None = None
-    """Error of the first prompt with a failed rollout."""
-
-    @property
-    def rollouts(self) -> int:
-        """Number of rollouts, including failed ones."""
-        return self.prompts * self.samples
-
-    def metrics(self, prefix: str = "validation/") -> dict[str, float]:
-        """Key -> value, as in validation.jsonl: of the round, then of each set below `prefix` and its name."""
-        return {
-            f"{prefix}success": self.success_rate,
-            **{f"{prefix}pass_at_{k}": value for k, value in self.pass_at.items()},
-            f"{prefix}prompts": self.prompts,
-            f"{prefix}samples": self.samples,
-            f"{prefix}failed": self.failed,
-            f"{prefix}cut_off": self.cut_off,
-            f"{prefix}mean_tokens": self.mean_tokens,
-            f"{prefix}min_version": self.min_version,
-            f"{prefix}max_version": self.max_version,
-            **{
-                key: value
-                for name, each in self.sets.items()
-                for key, value in each.metrics(f"{prefix}{name}/").items()
-            },
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +73,18 @@ class Recorder:
     Args:
         directory: of the run; created if it does not exist.
         console: gets every record except those of the ledger; None shows nothing.
-        scalars: TensorBoard writer for the finite metrics; None for no TensorBoard.
+        trackers: get metrics and held-out rollouts; None for no trackers.
 
     Attributes:
         lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
     """
 
-    def __init__(self, directory: Path, *, console: Console | None, scalars: SummaryWriter | None) -> None:
+    def __init__(self, directory: Path, *, console: Console | None, trackers: Trackers | None = None) -> None:
         make_folder(directory)
         self._directory = directory
         self._open()
         self._console = console
-        self._scalars = scalars
+        self._trackers = trackers
         self.lengths = Lengths()
         self._warned: dict[str, int] = {}
 
@@ -191,9 +134,8 @@ class Recorder:
         if record.schedule is not None:
             made = int(metrics.get("optimizer_steps", 1))
             self._schedule.write(_json_line({"train_step": step, "optimizer_steps": made, "groups": record.schedule}))
-        for key, value in metrics.items():
-            if math.isfinite(value):
-                self._scalar(key, value, step)
+        if self._trackers is not None:
+            self._trackers.log(metrics, step)
         if self._console is not None:
             self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
 
@@ -201,11 +143,15 @@ class Recorder:
         """Record one round over the held-out prompts, requested after `train_step`."""
         metrics = result.metrics()
         self._validation.write(_json_line({"train_step": train_step, **metrics}))
-        for key, value in metrics.items():
-            if math.isfinite(value):
-                self._scalar(key, value, train_step)
+        if self._trackers is not None:
+            self._trackers.log(metrics, train_step)
+            self._trackers.table(result.rows(train_step), train_step)
         if self._console is not None:
             self._console.validation(train_step, result)
+
+    def validation_rollouts(self, train_step: int, result: ValidationResult) -> None:
+        """Write the rollouts of the newest round to validation_rollouts.jsonl. Blocks; may be called in a thread."""
+        write_rollouts(self._directory / "validation_rollouts.jsonl", result, train_step=train_step)
 
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append the outcomes of groups."""
@@ -234,14 +180,10 @@ class Recorder:
     def close(self) -> None:
         """Flush and close every sink."""
         self._close_files()
-        if self._scalars is not None:
-            self._scalars.close()
+        if self._trackers is not None:
+            self._trackers.close()
         if self._console is not None:
             self._console.close()
-
-    def _scalar(self, key: str, value: float, train_step: int) -> None:
-        if self._scalars is not None:
-            self._scalars.add_scalar(key, value, train_step)
 
     def _open(self) -> None:
         self._metrics = (self._directory / "metrics.jsonl").open("a", buffering=1)

@@ -21,11 +21,10 @@ from async_rl.files.logs import with_notes
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
-from async_rl.metrics.recorder import ValidationResult
+from async_rl.metrics.validation import ValidationResult, ValidationRollout, validation_result
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.token_count import TokenCount
-from async_rl.rollout.validator import ValidationRollout, validation_result
 from async_rl.rollout.worker import LostReplica, RolledGroup, WorkerEvent
 from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission

@@ -3,91 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Awaitable, Callable, Sequence
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt, RolloutError
-from async_rl.metrics.recorder import Recorder, ValidationResult
+from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
+from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.rollout.rollouter import failure_text
 from message_queue.tokens import ContractError, RoutingSpec, StopReason
 from message_queue.trajectory import ResumeRouting, Trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationRollout:
-    """One rollout of a held-out prompt."""
-
-    reward: float
-    """Reward; 0 if the rollout failed."""
-    tokens: int
-    """Number of tokens, including prompt and tool replies."""
-    cut_off: bool
-    """Whether the last turn hit a token limit."""
-    error: str | None
-    """Error of a failed rollout; None if it finished."""
-    min_version: int
-    """Oldest weights that sampled a token; -1 if none was sampled."""
-    max_version: int
-    """Newest weights that sampled a token; -1 if none was sampled."""
-
-
-def validation_result(sets: Mapping[str, Sequence[Sequence[ValidationRollout]]]) -> ValidationResult:
-    """The result of a round.
+class Validator:
+    """Rolls out held-out prompts. Their trajectories never enter the queue.
 
     Args:
-        sets: name of a set -> for each prompt, its rollouts; each prompt of the round has equally many.
+        decode: token ids -> text.
     """
-    whole = _result([rollouts for prompts in sets.values() for rollouts in prompts])
-    return replace(whole, sets={name: _result(prompts) for name, prompts in sets.items() if name})
-
-
-def pass_at(k: int, *, rollouts: int, right: int) -> float:
-    """Probability that at least one of k rollouts is right, if they are drawn from `rollouts` of which `right` are.
-
-    The unbiased estimate of Chen et al. (2021), https://arxiv.org/abs/2107.03374. Of 4 rollouts one is right:
-    pass@2 is 1 - 3/6 = 0.5.
-    """
-    return 1 - math.comb(rollouts - right, k) / math.comb(rollouts, k)
-
-
-def _result(prompts: Sequence[Sequence[ValidationRollout]]) -> ValidationResult:
-    """The result over prompts, each with its rollouts."""
-    everything = [rollout for rollouts in prompts for rollout in rollouts]
-    finished = [[rollout for rollout in rollouts if rollout.error is None] for rollouts in prompts]
-    sound = [rollout for rollouts in finished for rollout in rollouts]
-    versions = [rollout for rollout in everything if rollout.max_version >= 0]
-    samples = max(map(len, prompts), default=1)
-    counts = [(len(rollouts), sum(rollout.reward > 0 for rollout in rollouts)) for rollouts in finished]
-    return ValidationResult(
-        success_rate=_mean([rollout.reward for rollout in sound]),
-        prompts=len(prompts),
-        samples=samples,
-        failed=len(everything) - len(sound),
-        cut_off=sum(rollout.cut_off for rollout in sound),
-        mean_tokens=_mean([rollout.tokens for rollout in sound]),
-        min_version=min((rollout.min_version for rollout in versions), default=-1),
-        max_version=max((rollout.max_version for rollout in versions), default=-1),
-        pass_at={
-            k: _mean([pass_at(k, rollouts=n, right=right) for n, right in counts if n >= k])
-            for k in (1 << power for power in range(samples.bit_length()))
-            if samples > 1
-        },
-        first_error=next((rollout.error for rollout in everything if rollout.error is not None), None),
-    )
-
-
-class Validator:
-    """Rolls out held-out prompts. Their trajectories never enter the queue."""
 
     def __init__(
-        self, *, loop: AgentLoop, routing: RoutingSpec | None, resume_routing: ResumeRouting = "append"
+        self,
+        *,
+        loop: AgentLoop,
+        routing: RoutingSpec | None,
+        decode: Callable[[Sequence[int]], str],
+        resume_routing: ResumeRouting = "append",
     ) -> None:
         self._loop = loop
+        self._decode = decode
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
 
@@ -108,7 +52,8 @@ class Validator:
                 for (place, prompt), trajectory in zip(prompts, trajectories, strict=True)
             ]
         return [
-            _validated(trajectory, error=task.result()) for trajectory, task in zip(trajectories, tasks, strict=True)
+            self._validated(trajectory, error=task.result())
+            for trajectory, task in zip(trajectories, tasks, strict=True)
         ]
 
     async def _roll(self, prompt: Prompt, trajectory: Trajectory, session: str) -> str | None:
@@ -123,17 +68,20 @@ class Validator:
             return failure_text(error)
         return None
 
-
-def _validated(trajectory: Trajectory, *, error: str | None) -> ValidationRollout:
-    versions = [segment.weights.version for segment in trajectory.segments if len(segment)]
-    return ValidationRollout(
-        reward=trajectory.reward or 0.0,
-        tokens=len(trajectory),
-        cut_off=trajectory.stop_reason is StopReason.LENGTH,
-        error=error,
-        min_version=min(versions, default=-1),
-        max_version=max(versions, default=-1),
-    )
+    def _validated(self, trajectory: Trajectory, *, error: str | None) -> ValidationRollout:
+        versions = [segment.weights.version for segment in trajectory.segments if len(segment)]
+        token_ids = trajectory.token_ids().tolist()
+        start = len(trajectory.turns[0].observation) if trajectory.turns else 0
+        return ValidationRollout(
+            reward=trajectory.reward or 0.0,
+            tokens=len(trajectory),
+            cut_off=trajectory.stop_reason is StopReason.LENGTH,
+            error=error,
+            prompt=self._decode(token_ids[:start]),
+            response=self._decode(token_ids[start:]),
+            min_version=min(versions, default=-1),
+            max_version=max(versions, default=-1),
+        )
 
 
 def is_due(train_step: int, *, every: int, per_batch: int) -> bool:
@@ -200,10 +148,11 @@ class ValidationSchedule:
             result = await self._validate(self._num_rounds)
         self._newest = step
         self._recorder.validation(step, result)
+        await asyncio.to_thread(self._recorder.validation_rollouts, step, result)
         if result.failed:
             self._recorder.warn(
-                f"validation at step {step}: {result.failed} of {result.rollouts} rollouts failed; success is over the "
-                f"others. The first error: {result.first_error}"
+                f"validation at step {step}: {result.failed} of {result.num_rollouts} rollouts failed; success is over "
+                f"the others. The first error: {result.first_error}"
             )
 
     async def finish(self, step: int) -> None:
@@ -215,7 +164,3 @@ class ValidationSchedule:
             await self._requests.join()
             if self._newest != step:
                 await self.now(step)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else float("nan")

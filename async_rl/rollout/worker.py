@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
 from async_rl.inference.pool import PoolReplica, ReplicaPool
+from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
-from async_rl.rollout.validator import ValidationRollout, Validator
+from async_rl.rollout.validator import Validator
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.disk_errors import JournalError

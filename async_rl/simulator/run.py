@@ -76,7 +76,7 @@ class Run:
         task = TaskConfig(factory=f"{SimulatedTask.__module__}:{SimulatedTask.__name__}", options={"world": world})
         self._config = config = replace(scenario.config, output_dir=world.directory, task=task)
         resume = Resume(config)
-        self.recorder = Recorder(world.directory, console=None, scalars=None)
+        self.recorder = Recorder(world.directory, console=None)
         self.trainer = SimulatedTrainer(world)
         replicas = [self._replica(slot, f"replica-{slot}") for slot in range(len(scenario.token_s))]
         self.pool = ReplicaPool(replicas, on_lost=self.recorder.warn)
@@ -88,7 +88,7 @@ class Run:
             note=self.recorder.warn,
         )
         publisher, supervisor = supervised(
-            config, self.pool, rollouts=rollouts, start=self.replace_replica, recorder=self.recorder
+            config, self.pool, rollouts=rollouts, start=self.replace_replica, note=self.recorder.warn
         )
         run_parts = RunParts(
             processes=self,

@@ -319,9 +319,12 @@ async def test_tool_use_loop_serves_many_rollouts_at_once():
 
 async def test_validator_merges_rows_as_training_does():
     engine = make_engine(turn(ANSWER), interruptions=[Interruption(after=2)])
-    validator = Validator(loop=make_loop(engine, limits=LIMITS), routing=SPEC, resume_routing="force")
+    loop = make_loop(engine, limits=LIMITS)
+    decode = TOKENIZER.decode
+    validator = Validator(loop=loop, routing=SPEC, decode=decode, resume_routing="force")
     (rollout,) = await validator.run([(0, PROMPT)], number=1)
     assert rollout.reward == 1.0
+    assert PROMPT.messages[-1].content in rollout.prompt and rollout.response == turn(ANSWER)
     assert engine.requests[1].forced_experts is not None
 
 

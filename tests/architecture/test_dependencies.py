@@ -19,13 +19,15 @@ DISTRIBUTIONS = {  # if the name differs from that of the import
     "hydra": "hydra-core",
     "math_verify": "math-verify",
     "megatron": "megatron-core",
+    "mlflow": "mlflow-skinny",
+    "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
 }
 
 
 def declared() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [r for name in ("data", "vllm", "sglang") for r in project["optional-dependencies"][name]]
+    extras = [r for name in ("data", "trackers", "vllm", "sglang") for r in project["optional-dependencies"][name]]
     return {re.split(r"[\[<>=!~ ;]", requirement)[0].lower() for requirement in [*project["dependencies"], *extras]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def commands(text: str) -> list[list[str]]:
     """Words of each `python -m` and `make` command in the indented blocks of a page; comments are left out."""
     indented = re.sub(r"\\\n\s*", "", text)
     lines = re.findall(r"^    +(?:\w+=\S+ )*((?:python -m|make) .*)$", indented, re.M)
-    return [line.partition("  #")[0].split() for line in lines]
+    return [shlex.split(line.partition("  #")[0]) for line in lines]
 
 
 def links(text: str) -> list[str]:

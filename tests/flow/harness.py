@@ -189,7 +189,7 @@ class Prompts:
 
 @dataclass
 class Spy:
-    """A console and TensorBoard writer that remember."""
+    """A console, and a tracker, that remember."""
 
     notes: list[str] = field(default_factory=list)
     validations: list = field(default_factory=list)
@@ -201,7 +201,8 @@ class Spy:
     def note(self, text, *, level=0):
         self.notes.append(text)
 
-    def add_scalar(self, tag, value, step): ...
+    def log(self, metrics, train_step): ...
+    def table(self, rows, train_step): ...
     def close(self): ...
 
 
@@ -294,7 +295,7 @@ class Harness:
         else:
             self.host = QueueHost(**options)
             self.queue = QueueClient(DirectHandle(self.host), timeout_s=60.0)
-        self.recorder = Recorder(directory, console=self.spy, scalars=self.spy)
+        self.recorder = Recorder(directory, console=self.spy, trackers=self.spy)
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
         loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, reward=reward, limits=limits, turns=turns)
         self.wrap_roll = lambda roll: roll
@@ -314,7 +315,7 @@ class Harness:
             self.rollouter.roll = lambda *args, **options: self.wrap_roll(roll)(*args, **options)
             return self.rollouter
 
-        validator = Validator(loop=Loop(engine, reward_fail=validation_fail), routing=SPEC)
+        validator = Validator(loop=Loop(engine, reward_fail=validation_fail), routing=SPEC, decode=str)
         self.workers = [
             RolloutWorker(
                 "worker-0", rollouter=rollouter, validator=validator, gate=PauseGate(), pool=self.pool, replies_s=10

@@ -50,7 +50,7 @@ class Console:
 
 
 def recorder_in(directory, console=None):
-    return Recorder(directory, console=console or Console(), scalars=None)
+    return Recorder(directory, console=console or Console())
 
 
 def state_of(step):

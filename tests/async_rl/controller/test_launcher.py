@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from async_rl.config import load_config
-from async_rl.controller import launcher
+from async_rl.controller import launcher, processes
 from async_rl.controller.launcher import Launcher
 from async_rl.run import causes
 
@@ -35,9 +35,9 @@ class FakePlacement:
 
 def program_of(tmp_path, monkeypatch, *, placement, run):
     """A program whose processes are replaced by `run`."""
-    monkeypatch.setattr(launcher, "start_ray", lambda _config: None)
-    monkeypatch.setattr(launcher.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(launcher, "Placement", lambda *_args, **_options: placement)
+    monkeypatch.setattr(processes, "start_ray", lambda _config: None)
+    monkeypatch.setattr(processes.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(processes, "Placement", lambda *_args, **_options: placement)
     monkeypatch.setattr(launcher, "read_run", lambda directory: SimpleNamespace())
     monkeypatch.setattr(launcher, "write_report", lambda runs, path: None)
     config = load_config([f"output_dir={tmp_path}", f"warm_start.cache={tmp_path}"])

@@ -17,10 +17,11 @@ from rich.console import Console as Terminal
 
 from async_rl.metrics.console import LiveView, RunConsole
 from async_rl.metrics.lengths import Lengths, survival
-from async_rl.metrics.recorder import Recorder, StepRecord, ValidationResult
+from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.registry import METRICS, batch_metrics, of_layer, staleness_histogram
 from async_rl.metrics.report import draw_curves, draw_layers, read_run, write_report
 from async_rl.metrics.trace import Trace
+from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.report import main as report
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
@@ -90,7 +91,7 @@ def test_trajectory_info_is_averaged_and_shown_in_the_report(tmp_path):
     assert type(closed(1.0, info=infos[0]).info["own"]) is float
     metrics = metrics_of([closed(1.0, info=info) for info in infos])
     assert metrics["info/turns"] == 3 and metrics["info/own"] == 3
-    recorder = Recorder(tmp_path, console=Null(), scalars=None)
+    recorder = Recorder(tmp_path, console=Null())
     recorder.step(StepRecord(metrics={"train_step": 1, **metrics}, staleness_tokens={}))
     recorder.close()
     assert report([str(tmp_path)]) == 0
@@ -116,14 +117,17 @@ class Null:
     def close(self): ...
 
 
-class Scalars:
-    """Stands for the writer of TensorBoard."""
+class Spy:
+    """Stands for trackers."""
 
     def __init__(self):
-        self.written, self.closed = [], False
+        self.written, self.rows, self.closed = [], [], False
 
-    def add_scalar(self, tag, value, step):
-        self.written.append((tag, value, step))
+    def log(self, metrics, train_step):
+        self.written += [(key, value, train_step) for key, value in metrics.items()]
+
+    def table(self, rows, train_step):
+        self.rows += [(train_step, row["response"]) for row in rows]
 
     def close(self):
         self.closed = True
@@ -136,12 +140,15 @@ def validated(success, *, failed=0, **more):
     )
 
 
-def record(directory, steps=3, *, scalars=None):
-    recorder = Recorder(directory, console=Null(), scalars=scalars)
+def record(directory, steps=3, *, trackers=None):
+    recorder = Recorder(directory, console=Null(), trackers=trackers)
     for step in range(1, steps + 1):
         metrics = {"train_step": step, "reward/mean": step / 10, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
         recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
-    recorder.validation(steps, validated(0.5))
+    said = ValidationRollout(
+        reward=1.0, tokens=3, cut_off=False, error=None, prompt="2+2=", response="4", min_version=1, max_version=2
+    )
+    recorder.validation(steps, validated(0.5, rollouts={"": [[said]]}))
     recorder.close()
 
 
@@ -149,17 +156,16 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_recorder_gives_tensorboard_the_finite_metrics(tmp_path):
-    scalars = Scalars()
-    record(tmp_path, steps=1, scalars=scalars)
-    assert {tag for tag, _, _ in scalars.written} > validated(0.5).metrics().keys()
-    assert [entry for entry in scalars.written if not entry[0].startswith("length/")][:4] == [
+def test_recorder_gives_trackers_metrics_and_rollouts(tmp_path):
+    spy = Spy()
+    record(tmp_path, steps=1, trackers=spy)
+    assert {tag for tag, _, _ in spy.written} > validated(0.5).metrics().keys()
+    assert [entry for entry in spy.written if not entry[0].startswith(("length/", "mismatch/"))][:3] == [
         ("train_step", 1, 1),
         ("reward/mean", 0.1, 1),
-        ("mismatch/k3", 1e-3, 1),
         ("validation/success", 0.5, 1),
     ]
-    assert all(math.isfinite(value) for _, value, _ in scalars.written) and scalars.closed
+    assert spy.rows == [(1, "4")] and spy.closed
 
 
 def test_recorder_writes_strict_json_lines_with_null_for_nan(tmp_path):
@@ -178,7 +184,7 @@ def test_step_record_refuses_a_metric_without_a_reduction(name):
 def test_a_warning_that_repeats_is_shown_with_its_count(tmp_path):
     shown = []
     console = SimpleNamespace(note=lambda text, *, level: shown.append((level, text)), close=lambda: None)
-    recorder = Recorder(tmp_path, console=console, scalars=None)
+    recorder = Recorder(tmp_path, console=console)
     for i in range(100):
         recorder.warn_once(f"rollout g{i}-t1 failed: ValueError: bad {chr(97 + i % 26)} (/a/mine.py:12 in exact)")
     recorder.warn_once("rollout g1-t1 failed: ValueError: bad (/a/mine.py:13 in exact)")
@@ -221,7 +227,7 @@ def test_report_of_a_run_needs_no_other_file(tmp_path, capsys):
 
 def test_report_draws_replay_by_layer_as_the_mean_over_the_run(tmp_path):
     record(tmp_path / "dense")
-    recorder = Recorder(tmp_path / "moe", console=Null(), scalars=None)
+    recorder = Recorder(tmp_path / "moe", console=Null())
     for step, shift in ((1, 0.0), (2, 0.2)):
         found = {of_layer("routing/overlap", layer): 0.1 * layer + shift for layer in (11, 2, 3)}
         found[of_layer("routing/gate_mass", 2)] = math.nan
@@ -238,7 +244,7 @@ def test_report_draws_replay_by_layer_as_the_mean_over_the_run(tmp_path):
 
 
 def test_report_leaves_out_a_validation_in_which_every_rollout_failed(tmp_path):
-    recorder = Recorder(tmp_path, console=Null(), scalars=None)
+    recorder = Recorder(tmp_path, console=Null())
     for step, success in enumerate([0.25, math.nan, 0.75]):
         recorder.validation(step, validated(success, failed=8 if math.isnan(success) else 0))
     recorder.close()
@@ -251,7 +257,7 @@ def test_report_leaves_out_a_validation_in_which_every_rollout_failed(tmp_path):
 def test_report_of_a_run_without_records_is_made_and_of_no_run_refused(tmp_path, capsys):
     assert report([str(tmp_path)]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
-    Recorder(tmp_path, console=Null(), scalars=None).close()
+    Recorder(tmp_path, console=Null()).close()
     assert report([str(tmp_path)]) == 0
     (tmp_path / "validation.jsonl").unlink()
     assert report([str(tmp_path)]) == 0 and (tmp_path / "report.png").exists()

@@ -7,9 +7,9 @@ import pytest
 from agent_loop.loop import Message, Prompt
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
+from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.validator import ValidationRollout
 from async_rl.rollout.worker import LostReplica, RolledGroup
 from message_queue.contract import Admission
 from message_queue.heads import head_of
@@ -66,7 +66,14 @@ class FakeWorker:
             self._answer()
         return [
             ValidationRollout(
-                reward=float(prompt.index), tokens=place, cut_off=False, error=None, min_version=3, max_version=4
+                reward=float(prompt.index),
+                tokens=place,
+                cut_off=False,
+                error=None,
+                prompt="",
+                response="",
+                min_version=3,
+                max_version=4,
             )
             for place, prompt in prompts
         ]
@@ -244,8 +251,10 @@ async def test_rollouts_of_several_workers_are_given_back_to_their_prompts_and_s
         result = await run.dispatcher.validate(sets, 1, samples=3)
         asked = [call[1] for worker in run.workers.values() for call in worker.calls if call[0] == "validate"]
         assert asked == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
-        assert (result.prompts, result.rollouts, result.success_rate) == (3, 9, 2.0)
+        assert (result.prompts, result.num_rollouts, result.success_rate) == (3, 9, 2.0)
         assert [(each.success_rate, each.mean_tokens) for each in result.sets.values()] == [(0.5, 2.5), (5.0, 7.0)]
+        tokens = {name: [[r.tokens for r in each] for each in prompts] for name, prompts in result.rollouts.items()}
+        assert tokens == {"a": [[0, 1, 2], [3, 4, 5]], "b": [[6, 7, 8]]}
         assert result.sets["a"].pass_at == {1: 0.5, 2: 0.5}
 
 

@@ -7,14 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rollout.validator import ValidationRollout, pass_at, validation_result
+from async_rl.metrics.validation import ValidationRollout, pass_at, validation_result
 
 
 def rollout(reward, *, version=1, error=None):
     """One of `reward` x 10 tokens."""
     tokens = int(reward * 10)
     return ValidationRollout(
-        reward=reward, tokens=tokens, cut_off=reward == 0, error=error, min_version=version, max_version=version
+        reward=reward,
+        tokens=tokens,
+        cut_off=reward == 0,
+        error=error,
+        prompt="1+1",
+        response="2",
+        min_version=version,
+        max_version=version,
     )
 
 
@@ -35,11 +42,18 @@ def test_a_validation_result_is_over_all_prompts_and_over_each_set():
         "hard": [[rollout(0.0), rollout(0.0), rollout(1.0), rollout(0.0)], [rollout(0.0, version=3)] * 4],
     }
     whole = validation_result(sets)
-    assert (whole.prompts, whole.samples, whole.rollouts, whole.failed) == (3, 4, 12, 0)
+    assert (whole.prompts, whole.samples, whole.num_rollouts, whole.failed) == (3, 4, 12, 0)
     assert (whole.success_rate, whole.cut_off, whole.mean_tokens) == (3.5 / 12, 8, 35 / 12)
     assert (whole.min_version, whole.max_version) == (1, 3)
     assert whole.pass_at == {1: 1 / 3, 2: pytest.approx((1 + 0.5 + 0) / 3), 4: 2 / 3}
     assert {name: each.success_rate for name, each in whole.sets.items()} == {"easy": 2.5 / 4, "hard": 1 / 8}
+    rows = list(whole.rows(7))
+    assert [(row["set"], row["prompt_number"], row["sample"]) for row in rows[3:6]] == [
+        ("easy", 0, 3),
+        ("hard", 0, 0),
+        ("hard", 0, 1),
+    ]
+    assert rows[6]["reward"] == 1.0 and rows[6]["response"] == "2" and len(rows) == 12
     metrics = whole.metrics()
     assert metrics["validation/success"] == 3.5 / 12 and metrics["validation/hard/success"] == 1 / 8
     assert metrics["validation/easy/pass_at_4"] == 1 and metrics["validation/hard/max_version"] == 3

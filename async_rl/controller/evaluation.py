@@ -1,0 +1,110 @@
+"""A validation round on a checkpoint, without a trainer: replicas, rollout workers, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from async_rl.config import RunConfig, plain_values
+from async_rl.controller.interfaces import WATCH_EVERY_S, run_stage
+from async_rl.controller.preflight import check_evaluation
+from async_rl.controller.processes import Processes, place_run
+from async_rl.controller.recovery import supervised
+from async_rl.files.atomic_dir import make_folder
+from async_rl.inference.pool import ReplicaPool
+from async_rl.metrics.console import RunConsole
+from async_rl.metrics.validation import ValidationResult, write_rollouts
+from async_rl.rollout.dispatcher import Dispatcher
+
+RESULT, ROLLOUTS = "result.json", "rollouts.jsonl"
+"""Files of the metrics and of all rollouts."""
+
+
+class Evaluation:
+    """One validation round. What can be refused is refused in the constructor, before any process starts.
+
+    Args:
+        checkpoint: Hugging Face folder of any model that the engine serves.
+        train_step: of the checkpoint, for the records.
+        out: folder of the results; created.
+
+    Raises:
+        ConfigError: a line per problem, with field, value and way out.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: Path, *, train_step: int, out: Path) -> None:
+        # Nothing is trained: no routing rows are needed.
+        trainer = replace(config.trainer, router_replay="none", replay_threshold=0.0)
+        rollout = replace(config.rollout, resume_routing="append")
+        model = replace(config.model, checkpoint=checkpoint)
+        self._config = replace(config, trainer=trainer, rollout=rollout, model=model, schedule=None)
+        self._checkpoint = checkpoint
+        self._train_step = train_step
+        self._out = out
+        self._task, self._held_out = check_evaluation(self._config, checkpoint)
+
+    async def run(self) -> ValidationResult:
+        """Roll out the held-out prompts, and write the results.
+
+        Raises:
+            Exception: whatever made it fail; every process is stopped before it is raised.
+        """
+        config, logs = self._config, self._out / "logs"
+        make_folder(logs)
+        async with contextlib.AsyncExitStack() as stack:
+            console = RunConsole(total_train_steps=0, log=logs / "driver.log")
+            stack.callback(console.close)
+            for text in self._task.notes:
+                console.note(text)
+            console.status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
+            processes = Processes(
+                config,
+                task=self._task,
+                placement=await place_run(config, ranks=0, stack=stack),
+                stack=stack,
+                weights_directory=None,
+                processes=self._out / "processes.json",
+                logs=logs,
+            )
+            console.status(f"starting {config.engine.replicas} replicas of {config.engine.name}")
+            pool = ReplicaPool(await processes.start_engines(self._checkpoint, console), on_lost=console.warn)
+            rollouts = Dispatcher(
+                await processes.start_rollout_workers(pool),
+                pool=pool,
+                processes=processes,
+                config=config.supervision,
+                note=console.warn,
+            )
+            _, supervisor = supervised(
+                config, pool, rollouts=rollouts, start=processes.replace_replica, note=console.warn
+            )
+            num_prompts, samples = sum(map(len, self._held_out.values())), config.validation.samples
+            console.status(f"rolling out {num_prompts} held-out prompts x {samples}")
+            timeout_s = config.sync.timeout_s
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(run_stage("workers", rollouts.watch)),
+                    tasks.create_task(
+                        run_stage("watch", lambda: supervisor.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
+                    ),
+                ]
+                result = await rollouts.validate(self._held_out, 1, samples=samples)
+                for task in background:
+                    task.cancel()
+            console.validation(self._train_step, result)
+            if result.failed:
+                console.warn(f"{result.failed} rollouts failed; the first error: {result.first_error}")
+        self._write(result)
+        return result
+
+    def _write(self, result: ValidationResult) -> None:
+        config = plain_values(self._config)
+        (self._out / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        write_rollouts(self._out / ROLLOUTS, result, train_step=self._train_step)
+        record = {"model": str(self._checkpoint), "train_step": self._train_step, **result.metrics()}
+        (self._out / RESULT).write_text(json.dumps(record, indent=2) + "\n")

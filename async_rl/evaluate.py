@@ -1,0 +1,110 @@
+"""`python -m async_rl.evaluate MODEL_OR_RUN [overrides]`: held-out prompts on a checkpoint or on the model of a run.
+
+Exit codes: 0 done, 1 failed, 2 refused before any process started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_rl.run import EXIT_FAILED, EXIT_REFUSED, failure_text, task_overrides
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate once; returns the exit code."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from async_rl.config import CONFIGS, RECIPES, RunConfig, load_config, recipe_overrides
+    from async_rl.controller.config_record import FIRST, newest_config
+
+    directory: Path = arguments.directory.expanduser().absolute()
+    is_run = (directory / FIRST).is_file()
+    try:
+        if is_run:
+            if arguments.task or arguments.recipe:
+                raise ValueError(f"{directory} is a run, which has its task; leave out --task and --recipe")
+            recorded = newest_config(directory)
+            config: RunConfig = load_config(arguments.overrides, config_name=recorded.stem, config_dir=directory)
+            checkpoint, train_step = _model_of_run(directory, arguments.step)
+        else:
+            if arguments.step is not None:
+                raise ValueError(f"--step is {arguments.step}, and {directory} is no run directory; leave it out")
+            recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
+            overrides = [*recipe, *task_overrides(arguments.task), *arguments.overrides]
+            config = load_config(overrides, config_dir=CONFIGS)
+            checkpoint, train_step = directory, 0
+        from async_rl.controller.evaluation import Evaluation
+
+        out = arguments.out or _next_folder(directory)
+        if out.exists():
+            raise ValueError(f"--out is {out}, which exists; remove it or give another folder")
+        evaluation = Evaluation(config, checkpoint, train_step=train_step, out=out.absolute())
+    except (ValueError, OSError) as error:
+        sys.stderr.write("".join(f"error: {line}\n" for line in f"{error}".splitlines()))
+        return EXIT_REFUSED
+    import uvloop
+
+    try:
+        uvloop.run(evaluation.run())
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        return EXIT_FAILED
+    except Exception as error:  # noqa: BLE001 - whatever ended it is reported as its last lines
+        sys.stderr.write(failure_text(error))
+        return EXIT_FAILED
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def _model_of_run(directory: Path, step: int | None) -> tuple[Path, int]:
+    """Checkpoint folder of a run, and its train step.
+
+    Args:
+        step: None for `final/`, or the newest checkpoint if the run has not ended. Checkpoints are exported once.
+
+    Raises:
+        ValueError: no such checkpoint.
+    """
+    from async_rl.export import checkpoint_of, export_checkpoint
+
+    newest = checkpoint_of(directory, step)
+    train_step = int(newest.name.removeprefix("step-"))
+    if step is None and (directory / "final" / "config.json").is_file():
+        return directory / "final", train_step
+    exported = directory / "export" / newest.name
+    return (exported if exported.is_dir() else export_checkpoint(directory, step=train_step)), train_step
+
+
+def _next_folder(directory: Path) -> Path:
+    """First of evaluation-1, evaluation-2 and so on that does not exist."""
+    number = 1
+    while (folder := directory / f"evaluation-{number}").exists():
+        number += 1
+    return folder
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_rl.evaluate", description="Roll out held-out prompts, and report rewards and pass@k."
+    )
+    add = parser.add_argument
+    add("directory", type=Path, metavar="MODEL_OR_RUN", help="a Hugging Face folder, or the output_dir of a run")
+    add("--step", type=int, default=None, help="train step of a checkpoint of the run, default: its final model")
+    add("--recipe", metavar="NAME", help="for a model: a folder of recipes/; its overrides come first")
+    add("--task", metavar="FILE", help="for a model: FILE.py or FILE.py:NAME of a Task")
+    add("--out", type=Path, default=None, metavar="DIR", help="new folder, default: MODEL_OR_RUN/evaluation-N")
+    add(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="for instance validation.prompts=64 validation.samples=8 validation.sampling.temperature=0.6",
+    )
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
