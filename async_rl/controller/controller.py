@@ -169,7 +169,7 @@ class Controller:
             if (restored := self._restored) is not None:
                 await run_stage("catch up", lambda: self._replay_batches(restored))
             if self._train_step == 0 and (self._restored is None or self._restored.began):
-                await self._validations.now(0)
+                self._validations.request_first()
             start("feed", self._feed)
             start("rollout", self._rollout)
             start("expire", self._expire)
@@ -336,6 +336,7 @@ class Controller:
     async def _publish(self) -> None:
         while True:
             update = await self._updates.get()
+            await self._validations.first_done.wait()  # that round is of the start weights alone
             with self._trace.span("publish", f"version {update.weights.version}", digest=update.weights.digest):
                 await self._schedule_replay.may_load(self._version_updates[update.weights.version])
                 self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))

@@ -100,6 +100,9 @@ class ValidationSchedule:
         every: train steps between rounds; 0 for only the first and the last round.
         last: train step of the last round.
         per_batch: train steps of one batch, see `is_due`.
+
+    Attributes:
+        first_done: clear from the request of the first round to its end.
     """
 
     def __init__(
@@ -121,12 +124,21 @@ class ValidationSchedule:
         self._trace = trace
         self._newest: int | None = None  # train step of the newest round
         self._requests: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+        self.first_done = asyncio.Event()
+        self.first_done.set()
 
     async def run(self) -> None:
         """The stage: serve requests, forever."""
         while True:
             await self.now(await self._requests.get())
             self._requests.task_done()
+            self.first_done.set()
+
+    def request_first(self) -> None:
+        """Request the round of the start weights; before any other request."""
+        if self._validate is not None:
+            self.first_done.clear()
+            self._requests.put_nowait(0)
 
     def request(self, step: int) -> None:
         """Request a round if one is due after train step `step`."""

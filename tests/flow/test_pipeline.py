@@ -223,6 +223,28 @@ async def test_validation_rolls_out_each_prompt_of_each_set_several_times(tmp_pa
         assert line["validation/pass_at_1"] <= line["validation/pass_at_2"] <= line["validation/pass_at_4"]
 
 
+async def test_the_first_round_is_of_the_start_weights_while_the_first_batch_is_trained(tmp_path):
+    trainer = FakeTrainer(step_s=0.001)
+    harness = Harness(tmp_path, validate_every=100, steps=4, max_staleness=3, trainer=trainer)
+    (worker,), exported = harness.workers, asyncio.Event()
+    export, validate = trainer.export, worker.validate
+
+    async def noted_export(*args, **options):
+        exported.set()
+        return await export(*args, **options)
+
+    async def late_validate(*args, **options):
+        await exported.wait()
+        await asyncio.sleep(0.05)  # without the wait of the publish it would be loaded by then
+        return await validate(*args, **options)
+
+    trainer.export, worker.validate = noted_export, late_validate
+    assert await harness.run()
+    first, last = harness.lines("validation.jsonl")
+    assert (first["train_step"], first["validation/min_version"], first["validation/max_version"]) == (0, 0, 0)
+    assert (last["train_step"], last["validation/min_version"]) == (4, 4)
+
+
 async def test_run_of_no_train_steps_validates_once_and_saves(tmp_path):
     harness = Harness(tmp_path, validate_every=2, steps=0)
     assert await harness.run()
