@@ -4,6 +4,8 @@ VENV ?= .venv
 VENV_SGLANG ?= .venv-sglang
 VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
+# GPU=1 sets up CUDA builds instead of CPU builds.
+GPU ?=
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
@@ -15,26 +17,28 @@ TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: run seeds test test-fast test-numerics mutations parity simulate kills lint format types contracts setup setup-sglang staleness \
-	bench docs reference clean
+	bench docs reference gpu-locks clean
 
 setup: $(VENV)/.ready
 
-# torch comes from the configured index where it has a CPU build, else from PyTorch's CPU index.
-$(VENV)/.ready: requirements/cpu.lock pyproject.toml
+# A CPU build of torch comes from the configured index if it has one, else from PyTorch's CPU index.
+cpu_torch = $(if $(GPU),,$(1)/pip install -q --no-deps $(TORCH) || \
+	$(1)/pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH))
+
+$(VENV)/.ready: requirements/$(if $(GPU),gpu,cpu).lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-deps $(TORCH) || $(BIN)/pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH)
-	$(BIN)/pip install -q --no-deps -r requirements/cpu.lock
+	$(call cpu_torch,$(BIN))
+	$(BIN)/pip install -q --no-deps -r $<
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 # SGLang pins other versions of what async_rl uses, so it has a virtualenv of its own, with the server alone in it.
 setup-sglang: $(VENV_SGLANG)/.ready
 
-$(VENV_SGLANG)/.ready: requirements/sglang.lock
+$(VENV_SGLANG)/.ready: requirements/sglang$(if $(GPU),-gpu).lock
 	$(PYTHON) -m venv $(VENV_SGLANG)
-	$(VENV_SGLANG)/bin/pip install -q --no-deps $(TORCH) || \
-		$(VENV_SGLANG)/bin/pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH)
-	$(VENV_SGLANG)/bin/pip install -q --no-deps -r requirements/sglang.lock
+	$(call cpu_torch,$(VENV_SGLANG)/bin)
+	$(VENV_SGLANG)/bin/pip install -q --no-deps -r $<
 	touch $@
 
 run: setup $(if $(findstring engine=sglang,$(ARGS)),setup-sglang)
@@ -119,6 +123,13 @@ docs: $(VENV_DOCS)/.ready
 # docs/reference, from the docstrings of the config and the registry of metrics.
 reference: setup
 	$(BIN)/python docs/reference/generate.py
+
+# The newest versions that suit pyproject.toml, for CUDA; UV is https://docs.astral.sh/uv.
+UV ?= uv
+COMPILE = $(UV) pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate --no-header
+gpu-locks:
+	$(COMPILE) --extra vllm --extra test pyproject.toml -o requirements/gpu.lock
+	$(COMPILE) --extra sglang --no-deps pyproject.toml | grep ^sglang | $(COMPILE) - -o requirements/sglang-gpu.lock
 
 $(VENV_DOCS)/.ready: requirements/docs.lock
 	$(PYTHON) -m venv $(VENV_DOCS)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from async_rl.config import RunConfig
 from async_rl.inference.checkpoint_weights import weight_files
 from async_rl.inference.serving import kv_bytes_per_token
+from async_rl.trainer.model.model import TrainerConfig
 from async_rl.weights.model_info import read_model_info
 
 GIB = 1 << 30
@@ -49,7 +50,7 @@ def _lines(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _model(checkpoint: Path) -> str:
-    info, (dense, experts) = read_model_info(checkpoint), _parameters(checkpoint)
+    info, (dense, experts) = read_model_info(checkpoint), parameters_of(checkpoint)
     routed = "" if info.routing is None else f", {info.routing.num_experts} experts, top {info.routing.top_k}"
     return f"{checkpoint}: {info.family}, {dense + experts:,} parameters, {info.num_layers} layers{routed}"
 
@@ -57,17 +58,11 @@ def _model(checkpoint: Path) -> str:
 def _memory(config: RunConfig, checkpoint: Path) -> str:
     """Bytes of weights, gradients and optimizer state of a rank, and of weights and K/V of an engine.
 
-    A rank with bfloat16 weights has 2 bytes per weight, 4 for its gradient, and 12 for AdamW's float32 copy and
-    moments; with float32 weights 4, 4 and 8. Activations are not counted.
+    Activations are not counted.
     """
-    trainer, engine, (dense, experts) = config.trainer, config.engine, _parameters(checkpoint)
-    parallel = trainer.parallel
-    weights = (
-        dense / (parallel.tensor * parallel.pipeline)
-        + experts / (parallel.expert * parallel.expert_tensor_size * parallel.pipeline)
-    )  # fmt: skip
-    width, state = (2, 12) if trainer.dtype == "bfloat16" else (4, 8)
-    held = weights * (width + 4 + state / (trainer.data_parallel if trainer.distributed_optimizer else 1))
+    engine, (dense, experts) = config.engine, parameters_of(checkpoint)
+    offload = config.optimizer.cpu_offload
+    held = rank_bytes(config.trainer, cpu_offload=offload, dense=dense, experts=experts)
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     served = (dense + experts) * (4 if engine.dtype == "float32" else 2) / engine.tensor_parallel
     kv = engine.max_num_seqs * engine.max_model_len * kv_bytes_per_token(fields, dtype=engine.dtype)
@@ -78,7 +73,31 @@ def _memory(config: RunConfig, checkpoint: Path) -> str:
     )
 
 
-def _parameters(checkpoint: Path) -> tuple[int, int]:
+def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, experts: int) -> float:
+    """Bytes of weights, gradients and optimizer state of a trainer rank, on its GPU; an even share of the model.
+
+    A bfloat16 weight has 2 bytes, its gradient 4, and AdamW's float32 copy and moments 12; of float32 weights 4, 4 and
+    8. The distributed optimizer splits the state over the ranks that hold the same weights: those of dense weights over
+    `data_parallel` x context ranks, those of an expert over ranks / (pipeline x expert x expert_tensor).
+
+    Args:
+        cpu_offload: share of the optimizer state that is in CPU memory.
+        dense: weights outside of experts, of the whole model.
+        experts: weights in experts.
+    """
+    parallel = trainer.parallel
+    width, state = (2, 12) if trainer.dtype == "bfloat16" else (4, 8)
+    total = 0.0
+    for weights, split in (
+        (dense, parallel.tensor * parallel.pipeline),
+        (experts, parallel.expert * parallel.expert_tensor_size * parallel.pipeline),
+    ):
+        holders = trainer.ranks // split if trainer.distributed_optimizer else 1
+        total += weights / split * (width + 4 + state * (1 - cpu_offload) / holders)
+    return total
+
+
+def parameters_of(checkpoint: Path) -> tuple[int, int]:
     """Numbers of weights outside of experts, and in experts, from the headers of the files."""
     dense, experts = 0, 0
     for path in weight_files(checkpoint):

@@ -42,8 +42,8 @@ def blocks(text: str) -> list[Block]:
 
 
 def module_of(page: str, title: str) -> str:
-    """The block `title` of a page."""
-    (code,) = [block.code for block in blocks((ROOT / page).read_text()) if block.title == title]
+    """The block `title` of a page, in any language."""
+    (code,) = [match["code"] for match in _FENCE.finditer((ROOT / page).read_text()) if match["title"] == title]
     return code
 
 

@@ -96,6 +96,22 @@ def look_at_export(trainer):
     return {"held": held, "largest": max(sizes), "whole": sum(sizes), "most_at_once": live.most}
 
 
+def held_bytes(trainer):
+    """Bytes of the weights, gradients and optimizer state of this rank."""
+    tensors = [weight for chunk in trainer.model.wrapped for weight in chunk.parameters()]
+    for chunk in trainer.model.wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            tensors += [held for held in (buffer.param_data, buffer.grad_data) if held is not None]
+    inner = trainer._optimizer._inner
+    for part in getattr(inner, "chained_optimizers", [inner]):
+        tensors += [weight for group in part.optimizer.param_groups for weight in group["params"]]
+        tensors += [
+            value for state in part.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+        ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
 class LiveTensors(TorchDispatchMode):
     """Elements of the tensors made inside the block that live at one time; `most` is the highest number.
 
@@ -151,7 +167,7 @@ def _rank(rank, ranks, cases, addresses, folder):
                 result = run_balance_case(trainer, make_supervised_batch())
             else:
                 result = run_case(trainer, make_batch(**rows), folder=folder / f"{name}-state")
-                result |= {"read": sum(sizes), **look_at_export(trainer)}
+                result |= {"read": sum(sizes), "bytes": held_bytes(trainer), **look_at_export(trainer)}
             trainer.close()
             if rank == 0:
                 torch.save(result, folder / f"{name}.pt")

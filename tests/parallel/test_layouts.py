@@ -5,9 +5,11 @@ or gathers more than it needs.
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 
+from async_rl.controller.summary import parameters_of, rank_bytes
 from async_rl.trainer.loss.losses import GSPO, M2PO, DecoupledPPO, SequenceMask, SequenceTIS
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers import numerics, tiny_models
@@ -16,6 +18,7 @@ from tests.parallel.ranks import ADAM, BALANCE, assert_equal_cases, run_balance_
 from tests.parallel.support import (
     LENGTHS,
     MARKS,
+    TRAINER,
     assert_equal_gradients,
     load_reference,
     make_batch,
@@ -154,6 +157,15 @@ def test_a_rank_reads_its_own_weights_and_exports_tensor_by_tensor(name, results
     assert ours["held"] < ours["whole"] or name.endswith("-context")  # which splits no weights
     # A tensor, its gathered parts, the copy that is handed out; experts come as many as there are ranks.
     assert ours["most_at_once"] <= 8 * ours["largest"] < ours["whole"] / 2
+
+
+@pytest.mark.parametrize("layout", ["data", "data-distributed-optimizer", "tensor", "tensor-expert", "expert"])
+def test_rank_bytes_is_the_memory_that_a_rank_holds(layout, results, checkpoints):
+    dense, experts = parameters_of(checkpoints["qwen3_moe"])
+    config = replace(TRAINER, ranks=2, **LAYOUTS[layout])
+    expected = rank_bytes(config, cpu_offload=0.0, dense=dense, experts=experts)
+    held = result_of(results, f"qwen3_moe-{layout}")["bytes"]
+    assert held == pytest.approx(expected, rel=0.05)  # norms and routers are on each rank, and buffers are padded
 
 
 @pytest.mark.parametrize("name", BALANCE_CASES)
