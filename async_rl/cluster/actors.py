@@ -99,6 +99,19 @@ class Placement:
         self._bundles = [*[rank] * ranks, *[replica] * replicas, *[{"CPU": 1.0}] * (workers + 1)]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
 
+    def shortage(self) -> str | None:
+        """Resources of the run that the nodes of the cluster do not have together; None if they have all."""
+        asked: dict[str, float] = {}
+        for name, amount in (item for bundle in self._bundles for item in bundle.items()):
+            asked[name] = asked.get(name, 0.0) + amount
+        there: dict[str, float] = ray.cluster_resources()
+        missing = [
+            f"{amount:g} {name}, of which the nodes have {there.get(name, 0.0):g}"
+            for name, amount in asked.items()
+            if amount > there.get(name, 0.0) + 1e-6
+        ]
+        return f"the run needs {' and '.join(missing)}" if missing else None
+
     async def ready(self) -> None:
         """Wait until the cluster has reserved every bundle."""
         try:

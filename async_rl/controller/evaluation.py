@@ -61,11 +61,10 @@ class Evaluation:
             stack.callback(console.close)
             for text in self._task.notes:
                 console.note(text)
-            console.status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
             processes = Processes(
                 config,
                 task=self._task,
-                placement=await place_run(config, ranks=0, stack=stack),
+                placement=await place_run(config, ranks=0, stack=stack, status=console.status),
                 stack=stack,
                 weights_directory=None,
                 processes=self._out / "processes.json",

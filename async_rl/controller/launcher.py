@@ -88,8 +88,7 @@ class Launcher:
                 recorder.note(text)
             trace = Trace(self._directory / "trace.json")
             stack.callback(trace.write)
-            console.status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
-            placement = await place_run(config, ranks=config.trainer.ranks, stack=stack)
+            placement = await place_run(config, ranks=config.trainer.ranks, stack=stack, status=console.status)
             await self._require_places(placement)
             weights_directory = self._weights_directory
             stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node

@@ -34,12 +34,18 @@ from async_rl.rollout.task import Task
 from async_rl.trainer.state.optimizer import OptimizerConfig
 
 
-async def place_run(config: RunConfig, *, ranks: int, stack: contextlib.AsyncExitStack) -> Placement:
+async def place_run(
+    config: RunConfig, *, ranks: int, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
+) -> Placement:
     """Start or join the Ray cluster, and reserve the places of a run with `ranks` trainer ranks; `stack` leaves it.
+
+    Args:
+        status: called with texts about the progress.
 
     Raises:
         PlacementError: an actor needs more than any node has. TimeoutError: the cluster cannot hold the run.
     """
+    status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
     start_ray(config.cluster)
     stack.callback(ray.shutdown)
     placement = Placement(
@@ -49,6 +55,8 @@ async def place_run(config: RunConfig, *, ranks: int, stack: contextlib.AsyncExi
         workers=config.rollout.workers,
         gpus_per_replica=config.gpus_per_replica,
     )
+    if shortage := placement.shortage():
+        status(f"waiting for nodes of the Ray cluster: {shortage}")
     await placement.ready()
     return placement
 

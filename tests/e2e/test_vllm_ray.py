@@ -108,3 +108,12 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
 def test_an_actor_that_no_node_can_hold_is_refused_by_field(cluster: None, wanted: dict[str, float]):
     with pytest.raises(PlacementError, match=next(iter(wanted))):
         Placement(ClusterConfig(**wanted), ranks=1, replicas=1, workers=1, gpus_per_replica=0)
+
+
+def test_placement_tells_what_all_nodes_together_lack(cluster: None):
+    def short(workers: int):
+        return Placement(ClusterConfig(), ranks=1, replicas=1, workers=workers, gpus_per_replica=0).shortage()
+
+    have = int(ray.cluster_resources()["CPU"])
+    assert short(have - 3) is None  # a rank, a replica and the queue have one each
+    assert f"{have + 1} CPU" in short(have - 2) and f"have {have}" in short(have - 2)

@@ -14,8 +14,11 @@ from async_rl.run import causes
 class FakePlacement:
     """A placement of a run on one node. error: raised by its watch; None watches until it is cancelled."""
 
-    def __init__(self, error=None):
-        self.error, self.watched = error, None
+    def __init__(self, error=None, lacks=None):
+        self.error, self.lacks, self.watched = error, lacks, None
+
+    def shortage(self):
+        return self.lacks
 
     async def ready(self):
         pass
@@ -75,3 +78,12 @@ async def test_the_watch_of_nodes_ends_with_the_run(finished, monkeypatch, tmp_p
     async with asyncio.timeout(30):
         assert await made.run() is finished
     assert placement.watched.cancelled()
+
+
+async def test_a_shortage_of_the_cluster_is_shown_while_the_run_waits(monkeypatch, tmp_path):
+    async def run(*_args, **_options):
+        return True
+
+    made = program_of(tmp_path, monkeypatch, placement=FakePlacement(lacks="the run needs 9 GPU"), run=run)
+    await made.run()
+    assert "the run needs 9 GPU" in (tmp_path / "logs" / "driver.log").read_text()
