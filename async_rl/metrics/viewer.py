@@ -49,6 +49,7 @@ _COLUMNS = {
 }
 _PAGE = Path(__file__).with_suffix(".html")
 _SEPARATORS = str.maketrans("", "", "\0\1\2\3")
+_REWARD = re.compile(r"^RewardError: reward (?:\S+ )?of prompt \d+ failed: ")
 _USER_LINE = re.compile(r"\((?:[^()]*/)?([^()/]+:\d+ in [^()]+)\)$")
 
 
@@ -197,10 +198,11 @@ def _routing(part: Any) -> tuple[NDArray[np.int16], list[list[int] | None]]:
 
 
 def _kind_of(error: str) -> str:
-    """Kind of an error for the filter: `ValueError: no unit in '7' (/a/task.py:9 in score)` is
-    `ValueError, task.py:9 in score`; without a line of the user only the kind.
+    """Kind of an error for the filter; without a line of the user only its name.
+
+    `RewardError: reward of prompt 5 failed: ValueError: no 7 (/a/task.py:9 in score)`: `ValueError, task.py:9 in score`
     """
-    line = _USER_LINE.search(error)
+    line, error = _USER_LINE.search(error), _REWARD.sub("", error, count=1)
     return error.partition(":")[0] + ("" if line is None else f", {line[1]}")
 
 

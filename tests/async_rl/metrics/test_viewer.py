@@ -167,7 +167,8 @@ def test_failed_rollouts_complete_their_rows_or_are_rows_of_their_own(run):
     key = "KeyError: 'unit' (/a/own.py:{} in score)"
     records.add(failed(1, 1, error=key.format(7)), train_step=2)  # of a group that was trained at step 4
     records.add(failed(9, 0, error=key.format(7)), train_step=2)
-    records.add(failed(8, 0, error=key.format(12)), train_step=2)
+    of_reward = f"RewardError: reward exact of prompt 8 failed: {key.format(12)}"
+    records.add(failed(8, 0, error=of_reward), train_step=2)
     records.add(failed(10, 2, error="EngineTimeout: slow"), train_step=4)
     assert main([str(run)]) == 0
     meta, scripts = unpacked(run)
