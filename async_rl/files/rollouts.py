@@ -22,6 +22,8 @@ from async_rl.files.jsonl import read_lines
 FOLDER = "rollouts"
 """Name of the folder in the run directory."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
+_REWARD = re.compile(r"^RewardError: reward (?:\S+ )?of prompt \d+ failed: ")
+_USER_LINE = re.compile(r"\((?:[^()]*/)?([^()/]+:\d+ in [^()]+)\)$")
 _FAILED_NAME = re.compile(r"failed-(\d{6,})\.jsonl")
 
 
@@ -125,6 +127,15 @@ def read_failed(directory: Path) -> Iterator[tuple[int, FailedRollout | str]]:
                 yield step, FailedRollout(**{name: values[name] for name in names})
             except (ValueError, KeyError, TypeError) as error:
                 yield step, f"{path} line {number} is damaged and left out ({error})"
+
+
+def kind_of_error(error: str) -> str:
+    """Kind of the error of a failed rollout; without a line of the user only its name.
+
+    `RewardError: reward of prompt 5 failed: ValueError: no 7 (/a/task.py:9 in score)`: `ValueError, task.py:9 in score`
+    """
+    line, error = _USER_LINE.search(error), _REWARD.sub("", error, count=1)
+    return error.partition(":")[0] + ("" if line is None else f", {line[1]}")
 
 
 def tool_calls_of(text: str) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
         steps, success = np.array(points, np.float64).reshape(-1, 2).T
         axes[0].plot(steps, success, marker="o", color=colour, label=run.name)
     _finish(axes[0], "held-out success")
-    _include_unit_interval(axes[0])
+    include_unit_interval(axes[0])
     for axis, (title, keys) in zip(axes[1:], _PANELS, strict=True):
         for run, colour in zip(runs, _colours(len(runs)), strict=True):
             for key, style in zip(keys, _STYLES, strict=False):
@@ -47,7 +47,7 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
     return figure
 
 
-def _include_unit_interval(axis: Axes) -> None:
+def include_unit_interval(axis: Axes) -> None:
     """Widen the limits of the data to 0 and 1, the range of most rewards; other rewards stay inside."""
     low, high = axis.dataLim.intervaly if axis.lines and np.isfinite(axis.dataLim.intervaly).all() else (0.0, 1.0)
     margin = 0.03 * (max(high, 1.0) - min(low, 0.0))

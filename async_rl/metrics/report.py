@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from async_rl.files.jsonl import read_lines
-from async_rl.files.rollouts import FOLDER, read_steps
+from async_rl.files.rollouts import FOLDER, kind_of_error, read_failed, read_steps
 from async_rl.metrics.registry import METRICS, metric_of, split_layer
 
 _PAGE = Path(__file__).with_suffix(".html")
@@ -215,6 +215,7 @@ def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
         "staleness": [sorted(tokens), [_rounded(tokens[lag] / total) for lag in sorted(tokens)]] if total else [[], []],
         "outcomes": outcomes,
         "drops": drops,
+        "failed": [] if folder is None else _failed(folder),
         "rollouts": [] if folder is None else list(_best_and_worst(folder)),
         "config": configs[-1][1] if configs else {},
         "changes": list(_changes(configs)),
@@ -262,6 +263,17 @@ def _ledger(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], list[
             drop["tokens"] += record["tokens"]
             drop["last"] = reason
     return outcomes, sorted(drops.values(), key=lambda drop: -drop["groups"])
+
+
+def _failed(folder: Path) -> list[dict[str, Any]]:
+    """Failed rollouts by the kind of their error, the most frequent first, and the newest one of each kind."""
+    found: dict[str, dict[str, Any]] = {}
+    for _, rollout in read_failed(folder / FOLDER):
+        if not isinstance(rollout, str):
+            kind = kind_of_error(rollout.error)
+            count = found.get(kind, {"rollouts": 0})["rollouts"] + 1
+            found[kind] = {"error": kind, "rollouts": count, "group": rollout.group, "trajectory": rollout.trajectory}
+    return sorted(found.values(), key=lambda kind: -kind["rollouts"])
 
 
 def _best_and_worst(folder: Path) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_rl.files.rollouts import FOLDER, FailedRollout, read_failed, read_steps
+from async_rl.files.rollouts import FOLDER, FailedRollout, kind_of_error, read_failed, read_steps
 
 CHUNK_ROWS = 64
 _COLUMNS = {
@@ -49,8 +48,6 @@ _COLUMNS = {
 }
 _PAGE = Path(__file__).with_suffix(".html")
 _SEPARATORS = str.maketrans("", "", "\0\1\2\3")
-_REWARD = re.compile(r"^RewardError: reward (?:\S+ )?of prompt \d+ failed: ")
-_USER_LINE = re.compile(r"\((?:[^()]*/)?([^()/]+:\d+ in [^()]+)\)$")
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +138,7 @@ class _Page:
                 "group": row["group"],
                 "trajectory": row["trajectory"],
                 "stop": self.stops.number(row["stop_reason"]),
-                "error": self.errors.number(_kind_of(error)) if row["stop_reason"] == "error" else -1,
+                "error": self.errors.number(kind_of_error(error)) if row["stop_reason"] == "error" else -1,
                 "prompt": -1 if prompt is None else self.prompts.number(prompt.translate(_SEPARATORS)),
                 "length": length if own is None else own.tokens,
                 "staleness": max((segment["staleness"] for segment in segments), default=0),
@@ -195,15 +192,6 @@ def _routing(part: Any) -> tuple[NDArray[np.int16], list[list[int] | None]]:
     shape = [layers.list_size, layers.value_type.list_size]
     flat = np.asarray(column.flatten().flatten().flatten(), np.int16)
     return flat, [shape if valid else None for valid in column.is_valid().to_pylist()]
-
-
-def _kind_of(error: str) -> str:
-    """Kind of an error for the filter; without a line of the user only its name.
-
-    `RewardError: reward of prompt 5 failed: ValueError: no 7 (/a/task.py:9 in score)`: `ValueError, task.py:9 in score`
-    """
-    line, error = _USER_LINE.search(error), _REWARD.sub("", error, count=1)
-    return error.partition(":")[0] + ("" if line is None else f", {line[1]}")
 
 
 def write_page(directory: Path, path: Path, *, decode: Callable[[int], str] | None) -> list[str]:

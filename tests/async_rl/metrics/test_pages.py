@@ -134,8 +134,11 @@ async def test_report_shows_curves_and_differences_and_links_to_rollouts(pages, 
     await page.run("document.querySelector('#runs button').click()")
     assert await page.run(f"{plot}.querySelectorAll('path').length") == 1
     links = await page.run("[...document.querySelectorAll('#rollout-tables a')].map((a) => a.href)")
-    assert links[2:4] == [f"{pages[1]}#step=4&group={g}&trajectory={t}" for g, t in ((2, 5), (1, 0))]
-    await page.open(links[2])
+    assert links[:2] == [f"{pages[1]}#group={g}&trajectory={t}" for g, t in ((1, 1), (9, 0))]
+    assert links[4:6] == [f"{pages[1]}#step=4&group={g}&trajectory={t}" for g, t in ((2, 5), (1, 0))]
+    await page.open(links[1])
+    assert "PromptError: too long" in await page.run("document.querySelector('.card.chosen').textContent")
+    await page.open(links[4])
     assert (await page.run("document.querySelector('.card.chosen').textContent")).startswith("#5")
 
 
