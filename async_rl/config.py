@@ -752,6 +752,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
         ("rollout.record", record, "trajectories", record.steps > 0, "rollout.record.steps > 0"),
+        ("rollout.record", record, "routing_bytes", record.steps > 0, "rollout.record.steps > 0"),
         ("validation", validation, "samples", validation.prompts > 0, "validation.prompts > 0"),
         ("validation", validation, "sampling", validation.prompts > 0, "validation.prompts > 0"),
         ("tracking", tracking, "prometheus_address", "prometheus" in tracking.trackers, "prometheus in its trackers"),

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_rl.metrics.report import draw_curves, read_run, write_report
+from async_rl.metrics.curves import draw_curves
+from async_rl.metrics.report import read_run, write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.files.rollouts import recorded_steps
+from async_rl.files.rollouts import RecordConfig, recorded_steps
 from async_rl.trainer.batch.training_batch import RecordedGroups, TrainingBatch
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import TrainerConfig
@@ -74,7 +74,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, task, routing = save_calculator(Path(folder))
         recorder = RolloutRecorder(
-            Path(folder) / "rollouts", keep=500, tokenizer=AutoTokenizer.from_pretrained(checkpoint)
+            Path(folder) / "rollouts",
+            config=RecordConfig(steps=500),
+            tokenizer=AutoTokenizer.from_pretrained(checkpoint),
         )
         trainer = TrainerRank(
             config=config,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from async_rl.cluster.clients import ReplicaAddress
     from async_rl.cluster.rollout_workers import WorkerReplicaPool
     from async_rl.config import ClusterConfig, RunConfig
+    from async_rl.files.rollouts import RecordConfig
     from async_rl.metrics.validation import ValidationRollout
     from async_rl.rollout.group_contents import ContentPlace
     from async_rl.rollout.worker import RolledGroup, RolloutWorker, WorkerEvent
@@ -416,9 +417,9 @@ class TrainerActor:
         rank: int,
         rendezvous: str,
         rollouts: Path | None,
-        keep_rollouts: int,
+        record: RecordConfig | None,
     ) -> None:
-        """rollouts: folder in which the first rank keeps the newest `keep_rollouts` steps; None for none."""
+        """rollouts: folder in which the first rank writes rollouts within the bounds of `record`; None for none."""
         from transformers import AutoTokenizer
 
         from async_rl.trainer.rank import TrainerRank  # megatron is only imported in the process of a rank
@@ -426,9 +427,8 @@ class TrainerActor:
 
         with log_failure():
             recorder = None
-            if rank == 0 and rollouts is not None:
-                tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-                recorder = RolloutRecorder(rollouts, keep=keep_rollouts, tokenizer=tokenizer)
+            if rank == 0 and rollouts is not None and record is not None:
+                recorder = RolloutRecorder(rollouts, config=record, tokenizer=AutoTokenizer.from_pretrained(checkpoint))
             self._rank = TrainerRank(
                 config=config,
                 optimizer=optimizer,

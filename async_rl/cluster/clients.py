@@ -17,6 +17,7 @@ from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.cluster.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.files.logs import log_end
+from async_rl.files.rollouts import RecordConfig
 from async_rl.inference.replica import EngineReplica, KVPolicy, ReplicaStats
 from async_rl.inference.select import EngineConfig, actor_environment
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -237,13 +238,13 @@ class TrainerClient:
         variables: Mapping[str, str] | None = None,
         logs: Path | None = None,
         rollouts: Path | None = None,
-        keep_rollouts: int = 0,
+        record: RecordConfig | None = None,
     ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
 
         Args:
             rollouts: folder in which rank 0 writes the recorded groups of each batch; None if there are none.
-            keep_rollouts: batches that stay there.
+            record: bounds on these files; None if there are none.
             variables: of the environment, beside those that a rank needs.
 
         Raises:
@@ -266,7 +267,7 @@ class TrainerClient:
                 "checkpoint": checkpoint,
                 "rendezvous": rendezvous,
                 "rollouts": rollouts,
-                "keep_rollouts": keep_rollouts,
+                "record": record,
             }
             await client._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
             client.pids = await client._all("pid", [a.pid.remote() for a in actors])

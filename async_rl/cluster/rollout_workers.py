@@ -75,12 +75,15 @@ def build_worker(
             log=log,
             failure=rollout.failure,
             note=lambda text: worker.report(text),
+            failed=lambda rollout: worker.report(rollout),
+            decode=decode if rollout.record.steps else None,
         )
 
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
     validator = Validator(
         loop=validation_loop,
         routing=routing,
-        decode=partial(tokenizer.decode, skip_special_tokens=False),
+        decode=decode,
         resume_routing=rollout.resume_routing,
     )
     worker = RolloutWorker(

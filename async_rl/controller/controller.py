@@ -370,6 +370,7 @@ class Controller:
             await self._compare()
             await self._export()
         seconds = time.monotonic() - started
+        metrics["step/seconds"] = seconds
         metrics["idle/trainer"] = waited / seconds
         metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
         metrics["throughput/tokens_per_s"] = sum(prepared.gradient_tokens) / seconds

@@ -80,7 +80,7 @@ class Launcher:
                 train_step=self._resume.state.train_step,
             )
             trackers = build_trackers(config.tracking, tracked, warn=console.warn)
-            recorder = Recorder(self._directory, console=console, trackers=trackers)
+            recorder = Recorder(self._directory, console=console, trackers=trackers, rollouts=config.rollout.record)
             stack.callback(recorder.close)
             for change in changes:
                 recorder.note(f"config changed since the last start: {change}")
@@ -173,6 +173,7 @@ class Launcher:
             config=config.supervision,
             note=recorder.warn,
             note_failure=recorder.warn_once,
+            record_failed=recorder.failed_rollout,
         )
         publisher, supervisor = supervised(
             config, pool, rollouts=rollouts, start=processes.replace_replica, note=recorder.warn

@@ -215,7 +215,7 @@ class Processes:
             variables=config.cluster.rank_env,
             logs=self._logs,
             rollouts=config.output_dir.resolve() / FOLDER if config.rollout.record.steps else None,
-            keep_rollouts=config.rollout.record.steps,
+            record=config.rollout.record,
         )
         self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(trainer.pids)})

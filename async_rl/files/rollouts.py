@@ -1,22 +1,30 @@
-"""Rollouts on disk: `rollouts/step-NNNNNN.parquet` in the run directory, one file per batch and one row per trajectory.
+"""Rollouts on disk, in `rollouts/` of the run directory.
 
-A file appears complete or not at all. The batch of a step that is trained again after a restart replaces its file.
-`async_rl.trainer.recording` documents the columns.
+step-NNNNNN.parquet   one file per batch and one row per trajectory; `async_rl.trainer.recording` documents the columns.
+                      A file appears complete or not at all. The batch of a step that is trained again after a restart
+                      replaces its file.
+failed-NNNNNN.jsonl   rollouts that failed when NNNNNN train steps were done, one line each: the fields of FailedRollout
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from agent_loop.tools import ToolCall, parse_tool_calls
 from async_rl.files.atomic_dir import PARTIAL, make_folder, sync_path
+from async_rl.files.jsonl import read_lines
 
 FOLDER = "rollouts"
 """Name of the folder in the run directory."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
+_REWARD = re.compile(r"^RewardError: reward (?:\S+ )?of prompt \d+ failed: ")
+_USER_LINE = re.compile(r"\((?:[^()]*/)?([^()/]+:\d+ in [^()]+)\)$")
+_FAILED_NAME = re.compile(r"failed-(\d{6,})\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +34,11 @@ class RecordConfig:
     steps: int = 500
     """Batches, the newest ones; 0 writes none."""
     trajectories: int = 64
-    """Trajectories of each batch, at least one group. Groups are whole and chosen at random."""
+    """Trajectories of each batch, at least one group. Groups are whole and chosen at random. Also the most failed
+    rollouts that are kept between two train steps."""
+    routing_bytes: int = 1_000_000
+    """Largest size of the routing rows of a batch, at two bytes for each expert and before compression; 0 for none.
+    Trajectories whose rows do not fit have none."""
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -35,6 +47,105 @@ class RecordConfig:
             raise ValueError(
                 f"rollout.record.trajectories is {self.trajectories}; must be >= 1, or use rollout.record.steps=0"
             )
+        if self.routing_bytes < 0:
+            raise ValueError(
+                f"rollout.record.routing_bytes is {self.routing_bytes}; must be >= 0 (0: no routing rows on disk)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRollout:
+    """A rollout that failed at its last try, with its text up to the error."""
+
+    group: int
+    """Id of the group."""
+    trajectory: int
+    """Number in the group."""
+    prompt_index: int
+    """Index of the prompt."""
+    admitted_version: int
+    """`param_version` of the weights when the group was admitted."""
+    error: str
+    """Kind and text of the error, with the user's file and line."""
+    tokens: int
+    """Tokens up to the error, including prompt and tool replies."""
+    prompt: str
+    """Text of the prompt with control tokens; empty if the rollout failed before it was rendered."""
+    turns: Sequence[dict[str, Any]]
+    """For each turn its `text`, `tool_calls` and `reply`, as in the parquet files."""
+
+
+class FailedRollouts:
+    """Writes failed rollouts; those above the bounds are left out.
+
+    Args:
+        directory: folder of the files.
+        config: bounds; `steps` is the number of files that stay.
+    """
+
+    def __init__(self, directory: Path, *, config: RecordConfig) -> None:
+        self._directory = directory
+        self._config = config
+        self._path: Path | None = None
+        self._count = 0  # lines of this file
+
+    def add(self, rollout: FailedRollout, *, train_step: int) -> None:
+        """Append a rollout to the file of the step.
+
+        Args:
+            train_step: train steps done.
+
+        Raises:
+            OSError: the disk has no free space or is not writable.
+        """
+        if not self._config.steps:
+            return
+        path = self._directory / f"failed-{train_step:06d}.jsonl"
+        if path != self._path:
+            make_folder(self._directory)
+            self._path, self._count = path, len(read_lines(path)) if path.is_file() else 0
+            older = [found for found in _numbered(self._directory, _FAILED_NAME).values() if found != path]
+            for found in older[: max(0, len(older) + 1 - self._config.steps)]:
+                found.unlink(missing_ok=True)
+        if self._count < self._config.trajectories:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
+            self._count += 1
+
+
+def read_failed(directory: Path) -> Iterator[tuple[int, FailedRollout | str]]:
+    """Train steps done and rollout, ascending; a text instead of the rollout if a line is damaged.
+
+    Args:
+        directory: folder of the files; it may be missing.
+    """
+    names = {field.name for field in fields(FailedRollout)}
+    for step, path in _numbered(directory, _FAILED_NAME).items():
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                values = json.loads(line)
+                yield step, FailedRollout(**{name: values[name] for name in names})
+            except (ValueError, KeyError, TypeError) as error:
+                yield step, f"{path} line {number} is damaged and left out ({error})"
+
+
+def kind_of_error(error: str) -> str:
+    """Kind of the error of a failed rollout; without a line of the user only its name.
+
+    `RewardError: reward of prompt 5 failed: ValueError: no 7 (/a/task.py:9 in score)`: `ValueError, task.py:9 in score`
+    """
+    line, error = _USER_LINE.search(error), _REWARD.sub("", error, count=1)
+    return error.partition(":")[0] + ("" if line is None else f", {line[1]}")
+
+
+def tool_calls_of(text: str) -> list[dict[str, Any]]:
+    """Tool calls in the text of a turn: `name` and `arguments` (JSON), or `error` for a malformed call."""
+    return [
+        {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False), "error": None}
+        if isinstance(call, ToolCall)
+        else {"name": None, "arguments": None, "error": call.cause}
+        for call in parse_tool_calls(text)
+    ]
 
 
 def recorded_steps(directory: Path) -> dict[int, Path]:
@@ -43,9 +154,14 @@ def recorded_steps(directory: Path) -> dict[int, Path]:
     Args:
         directory: folder of the files; it may be missing.
     """
+    return _numbered(directory, _NAME)
+
+
+def _numbered(directory: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    """Number in the name -> file, ascending."""
     if not directory.is_dir():
         return {}
-    found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    found = ((name.fullmatch(path.name), path) for path in directory.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 
 

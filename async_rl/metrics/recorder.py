@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from async_rl.files.atomic_dir import make_folder, sync_path
+from async_rl.files.rollouts import FOLDER, FailedRollout, FailedRollouts, RecordConfig
 from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.registry import METRICS, metric_of
 from async_rl.metrics.trackers import Trackers
@@ -74,12 +75,20 @@ class Recorder:
         directory: of the run; created if it does not exist.
         console: gets every record except those of the ledger; None shows nothing.
         trackers: get metrics and held-out rollouts; None for no trackers.
+        rollouts: bounds on the failed rollouts that are kept; None keeps none.
 
     Attributes:
         lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
     """
 
-    def __init__(self, directory: Path, *, console: Console | None, trackers: Trackers | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        console: Console | None,
+        trackers: Trackers | None = None,
+        rollouts: RecordConfig | None = None,
+    ) -> None:
         make_folder(directory)
         self._directory = directory
         self._open()
@@ -87,6 +96,8 @@ class Recorder:
         self._trackers = trackers
         self.lengths = Lengths()
         self._warned: dict[str, int] = {}
+        self._failed = FailedRollouts(directory / FOLDER, config=rollouts or RecordConfig(steps=0))
+        self._train_step = 0
 
     def resume_after(
         self, train_step: int, *, next_group: int, live: Collection[int], trained: int | None = None
@@ -104,6 +115,7 @@ class Recorder:
                 files all steps. None skips this check, for a checkpoint of another run.
         """
         self._close_files()
+        self._train_step = train_step
         lost = [] if trained is None else missing_records(self._directory, train_step=train_step, trained=trained)
         truncate_records(self._directory, train_step=train_step, next_group=next_group, live=live)
         self._open()
@@ -126,7 +138,7 @@ class Recorder:
     def step(self, record: StepRecord) -> None:
         """Record the train steps of one batch."""
         metrics = {**record.metrics, **self.lengths.metrics()}
-        step = int(metrics["train_step"])
+        step = self._train_step = int(metrics["train_step"])
         listed = [key for key in METRICS if key in metrics]
         line: dict[str, Any] = {key: metrics[key] for key in (*listed, *(key for key in metrics if key not in METRICS))}
         line["staleness/tokens"] = {str(lag): n for lag, n in record.staleness_tokens.items()}
@@ -152,6 +164,10 @@ class Recorder:
     def validation_rollouts(self, train_step: int, result: ValidationResult) -> None:
         """Write the rollouts of the newest round to validation_rollouts.jsonl. Blocks; may be called in a thread."""
         write_rollouts(self._directory / "validation_rollouts.jsonl", result, train_step=train_step)
+
+    def failed_rollout(self, rollout: FailedRollout) -> None:
+        """Write a failed rollout to `rollouts/`, within the bounds."""
+        self._failed.add(rollout, train_step=self._train_step)
 
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append the outcomes of groups."""

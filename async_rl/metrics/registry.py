@@ -148,6 +148,7 @@ METRICS: dict[str, Metric] = {
         for kind, meaning in (("offered", "sampled tokens"), ("trained", "tokens in the loss"))
         for name in QUANTILES
     },
+    "step/seconds": Metric("sum", "s", "wall time of the step, including the wait for its batch"),
     "idle/trainer": Metric("mean", "share", "time of the step that the trainer waited for a batch"),
     "idle/rollout": Metric("mean", "share", "time of the step that replicas had no request in flight"),
     "queue/ready": Metric("mean", "groups", "finished groups that wait for the trainer"),

@@ -1,35 +1,127 @@
-"""Reports of one or more runs: curves as PNG, and a self-contained HTML page."""
+"""One HTML page for one or more runs, which opens from disk: `report.html` with the data of the run directories.
+
+The page has plots, drop reasons, links to rollouts, all metrics and the config. `_run_data` lists the data of a run.
+"""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+import yaml
 
 from async_rl.files.jsonl import read_lines
-from async_rl.metrics.registry import INFO, METRICS, Metric, metric_of, split_layer
+from async_rl.files.rollouts import FOLDER, kind_of_error, read_failed, read_steps
+from async_rl.metrics.registry import METRICS, metric_of, split_layer
 
-_PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("reward", ("reward/mean",)),
-    ("staleness (optimizer updates)", ("staleness/mean", "staleness/max")),
-    ("mismatch k3", ("mismatch/k3", "mismatch/k3_probe")),
-    ("idle share", ("idle/trainer", "idle/rollout")),
-    ("partial rollouts", ("partial/resumed_fraction",)),
-    ("cut-off answers (share)", ("rollout/cut_off_fraction", "rollout/out_of_turns_fraction")),
-    ("groups without signal (share)", ("reward/groups_without_signal",)),
+_PAGE = Path(__file__).with_suffix(".html")
+_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A plot of the page."""
+
+    title: str
+    """Heading."""
+    keys: tuple[tuple[str, str], ...]
+    """(key of a metric, label in the plot)."""
+    unit: str = ""
+    """Unit of the values; empty for plain numbers."""
+    over: str = "step"
+    """Horizontal axis: `step`, `validation` (the step of a validation), `validation time` (its wall time), `layer` or
+    `staleness`."""
+    log: bool = False
+    """Whether the vertical axis is logarithmic; values that are not positive are left out."""
+    zero: bool = False
+    """Whether the vertical axis includes 0."""
+
+
+def _of_layers(title: str, key: str, *, zero: bool = False) -> Panel:
+    return Panel(title=f"{title}, mean over the run", keys=((key, key),), unit="share", over="layer", zero=zero)
+
+
+PANELS = (
+    Panel(title="Held-out success", keys=(("validation/success", "success"),), over="validation"),
+    Panel(title="Held-out success over wall time", keys=(("validation/success", "success"),), over="validation time"),
+    Panel(title="Reward", keys=(("reward/mean", "mean"),)),
+    Panel(title="Loss", keys=(("loss", "loss"),), unit="nat"),
+    Panel(title="Entropy", keys=(("entropy", "entropy"),), unit="nat"),
+    Panel(title="Gradient norm before clipping", keys=(("grad_norm", "norm"),), zero=True),
+    Panel(
+        title="Staleness",
+        keys=(("staleness/mean", "mean"), ("staleness/p99", "p99"), ("staleness/max", "max")),
+        unit="updates",
+        zero=True,
+    ),
+    Panel(title="Trained tokens by staleness", keys=(("share", "share"),), unit="share", over="staleness", zero=True),
+    Panel(
+        title="Mismatch of engine and trainer, k3",
+        keys=(("mismatch/k3", "all tokens"), ("mismatch/k3_lag0", "lag 0"), ("mismatch/k3_probe", "equal weights")),
+        unit="nat",
+        log=True,
+    ),
+    Panel(
+        title="Tokens that the loss clips, cuts or masks",
+        keys=(("clip/fraction", "clip"), ("truncate/fraction", "truncate"), ("mask/fraction", "mask")),
+        unit="share",
+        zero=True,
+    ),
+    Panel(
+        title="Idle",
+        keys=(("idle/trainer", "trainer"), ("idle/rollout", "replicas")),
+        unit="share of the step",
+        zero=True,
+    ),
+    Panel(title="Throughput", keys=(("throughput/tokens_per_s", "tokens/s"),), unit="tokens/s", zero=True),
+    Panel(title="Time of a step", keys=(("step/seconds", "seconds"),), unit="s", zero=True),
+    Panel(
+        title="Tokens of a trajectory",
+        keys=(
+            ("length/offered_p50", "sampled p50"),
+            ("length/offered_p90", "sampled p90"),
+            ("length/trained_p50", "trained p50"),
+            ("length/trained_p90", "trained p90"),
+        ),
+        unit="tokens",
+        zero=True,
+    ),
+    Panel(
+        title="Partial rollouts",
+        keys=(("partial/resumed_fraction", "aborted and resumed"),),
+        unit="share of trajectories",
+        zero=True,
+    ),
+    Panel(
+        title="Cut-off rollouts",
+        keys=(("rollout/cut_off_fraction", "token limit"), ("rollout/out_of_turns_fraction", "turn limit")),
+        unit="share of trajectories",
+        zero=True,
+    ),
+    Panel(
+        title="Groups without signal",
+        keys=(
+            ("reward/groups_without_signal", "all"),
+            ("reward/groups_all_right", "all right"),
+            ("reward/groups_all_wrong", "all wrong"),
+        ),
+        unit="share of groups",
+        zero=True,
+    ),
+    Panel(title="Time of a publish", keys=(("sync/seconds", "publish"), ("sync/pause_seconds", "pause")), unit="s"),
+    Panel(title="Routing: recorded experts that the live router chooses too", keys=(("routing/overlap", "overlap"),)),
+    _of_layers("Routing overlap by layer", "routing/overlap"),
+    _of_layers("Gate mass of the recorded experts by layer", "routing/gate_mass"),
+    _of_layers("Refused experts by layer", "routing/refused_fraction", zero=True),
+    _of_layers("Rows left to the live router by layer", "routing/fallback_fraction", zero=True),
 )
-_BY_LAYER = ("routing/overlap", "routing/gate_mass", "routing/refused_fraction", "routing/fallback_fraction")
-_STYLES = ("-", "x")  # first and second metric of a panel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +134,8 @@ class RunRecord:
     """Objects of metrics.jsonl, one per batch."""
     validations: Sequence[dict[str, Any]]
     """Objects of validation.jsonl; empty if the file does not exist."""
+    directory: Path | None = None
+    """The directory; None for records without one, whose page has no config, ledger and rollouts."""
 
     def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(train steps, values) of a metric, float64 [n] each; steps without a value are left out."""
@@ -49,15 +143,18 @@ class RunRecord:
         table = np.array(rows, np.float64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
-    def by_layer(self, key: str) -> dict[int, float]:
-        """Layer (global, from 0) -> mean over the train steps of a routing metric; see `registry.of_layer`."""
-        values: dict[int, list[float]] = {}
+    def by_layer(self) -> dict[str, dict[int, float]]:
+        """Routing metric -> layer (global, from 0) -> mean over the train steps; see `registry.of_layer`."""
+        values: dict[str, dict[int, list[float]]] = {}
         for step in self.steps:
             for name, value in step.items():
                 found = split_layer(name)
-                if found is not None and found[0] == key and value is not None:
-                    values.setdefault(found[1], []).append(value)
-        return {layer: float(np.mean(values[layer])) for layer in sorted(values)}
+                if found is not None and value is not None:
+                    values.setdefault(found[0], {}).setdefault(found[1], []).append(value)
+        return {
+            key: {layer: float(np.mean(of_layer[layer])) for layer in sorted(of_layer)}
+            for key, of_layer in values.items()
+        }
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -67,107 +164,164 @@ def read_run(directory: Path) -> RunRecord:
         ValueError: metrics.jsonl does not exist, or a line is damaged; the message names the file.
     """
     return RunRecord(
-        name=directory.name,
+        name=directory.resolve().name,
         steps=_read_lines(directory / "metrics.jsonl"),
         validations=_read_lines(directory / "validation.jsonl", required=False),
+        directory=directory,
     )
-
-
-def draw_curves(runs: Sequence[RunRecord]) -> Figure:
-    """Draw held-out success and the main metrics of one or more runs over train steps."""
-    figure = Figure(figsize=(16, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 4).ravel()
-    for run, colour in zip(runs, _colours(len(runs)), strict=True):
-        points = [(v["train_step"], v["validation/success"]) for v in run.validations]
-        points = [(step, success) for step, success in points if success is not None]  # None: every rollout failed
-        steps, success = np.array(points, np.float64).reshape(-1, 2).T
-        axes[0].plot(steps, success, marker="o", color=colour, label=run.name)
-    _finish(axes[0], "held-out success")
-    axes[0].set_ylim(0, 1)
-    for axis, (title, keys) in zip(axes[1:], _PANELS, strict=True):
-        for run, colour in zip(runs, _colours(len(runs)), strict=True):
-            for key, style in zip(keys, _STYLES, strict=False):
-                steps, values = run.column(key)
-                label = key if run is runs[0] and len(keys) > 1 else None
-                axis.plot(steps, values, style, color=colour, markersize=4, linewidth=1.2, label=label)
-        _finish(axis, title)
-        if title.startswith("mismatch"):
-            axis.set_yscale("log")
-    return figure
-
-
-def draw_layers(runs: Sequence[RunRecord]) -> Figure | None:
-    """Draw metrics of router replay over the layers of the model, as means over a run; None if no run has them."""
-    if not any(run.by_layer(key) for run in runs for key in _BY_LAYER):
-        return None
-    figure = Figure(figsize=(13, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axis, key in zip(figure.subplots(1, len(_BY_LAYER)), _BY_LAYER, strict=True):
-        for run, colour in zip(runs, _colours(len(runs)), strict=True):
-            values = run.by_layer(key)
-            axis.plot(list(values), list(values.values()), marker="o", color=colour, label=run.name)
-        _finish(axis, key, over="layer")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    return figure
-
-
-def _colours(count: int) -> list[str]:
-    """A matplotlib colour per run."""
-    return [f"C{i}" for i in range(count)]
 
 
 def write_report(runs: Sequence[RunRecord], path: Path) -> None:
-    """Write one self-contained HTML page: curves, router replay by layer, lengths and the values of the last step."""
-    layers = draw_layers(runs)
-    by_layer = "" if layers is None else f"<h2>Router replay by layer, mean over the run</h2>{_image(layers)}"
-    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    last = {key: None for run in runs for step in run.steps[-1:] for key in step if step[key] is not None}
-    own = sorted(key for key in last if key.startswith(INFO) and key not in METRICS)
-    rows = "".join(_row(key, metric, runs) for key in (*METRICS, *own) if key in last and (metric := metric_of(key)))
-    path.write_text(
-        "<!doctype html><meta charset=utf-8><title>async_rl report</title>"
-        "<style>body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}"
-        "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}</style>"
-        f"<h1>{html.escape(', '.join(run.name for run in runs))}</h1>"
-        f"{_image(draw_curves(runs))}{by_layer}{_lengths(runs)}"
-        f"<h2>Last train step</h2><table><tr><th></th>{head}<th>meaning</th></tr>{rows}</table>"
-    )
+    """Write the page of one or more runs.
+
+    Raises:
+        ValueError: a line of a ledger is damaged; the message names the file.
+    """
+    data = {
+        "runs": [_run_data(run, beside=path.parent) for run in runs],
+        "panels": [
+            {"title": p.title, "keys": p.keys, "unit": p.unit, "over": p.over, "log": p.log, "zero": p.zero}
+            for p in PANELS
+        ],
+        "metrics": _metrics(runs),
+    }
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    before, after = _PAGE.read_text(encoding="utf-8").split("<!--data-->")
+    path.write_text(f'{before}<script type="application/json" id="data">{text}</script>{after}', encoding="utf-8")
 
 
-def _lengths(runs: Sequence[RunRecord]) -> str:
-    """HTML section of offered and trained trajectory lengths; empty if no run has them."""
-    if not any(step.get("length/trained_p50") is not None for run in runs for step in run.steps):
-        return ""
-    figure = Figure(figsize=(13, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    _draw_lengths(axis, runs)
-    _finish(axis, "tokens per trajectory: offered, and trained with gradient")
-    return f"<h2>Lengths</h2>{_image(figure)}"
+def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
+    """Data of a run for the page: columns of steps and validations by key, and the rest of its directory.
+
+    Args:
+        beside: folder of the page.
+    """
+    folder = run.directory
+    configs = [] if folder is None else _configs(folder)
+    outcomes, drops = _ledger([] if folder is None else _read_lines(folder / "ledger.jsonl", required=False))
+    tokens: dict[int, int] = {}
+    for step in run.steps:
+        for lag, count in step.get("staleness/tokens", {}).items():
+            tokens[int(lag)] = tokens.get(int(lag), 0) + count
+    total = sum(tokens.values())
+    return {
+        "name": run.name,
+        "directory": "" if folder is None else str(folder),
+        "page": "" if folder is None else Path(os.path.relpath(folder, beside), "rollouts.html").as_posix(),
+        "steps": _columns(run.steps),
+        "validations": _columns(run.validations),
+        "layers": {key: [list(values), list(map(_rounded, values.values()))] for key, values in run.by_layer().items()},
+        "staleness": [sorted(tokens), [_rounded(tokens[lag] / total) for lag in sorted(tokens)]] if total else [[], []],
+        "outcomes": outcomes,
+        "drops": drops,
+        "failed": [] if folder is None else _failed(folder),
+        "rollouts": [] if folder is None else list(_best_and_worst(folder)),
+        "config": configs[-1][1] if configs else {},
+        "changes": list(_changes(configs)),
+    }
 
 
-def _image(figure: Figure) -> str:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    return f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}">'
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Key -> its value in each record, None for none. Objects such as `staleness/tokens` are left out."""
+    keys = dict.fromkeys(key for record in records for key, value in record.items() if not isinstance(value, dict))
+    return {key: [_rounded(record.get(key)) for record in records] for key in keys}
 
 
-def _row(key: str, metric: Metric, runs: Sequence[RunRecord]) -> str:
-    cells = "".join(f"<td>{_number(run.steps[-1].get(key) if run.steps else None)}</td>" for run in runs)
-    return f"<tr><td>{html.escape(key)}</td>{cells}<td>{html.escape(metric.meaning)}</td></tr>"
+def _rounded(value: Any) -> Any:
+    """A number with `_DIGITS` digits, None for NaN."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _metrics(runs: Sequence[RunRecord]) -> dict[str, dict[str, str]]:
+    """Key -> unit and meaning, of the metrics that a run has: those of the registry first, then those of the run."""
+    steps = dict.fromkeys(key for run in runs for step in run.steps for key in step)
+    rounds = dict.fromkeys(key for run in runs for each in run.validations for key in each if key != "train_step")
+    ordered = [*(key for key in METRICS if key in steps), *sorted(key for key in steps if key not in METRICS)]
+    found = {
+        key: {"unit": metric.unit, "meaning": metric.meaning}
+        for key in ordered
+        if (metric := metric_of(key)) is not None
+    }
+    return found | {key: {"unit": "", "meaning": "of the newest validation"} for key in rounds}
 
 
-def _finish(axis: Axes, title: str, *, over: str = "train step") -> None:
-    axis.set_title(title)
-    axis.set_xlabel(over)
-    axis.grid(alpha=0.3)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize="small")
+def _ledger(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Groups by outcome, and drops by the part of their reason before the first colon, the most frequent first."""
+    outcomes = {"trained": 0, "dropped": 0}
+    drops: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if record["outcome"] in outcomes:
+            outcomes[record["outcome"]] += 1
+        if record["outcome"] == "dropped":
+            reason = record["reason"] or ""
+            kind = reason.partition(":")[0]
+            drop = drops.setdefault(kind, {"reason": kind, "groups": 0, "tokens": 0, "last": ""})
+            drop["groups"] += 1
+            drop["tokens"] += record["tokens"]
+            drop["last"] = reason
+    return outcomes, sorted(drops.values(), key=lambda drop: -drop["groups"])
+
+
+def _failed(folder: Path) -> list[dict[str, Any]]:
+    """Failed rollouts by the kind of their error, the most frequent first, and the newest one of each kind."""
+    found: dict[str, dict[str, Any]] = {}
+    for _, rollout in read_failed(folder / FOLDER):
+        if not isinstance(rollout, str):
+            kind = kind_of_error(rollout.error)
+            count = found.get(kind, {"rollouts": 0})["rollouts"] + 1
+            found[kind] = {"error": kind, "rollouts": count, "group": rollout.group, "trajectory": rollout.trajectory}
+    return sorted(found.values(), key=lambda kind: -kind["rollouts"])
+
+
+def _best_and_worst(folder: Path) -> Iterator[dict[str, Any]]:
+    """For each recorded batch, its step, the trajectories with the highest and the lowest reward, and counts."""
+    for step, table in read_steps(folder / FOLDER, columns=["group", "trajectory", "reward", "stop_reason"]):
+        if isinstance(table, str):
+            continue
+        rows = table.to_pylist()
+        sound = [row for row in rows if row["stop_reason"] != "error"]
+        ends = {"best": max, "worst": min}
+        found = {name: pick(sound, key=lambda row: row["reward"], default=None) for name, pick in ends.items()}
+        chosen = {
+            name: row and {key: row[key] for key in ("group", "trajectory", "reward")} for name, row in found.items()
+        }
+        yield {"step": step, "count": len(rows), "failed": len(rows) - len(sound), **chosen}
+
+
+def _configs(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file name, dotted key -> value) of the configs of a run, oldest first; see `controller.config_record`."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for path in (folder / "config.yaml", *sorted(folder.glob("config-??????.yaml"))):
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            continue
+        if isinstance(values, Mapping):
+            found.append((path.name, dict(_flat(cast(Mapping[str, Any], values)))))
+    return found
+
+
+def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """`config-000020.yaml: field: old -> new` of each field that a later start changed."""
+    for (_, old), (name, new) in pairwise(configs):
+        for key in dict.fromkeys((*old, *new)):
+            if old.get(key) != new.get(key) and key != "resume":
+                yield f"{name}: {key}: {old.get(key)} -> {new.get(key)}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs (dotted key, value): {"a": {"b": 1}} -> ("a.b", 1). Empty mappings are values."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            yield (
+                f"{prefix}{key}",
+                value if isinstance(value, str | int | bool | None) else json.loads(json.dumps(value, default=str)),
+            )
 
 
 def _read_lines(path: Path, *, required: bool = True) -> list[dict[str, Any]]:
@@ -182,14 +336,3 @@ def _read_lines(path: Path, *, required: bool = True) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} line {number} is damaged: {error}") from error
     return records
-
-
-def _draw_lengths(axis: Axes, runs: Sequence[RunRecord]) -> None:
-    """Draw median and 90th percentile of offered (lines) and trained (crosses) lengths over train steps."""
-    for number, run in enumerate(runs):
-        for quantile, width in (("p50", 1.0), ("p90", 2.0)):
-            for kind, style in (("offered", "-"), ("trained", "x")):
-                steps, values = run.column(f"length/{kind}_{quantile}")
-                label = f"{kind} {quantile}" if not number else None
-                axis.plot(steps, values, style, color=f"C{number}", linewidth=width, markersize=3 * width, label=label)
-    axis.set_ylim(bottom=0)

@@ -5,10 +5,15 @@ reader asks for them:
 
     columns      _COLUMNS, 4 bytes per row each
     prompts      distinct texts, separated by \\0
-    texts        conversations, separated by \\0; turns by \\2; a turn and its reply by \\1
+    texts        conversations, separated by \\0; turns by \\2; a turn and its reply by \\1; after \\3 the error of a
+                 failed rollout
     vocabulary   JSON, token id -> text
     chunk-N      at most CHUNK_ROWS rows: length of the JSON (uint32), JSON (segments, info), then for all their tokens
-                 uint32 ids, float16 engine logprobs, float16 differences of the two trainer logprobs, uint8 effects
+                 uint32 ids, float16 engine logprobs, float16 differences of the two trainer logprobs, float16 shares of
+                 the gradient in percent, uint8 effects; then the int16 routing rows of the rows that have them
+
+Text and error of a failed rollout are in `failed-*.jsonl`. If a recorded batch has its group, they complete its row;
+otherwise it is a row of its own, before the batch that follows it.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import gzip
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +31,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_rl.files.rollouts import FOLDER, read_steps
+from async_rl.files.rollouts import FOLDER, FailedRollout, kind_of_error, read_failed, read_steps
 
 CHUNK_ROWS = 64
 _COLUMNS = {
@@ -34,6 +39,7 @@ _COLUMNS = {
     "group": "int",
     "trajectory": "int",
     "stop": "int",
+    "error": "int",
     "prompt": "int",
     "length": "int",
     "staleness": "int",
@@ -41,7 +47,7 @@ _COLUMNS = {
     "advantage": "float",
 }
 _PAGE = Path(__file__).with_suffix(".html")
-_SEPARATORS = str.maketrans("", "", "\0\1\2")
+_SEPARATORS = str.maketrans("", "", "\0\1\2\3")
 
 
 @dataclass(slots=True, eq=False)
@@ -55,63 +61,107 @@ class _Names:
 
 
 class _Page:
-    """Data of a page, in the order of the rows. chunks: file to which the chunks are written."""
+    """Data of a page, in the order of the rows.
 
-    def __init__(self, chunks: IO[str]) -> None:
+    Args:
+        chunks: file to which the chunks are written.
+        failed: (group, trajectory) -> the failed rollout, of trajectories in the batches.
+    """
+
+    def __init__(self, chunks: IO[str], *, failed: Mapping[tuple[int, int], FailedRollout]) -> None:
         self._chunks = chunks
+        self._failed = failed
         self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self.texts: list[str] = []
         self.first_rows: list[int] = []  # of each chunk
         self.prompts, self.stops, self.replicas, self.effects = _Names(), _Names(), _Names(), _Names()
+        self.errors = _Names()
+        self.moe_layers: list[int] = []
         self.token_ids: set[int] = set()
+
+    def add_failed(self, step: int, rollouts: Sequence[FailedRollout]) -> None:
+        """Add failed rollouts that are in no batch, sorted by group and trajectory."""
+        for start in range(0, len(rollouts), CHUNK_ROWS):
+            part = rollouts[start : start + CHUNK_ROWS]
+            rows = [
+                {"group": r.group, "trajectory": r.trajectory, "reward": 0.0, "advantage": None, "stop_reason": "error"}
+                | {"prompt": None, "turns": [], "segments": [], "info": []}
+                for r in part
+            ]
+            self.first_rows.append(len(self.texts))
+            header = self._add_rows(step, rows, [0] * len(rows), {(r.group, r.trajectory): r for r in part})
+            self._write_chunk(len(header).to_bytes(4, "little") + header)
 
     def add(self, step: int, table: Any) -> None:
         """Add the rows of a step."""
+        layers = (table.schema.metadata or {}).get(b"moe_layers")
+        self.moe_layers = self.moe_layers if layers is None else json.loads(layers)
         for start in range(0, len(table), CHUNK_ROWS):
             part = table.slice(start, CHUNK_ROWS)
             self.first_rows.append(len(self.texts))
             tokens = part["token_ids"].combine_chunks()
-            header = self._add_rows(
-                step, part.drop_columns(_TOKEN_COLUMNS).to_pylist(), tokens.value_lengths().to_pylist()
-            )
-            arrays = [np.asarray(tokens.flatten(), np.uint32), *self._logprobs(part), self._effect_codes(part)]
+            routing, shapes = _routing(part)
+            rows = [
+                row | {"routing": shape}
+                for row, shape in zip(part.drop_columns(_token_columns(part)).to_pylist(), shapes, strict=True)
+            ]
+            header = self._add_rows(step, rows, tokens.value_lengths().to_pylist(), self._failed)
+            arrays = [
+                np.asarray(tokens.flatten(), np.uint32),
+                *self._logprobs(part),
+                (100 * _numbers(part, "gradient_share")).astype(np.float16),
+                self._effect_codes(part),
+                routing,
+            ]
             self.token_ids.update(np.unique(arrays[0]).tolist())
-            data = b"".join([len(header).to_bytes(4, "little"), header, *(array.tobytes() for array in arrays)])
-            self._chunks.write(_script(f"chunk-{len(self.first_rows) - 1}", data))
+            self._write_chunk(b"".join([len(header).to_bytes(4, "little"), header, *(a.tobytes() for a in arrays)]))
 
-    def _add_rows(self, step: int, rows: list[dict[str, Any]], lengths: Sequence[int]) -> bytes:
+    def _write_chunk(self, data: bytes) -> None:
+        self._chunks.write(_script(f"chunk-{len(self.first_rows) - 1}", data))
+
+    def _add_rows(
+        self,
+        step: int,
+        rows: Sequence[dict[str, Any]],
+        lengths: Sequence[int],
+        failed: Mapping[tuple[int, int], FailedRollout],
+    ) -> bytes:
         """Add rows without their tokens; returns the JSON of their chunk."""
         found: list[dict[str, Any]] = []
         for row, length in zip(rows, lengths, strict=True):
-            prompt, segments = row["prompt"], row["segments"]
+            prompt, turns, segments, error = row["prompt"], row["turns"], row["segments"], ""
+            own = failed.get((row["group"], row["trajectory"])) if row["stop_reason"] == "error" else None
+            if own is not None:
+                prompt, turns, error = own.prompt, own.turns, own.error
             values = {
                 "step": step,
                 "group": row["group"],
                 "trajectory": row["trajectory"],
                 "stop": self.stops.number(row["stop_reason"]),
+                "error": self.errors.number(kind_of_error(error)) if row["stop_reason"] == "error" else -1,
                 "prompt": -1 if prompt is None else self.prompts.number(prompt.translate(_SEPARATORS)),
-                "length": length,
+                "length": length if own is None else own.tokens,
                 "staleness": max((segment["staleness"] for segment in segments), default=0),
                 "reward": row["reward"],
                 "advantage": np.nan if row["advantage"] is None else row["advantage"],
             }
             for name, value in values.items():
                 self.columns[name].append(value)
-            said = (f"{t['text'].translate(_SEPARATORS)}\1{t['reply'].translate(_SEPARATORS)}" for t in row["turns"])
-            self.texts.append("\2".join(said))
+            said = (f"{t['text'].translate(_SEPARATORS)}\1{t['reply'].translate(_SEPARATORS)}" for t in turns)
+            self.texts.append("\2".join(said) + (f"\3{error.translate(_SEPARATORS)}" if error else ""))
             for segment in segments:
                 self.replicas.number(segment["replica"])
             found.append(
                 {name: values[name] for name in ("step", "group", "trajectory")}
                 | {"tokens": length, "info": dict(row["info"]), "segments": [list(s.values()) for s in segments]}
+                | {"routing": row.get("routing")}
             )
         return json.dumps(found, ensure_ascii=False).encode()
 
     def _logprobs(self, part: Any) -> list[NDArray[np.float16]]:
         """float16 [n] each: of the engine, and the differences of the trainer's to it; NaN for none."""
         engine, proximal, current = (
-            np.asarray(part[name].combine_chunks().flatten().fill_null(np.nan), np.float32)
-            for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs")
+            _numbers(part, name) for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs")
         )
         return [values.astype(np.float16) for values in (engine, proximal - engine, current - engine)]
 
@@ -122,7 +172,26 @@ class _Page:
         return codes[np.asarray(coded.indices.fill_null(-1)) + 1]
 
 
-_TOKEN_COLUMNS = ["token_ids", "behaviour_logprobs", "proximal_logprobs", "logprobs", "effect"]
+def _token_columns(part: Any) -> list[str]:
+    """Columns with a value for each token."""
+    names = {"token_ids", "behaviour_logprobs", "proximal_logprobs", "logprobs", "gradient_share", "effect"}
+    return [name for name in part.column_names if name in names | {"routed_experts"}]
+
+
+def _numbers(part: Any, name: str) -> NDArray[np.float32]:
+    """float32 [n] of the tokens of all rows, NaN for none."""
+    return np.asarray(part[name].combine_chunks().flatten().fill_null(np.nan), np.float32)
+
+
+def _routing(part: Any) -> tuple[NDArray[np.int16], list[list[int] | None]]:
+    """Routing rows of all trajectories that have them, and for each trajectory (moe_layers, top_k) or None."""
+    if "routed_experts" not in part.column_names:
+        return np.zeros(0, np.int16), [None] * len(part)
+    column = part["routed_experts"].combine_chunks()
+    layers = column.type.value_type
+    shape = [layers.list_size, layers.value_type.list_size]
+    flat = np.asarray(column.flatten().flatten().flatten(), np.int16)
+    return flat, [shape if valid else None for valid in column.is_valid().to_pylist()]
 
 
 def write_page(directory: Path, path: Path, *, decode: Callable[[int], str] | None) -> list[str]:
@@ -136,14 +205,18 @@ def write_page(directory: Path, path: Path, *, decode: Callable[[int], str] | No
     Raises:
         ValueError: the run has no rollouts that can be read.
     """
-    notes: list[str] = []
+    failed, in_batches, notes = _failed_rollouts(directory / FOLDER)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chunks:
-        page = _Page(chunks)
+        page = _Page(chunks, failed=in_batches)
         for step, table in read_steps(directory / FOLDER):
+            for earlier in [known for known in failed if known < step]:
+                page.add_failed(earlier, failed.pop(earlier))
             if isinstance(table, str):
                 notes.append(table)
             else:
                 page.add(step, table)
+        for later, rollouts in failed.items():
+            page.add_failed(later, rollouts)
         if not page.texts:
             raise ValueError(
                 " ".join([f"{directory / FOLDER} has no rollouts (rollout.record.steps > 0 writes them).", *notes])
@@ -158,6 +231,30 @@ def write_page(directory: Path, path: Path, *, decode: Callable[[int], str] | No
     return notes
 
 
+def _failed_rollouts(
+    folder: Path,
+) -> tuple[dict[int, list[FailedRollout]], dict[tuple[int, int], FailedRollout], list[str]]:
+    """Failed rollouts in no batch, by train steps done; those in a batch, by group and trajectory; notes on damage."""
+    steps: dict[tuple[int, int], int] = {}
+    found: dict[tuple[int, int], FailedRollout] = {}
+    notes: list[str] = []
+    for step, rollout in read_failed(folder):
+        if isinstance(rollout, str):
+            notes.append(rollout)
+        else:
+            key = (rollout.group, rollout.trajectory)
+            steps[key], found[key] = step, rollout
+    in_batches: dict[tuple[int, int], FailedRollout] = {}
+    for _, table in read_steps(folder, columns=["group", "trajectory"]) if found else ():
+        if not isinstance(table, str):
+            keys = set(zip(table["group"].to_pylist(), table["trajectory"].to_pylist(), strict=True))
+            in_batches |= {key: found[key] for key in keys & found.keys()}
+    alone: dict[int, list[FailedRollout]] = {}
+    for key in sorted(found.keys() - in_batches.keys(), key=lambda key: (steps[key], key)):
+        alone.setdefault(steps[key], []).append(found[key])
+    return alone, in_batches, notes
+
+
 def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], str] | None) -> str:
     """The scripts with what the page unpacks when it opens."""
     meta = {
@@ -169,6 +266,8 @@ def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], 
         "stops": list(page.stops.numbers),
         "replicas": list(page.replicas.numbers),
         "effects": list(page.effects.numbers),
+        "errors": list(page.errors.numbers),
+        "moe_layers": page.moe_layers,
     }
     columns = b"".join(
         np.array(page.columns[name], np.float32 if kind == "float" else np.int32).tobytes()

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from agent_loop.loop import Prompt
 from async_rl.files.logs import with_notes
+from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
@@ -100,6 +101,7 @@ class Dispatcher:
         config: bounds on restarts, for each worker on its own.
         note: called with each text for the user.
         note_failure: called with the text of each failed rollout; None for `note`.
+        record_failed: called with each rollout that failed at its last try.
 
     Attributes:
         tokens: number of generated tokens, by group.
@@ -114,6 +116,7 @@ class Dispatcher:
         config: SupervisionConfig | None = None,
         note: Callable[[str], None] = lambda _text: None,
         note_failure: Callable[[str], None] | None = None,
+        record_failed: Callable[[FailedRollout], None] = lambda _rollout: None,
     ) -> None:
         self._live = [_Member(worker, slot) for slot, worker in enumerate(workers)]
         self._limits = [RestartLimit(config or SupervisionConfig()) for _ in workers]
@@ -121,6 +124,7 @@ class Dispatcher:
         self._processes = processes
         self._note = note
         self._note_failure = note_failure or note
+        self._record_failed = record_failed
         self._pool = pool
         self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
@@ -291,10 +295,13 @@ class Dispatcher:
                 self._lose(member, error)
                 return
             for event in events:
-                if isinstance(event, LostReplica):
-                    self._lose_replica(event)
-                else:
-                    self._note_failure(event)
+                match event:
+                    case LostReplica():
+                        self._lose_replica(event)
+                    case FailedRollout():
+                        self._record_failed(event)
+                    case str():
+                        self._note_failure(event)
 
     def _lose_replica(self, lost: LostReplica) -> None:
         for member in self._pool.members:

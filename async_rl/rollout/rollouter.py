@@ -13,14 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt, PromptError, RolloutError, StateLostError
 from agent_loop.user_errors import describe_error, user_line
+from async_rl.files.rollouts import FailedRollout, tool_calls_of
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
 from message_queue.progress import RolloutRecord, RolloutStep
-from message_queue.tokens import ContractError, RoutingSpec, StopReason
+from message_queue.tokens import ContractError, Int32Array, RoutingSpec, StopReason
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 
@@ -115,6 +118,8 @@ class Rollouter:
         log: stores rollouts while they grow.
         failure: handling of failed rollouts.
         note: called with a text for every failure.
+        failed: called with each rollout that failed at its last try; needs `decode`.
+        decode: token ids -> text, with control tokens; called in a thread. None for no calls of `failed`.
 
     Attributes:
         tokens: number of sampled tokens, by group.
@@ -130,9 +135,13 @@ class Rollouter:
         log: RolloutLog | None = None,
         failure: FailureConfig | None = None,
         note: Callable[[str], None] = lambda _text: None,
+        failed: Callable[[FailedRollout], None] = lambda _rollout: None,
+        decode: Callable[[Int32Array], str] | None = None,
     ) -> None:
         self._failure = failure or FailureConfig()
         self._note = note
+        self._failed = failed
+        self._decode = decode
         self._log = log or RolloutLog()
         self._loop = loop
         self._routing = routing
@@ -277,12 +286,32 @@ class Rollouter:
                 )
                 if hopeless or not left:
                     self._failing |= {line} - {""}
+                    await self._report_failed(prompt, admission, number, trajectories[number], error)
                     if not (trajectories[number].turns and self._bears_failure(trajectories)):
                         raise
                     break
             await asyncio.sleep(policy.retry_wait_s)
         trajectories[number].close(stop_reason=StopReason.ERROR, reward=0.0)
         return False
+
+    async def _report_failed(
+        self, prompt: Prompt, admission: Admission, number: int, trajectory: Trajectory, error: Exception
+    ) -> None:
+        if self._decode is None:
+            return
+        text, turns = await asyncio.to_thread(text_of, trajectory, self._decode)
+        self._failed(
+            FailedRollout(
+                group=admission.group,
+                trajectory=number,
+                prompt_index=prompt.index,
+                admitted_version=admission.admitted_version,
+                error=failure_text(error),
+                tokens=len(trajectory),
+                prompt=text,
+                turns=turns,
+            )
+        )
 
     async def _run_loop(
         self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int
@@ -317,6 +346,25 @@ def failure_text(error: BaseException) -> str:
     if isinstance(error, RolloutError):  # its text has them
         return " ".join(f"{type(error).__name__}: {error}".split())
     return describe_error(error)
+
+
+def text_of(trajectory: Trajectory, decode: Callable[[Int32Array], str]) -> tuple[str, list[dict[str, object]]]:
+    """Prompt and turns of a trajectory, as in the files of `async_rl.files.rollouts`.
+
+    A prompt, 5 sampled tokens, a reply of 2 and nothing more: the prompt, and one turn with text and reply.
+    """
+    observed = [decode(turn.observation) for turn in trajectory.turns]
+    said = [
+        decode(np.concatenate([s.token_ids for s in turn.segments])) if turn.segments else ""
+        for turn in trajectory.turns
+    ]
+    turns: list[dict[str, object]] = [
+        {"text": text, "tool_calls": tool_calls_of(text), "reply": reply}
+        for text, reply in zip(said, [*observed[1:], ""], strict=True)
+    ]
+    if turns and not turns[-1]["text"]:
+        turns.pop()  # it failed before the model answered
+    return next(iter(observed), ""), turns
 
 
 def _line_of_code(error: BaseException) -> str:

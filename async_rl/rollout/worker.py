@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
+from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.group_contents import ContentPlace
@@ -47,8 +48,8 @@ class LostReplica:
     """Further lines for the user, such as the end of its log."""
 
 
-WorkerEvent = str | LostReplica
-"""Text of a failed rollout or tool, or a failed replica."""
+WorkerEvent = str | FailedRollout | LostReplica
+"""Text of a failed rollout or tool, a rollout that failed at its last try, or a failed replica."""
 
 
 class RolloutWorker:

@@ -280,7 +280,8 @@ class TrainerRank:
             sum_over_ranks=self._groups.sum_over_ranks,
         )
         if self._recorder is not None:
-            self._recorder.write(plan.batch, values)
+            routing = self._info.routing
+            self._recorder.write(plan.batch, values, moe_layers=() if routing is None else routing.layers)
 
     @property
     def _needs_proximal_pass(self) -> bool:

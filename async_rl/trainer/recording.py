@@ -10,12 +10,25 @@ One row per trajectory. Columns:
     prompt, turns                   text, tool calls and the reply after each turn; text includes control tokens
     segments                        start, tokens, param_version, staleness, replica, stop_reason
     token_ids                       the T tokens
-    behaviour_logprobs              of the engine; this and the following have T entries, null unless sampled
+    behaviour_logprobs              of the engine; this and the next four have T entries, null unless sampled
     proximal_logprobs, logprobs     of the trainer before the batch, and when the token was trained
+    gradient_share                  share of the token in the gradient of its optimizer step, see below
     effect                          `trained`; the filters that changed its weight, as `clip` or `clip+mask`;
                                     `too_old` (staleness.policy=mask); `no_spread` (all rewards of the group were equal)
+    routed_experts                  [T, moe_layers, top_k], the experts to which the engine routed each token, or -1 if
+                                    the engine gave none for it (always for the last token); null for trajectories that
+                                    exceed rollout.record.routing_bytes. No column if the run captures no routing. The
+                                    key `moe_layers` of the schema's metadata has the numbers of the layers
 
-A rollout that failed has no tokens. `logprobs` is null for tokens that were not trained.
+A rollout that failed has no tokens; `failed-*.jsonl` has its text. `logprobs` and `gradient_share` are null for tokens
+that were not trained.
+
+gradient_share of token i is |dL / d logprob_i| / sum over j of |dL / d logprob_j|. L is the loss of the optimizer
+step, policy and KL term, and j runs over all tokens of the step, recorded or not. A clipped or masked token has 0. The
+entropy term is left out, because it depends on the whole distribution and not on the logprob of the token. Two tokens
+with equal shares may still move the weights by different amounts: the derivative of the logprob by the weights is not
+part of it. Example: token_mean over 4 tokens with advantages (1, 1, -1, -1), ratios (1, 1.2, 1, 0.5) and the last one
+clipped: the derivatives are (-0.25, -0.3, 0.25, 0) and the shares (0.3125, 0.375, 0.3125, 0).
 """
 
 from __future__ import annotations
@@ -33,21 +46,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_loop.tools import ToolCall, parse_tool_calls
-from async_rl.files.rollouts import write_step
+from async_rl.files.rollouts import RecordConfig, tool_calls_of, write_step
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
 from async_rl.trainer.step import FILTERS, MicroBatch
 from message_queue.heads import TrajectoryHead
 from message_queue.tokens import Int32Array
-from message_queue.training_sequence import SampledRun
+from message_queue.training_sequence import SampledRun, TrainingSequence
 
 TRAINED = ["+".join(name for i, name in enumerate(FILTERS) if code >> i & 1) for code in range(1 << len(FILTERS))]
 EFFECTS = ["trained", *TRAINED[1:], "too_old", "no_spread"]
 TOO_OLD, NO_SPREAD = len(EFFECTS) - 2, len(EFFECTS) - 1
-VALUES = ("proximal_logprobs", "logprobs", "filters")
+VALUES = ("proximal_logprobs", "logprobs", "gradient_share", "filters")
 SequenceValues = Mapping[int, NDArray[np.float64]]
-"""Number of a sequence -> float64 [3, n], VALUES of its n tokens in the loss; only sequences with a forward pass."""
+"""Number of a sequence -> float64 [4, n], VALUES of its n tokens in the loss; only sequences with a forward pass."""
 
 _CALL = pa.struct([("name", pa.string()), ("arguments", pa.string()), ("error", pa.string())])
 _TURN = pa.struct([("text", pa.string()), ("tool_calls", pa.list_(_CALL)), ("reply", pa.string())])
@@ -78,7 +90,8 @@ _ROW = pa.schema(
         ("segments", pa.list_(_SEGMENT)),
     ]
 )
-_PER_TOKEN = ("behaviour_logprobs", "proximal_logprobs", "logprobs")
+_PER_TOKEN = ("behaviour_logprobs", "proximal_logprobs", "logprobs", "gradient_share")
+_ROUTING_ITEM = 2  # bytes of an expert id in the files
 
 
 class RecordingError(RuntimeError):
@@ -105,17 +118,23 @@ def recorded_values(
     wanted = np.isin(batch.index[:, 0], list(recorded.heads))
     numbers = [[n for n in _trained(update) if wanted[n]] for update, _ in planned]
     counts = [int(batch.num_loss_tokens[number]) for own in numbers for number in own]
-    values, start = torch.zeros(len(VALUES), sum(counts), dtype=torch.float64), 0
-    for (update, micro_batches), own in zip(planned, numbers, strict=True):
+    flat = torch.zeros(len(VALUES) * sum(counts) + len(planned), dtype=torch.float64)
+    values, totals = flat[: -len(planned) or None].view(len(VALUES), -1), flat[len(flat) - len(planned) :]
+    start, steps = 0, list[int]()
+    for step, ((update, micro_batches), own) in enumerate(zip(planned, numbers, strict=True)):
         places = torch.from_numpy(_token_places(batch, update, own, start=start))
         for micro_batch in micro_batches if counted else ():
+            totals[step] += micro_batch.token_results["gradient"].abs().sum(dtype=torch.float64).to("cpu")
             here = places[micro_batch.numbers] >= 0
             if here.any():
                 values[:, places[micro_batch.numbers[here]]] = _columns(micro_batch)[:, here]
-        start += sum(int(batch.num_loss_tokens[number]) for number in own)
+        tokens = sum(int(batch.num_loss_tokens[number]) for number in own)
+        start, steps = start + tokens, steps + [step] * tokens
     if not counts:
         return {}
-    parts = np.split(sum_over_ranks(values.view(-1)).view_as(values).numpy(), np.cumsum(counts)[:-1], axis=1)
+    sum_over_ranks(flat)
+    values[VALUES.index("gradient_share")] /= totals[steps].clamp(min=torch.finfo(torch.float64).tiny)
+    parts = np.split(values.numpy(), np.cumsum(counts)[:-1], axis=1)
     return dict(zip((number for own in numbers for number in own), parts, strict=True))
 
 
@@ -139,10 +158,11 @@ def _token_places(batch: TrainingBatch, update: UpdatePlan, sequences: Sequence[
 
 
 def _columns(micro_batch: MicroBatch) -> Tensor:
-    """float64 [3, n], VALUES. Without a proximal pass the proximal policy is the current one."""
-    current = micro_batch.token_results["current"]
-    proximal = micro_batch.columns.get("proximal_logprobs", current)
-    return torch.stack([x.to("cpu", torch.float64) for x in (proximal, current, micro_batch.token_results["filters"])])
+    """float64 [4, n], VALUES before the division. Without a proximal pass the proximal policy is the current one."""
+    results = micro_batch.token_results
+    proximal = micro_batch.columns.get("proximal_logprobs", results["current"])
+    columns = (proximal, results["current"], results["gradient"].abs(), results["filters"])
+    return torch.stack([column.to("cpu", torch.float64) for column in columns])
 
 
 class RolloutRecorder:
@@ -150,19 +170,24 @@ class RolloutRecorder:
 
     Args:
         directory: folder of the files.
-        keep: number of files that stay.
+        config: bounds on the files.
         tokenizer: of the model; only `decode` is used.
     """
 
-    def __init__(self, directory: Path, *, keep: int, tokenizer: Any) -> None:
+    def __init__(self, directory: Path, *, config: RecordConfig, tokenizer: Any) -> None:
         self._directory = directory
-        self._keep = keep
+        self._config = config
         self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recording")
         self._writing: Future[None] | None = None
 
-    def write(self, batch: TrainingBatch, values: SequenceValues) -> None:
+    def write(self, batch: TrainingBatch, values: SequenceValues, *, moe_layers: Sequence[int] = ()) -> None:
         """Start to write the recorded groups of a batch, when the earlier ones are on the disk.
+
+        Args:
+            batch: with the content of its recorded groups.
+            values: see `recorded_values`.
+            moe_layers: global numbers of the MoE layers, from 0.
 
         Raises:
             RecordingError: the earlier step could not be written.
@@ -171,7 +196,7 @@ class RolloutRecorder:
         assert batch.recorded is not None
         heads = batch.recorded.heads
         contents = [content if group in heads else None for group, content in enumerate(batch.contents)]
-        self._writing = self._thread.submit(self._write, replace(batch, contents=contents), values)
+        self._writing = self._thread.submit(self._write, replace(batch, contents=contents), values, moe_layers)
 
     def flush(self) -> None:
         """Return once all steps are on the disk.
@@ -183,12 +208,18 @@ class RolloutRecorder:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, batch: TrainingBatch, values: SequenceValues) -> None:
+    def _write(self, batch: TrainingBatch, values: SequenceValues, moe_layers: Sequence[int]) -> None:
         assert batch.recorded is not None
         train_step = batch.recorded.train_step
-        table = rollout_table(batch, values, tokenizer=self._tokenizer)
+        table = rollout_table(
+            batch,
+            values,
+            tokenizer=self._tokenizer,
+            moe_layers=moe_layers,
+            routing_bytes=self._config.routing_bytes,
+        )
         try:
-            write_step(self._directory, table, train_step=train_step, keep=self._keep)
+            write_step(self._directory, table, train_step=train_step, keep=self._config.steps)
         except OSError as error:
             raise RecordingError(
                 f"the rollouts of train step {train_step} cannot be written to {self._directory} "
@@ -196,13 +227,22 @@ class RolloutRecorder:
             ) from error
 
 
-def rollout_table(batch: TrainingBatch, values: SequenceValues, *, tokenizer: Any) -> Any:
+def rollout_table(
+    batch: TrainingBatch,
+    values: SequenceValues,
+    *,
+    tokenizer: Any,
+    moe_layers: Sequence[int] = (),
+    routing_bytes: int = 0,
+) -> Any:
     """The pyarrow table of a batch; the columns are described at the top of this module.
 
     Args:
         batch: with the content of its recorded groups.
         values: see `recorded_values`.
         tokenizer: of the model; only `decode` is used.
+        moe_layers: global numbers of the MoE layers, from 0.
+        routing_bytes: see `RecordConfig`.
     """
     assert batch.recorded is not None
     rows: list[dict[str, Any]] = []
@@ -225,13 +265,43 @@ def rollout_table(batch: TrainingBatch, values: SequenceValues, *, tokenizer: An
     offsets = pa.array(np.cumsum([0, *(len(t.token_ids) for t in tokens)]), pa.int32())
     columns = {"token_ids": pa.array(np.concatenate([t.token_ids for t in tokens]))}
     for i, name in enumerate(_PER_TOKEN):
-        logprobs = np.concatenate([t.logprobs[i] for t in tokens])
-        columns[name] = pa.array(logprobs, mask=np.isnan(logprobs))
+        numbers = np.concatenate([t.numbers[i] for t in tokens])
+        columns[name] = pa.array(numbers, mask=np.isnan(numbers))
     effect = np.concatenate([t.effect for t in tokens])
     columns["effect"] = pa.DictionaryArray.from_arrays(pa.array(effect, mask=effect < 0), pa.array(EFFECTS))
     for name, column in columns.items():
         table = table.append_column(name, pa.ListArray.from_arrays(offsets, column))
-    return table
+    routing = _routing_column([t.last for t in tokens], bytes_left=routing_bytes)
+    if routing is None:
+        return table
+    layers = {"moe_layers": json.dumps(list(moe_layers))}
+    return table.append_column("routed_experts", routing).replace_schema_metadata(layers)
+
+
+def _routing_column(sequences: Sequence[TrainingSequence | None], *, bytes_left: int) -> Any:
+    """Column of the routing rows of each trajectory, null for those that exceed the bound; None if there are no rows.
+
+    Args:
+        sequences: last training sequence of each trajectory, which has all its tokens; None for a failed rollout.
+        bytes_left: bound on the rows of all trajectories.
+    """
+    shape = next((s.rows.shape[1:] for s in sequences if s is not None and s.rows is not None), None)
+    if shape is None or not bytes_left:
+        return None
+    rows, lengths, missing = list[NDArray[np.int16]](), list[int](), list[bool]()
+    for sequence in sequences:
+        size = 0 if sequence is None else len(sequence) * shape[0] * shape[1] * _ROUTING_ITEM
+        routed = sequence.routed_experts if sequence is not None and size <= bytes_left else None
+        missing.append(routed is None)
+        lengths.append(0 if routed is None else len(routed))
+        if routed is not None:
+            rows.append(routed)
+            bytes_left -= size
+    flat = np.concatenate([np.zeros((0, *shape), np.int16), *rows]).reshape(-1)
+    experts = pa.FixedSizeListArray.from_arrays(pa.array(flat), shape[1])
+    layers = pa.FixedSizeListArray.from_arrays(experts, shape[0])
+    offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, layers, mask=pa.array(missing))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -240,26 +310,29 @@ class _Tokens:
 
     token_ids: Int32Array
     """int32 [T]."""
-    logprobs: NDArray[np.float32]
-    """float32 [3, T], _PER_TOKEN, NaN for none."""
+    numbers: NDArray[np.float32]
+    """float32 [4, T], _PER_TOKEN, NaN for none."""
     effect: NDArray[np.int8]
     """int8 [T], index into EFFECTS, -1 unless sampled."""
+    last: TrainingSequence | None
+    """Its last training sequence; None for a failed rollout."""
 
 
 def _tokens(batch: TrainingBatch, values: SequenceValues, numbers: Sequence[int]) -> _Tokens:
     """Columns of the trajectory whose sequences are `numbers`; without sequences (a failed rollout) no tokens."""
-    token_ids = batch.sequence(numbers[-1]).token_ids if numbers else np.zeros(0, np.int32)
-    logprobs = np.full((len(_PER_TOKEN), len(token_ids)), np.nan, np.float32)
+    last = batch.sequence(numbers[-1]) if numbers else None
+    token_ids = np.zeros(0, np.int32) if last is None else last.token_ids
+    values_of_tokens = np.full((len(_PER_TOKEN), len(token_ids)), np.nan, np.float32)
     effect = np.full(len(token_ids), -1, np.int8)
     for number in numbers:
         sequence, trained = batch.sequence(number), batch.loss_tokens(number).positions
         sampled = np.concatenate([np.arange(0), *(np.arange(r.start, r.start + r.tokens) for r in sequence.runs)])
-        logprobs[0, sampled] = sequence.logprobs
+        values_of_tokens[0, sampled] = sequence.logprobs
         effect[sampled] = TOO_OLD
         effect[trained] = NO_SPREAD
         if number in values:
-            logprobs[1, trained], logprobs[2, trained], effect[trained] = values[number]
-    return _Tokens(token_ids=token_ids, logprobs=logprobs, effect=effect)
+            values_of_tokens[1:, trained], effect[trained] = values[number][:-1], values[number][-1]
+    return _Tokens(token_ids=token_ids, numbers=values_of_tokens, effect=effect, last=last)
 
 
 def _of_trajectory(head: TrajectoryHead) -> dict[str, Any]:
@@ -312,16 +385,7 @@ def _turns(token_ids: Int32Array, segments: Sequence[SampledRun], tokenizer: Any
 
     ends = [*(start for start, _ in bounds), len(token_ids)]
     turns = [
-        {"text": (said := text(*bound)), "tool_calls": _tool_calls(said), "reply": text(bound[1], following)}
+        {"text": (said := text(*bound)), "tool_calls": tool_calls_of(said), "reply": text(bound[1], following)}
         for bound, following in zip(bounds, ends[1:], strict=True)
     ]
     return text(0, ends[0]), turns
-
-
-def _tool_calls(text: str) -> list[dict[str, Any]]:
-    return [
-        {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False), "error": None}
-        if isinstance(call, ToolCall)
-        else {"name": None, "arguments": None, "error": call.cause}
-        for call in parse_tool_calls(text)
-    ]

@@ -37,9 +37,9 @@ _LOSS_COLUMNS = {
 _PLACES = {"token": torch.int64, "number": torch.int64}
 """Per-token indices; see `MicroBatchBuilder._loss_columns`."""
 
-TOKEN_RESULTS = ("current", "filters")
-"""Results per token of the objective `policy`: logprobs under the current weights, and the sum of 2^i over the filters
-i of FILTERS that changed the token's weight."""
+TOKEN_RESULTS = ("current", "filters", "gradient")
+"""Results per token of the objective `policy`: logprobs under the current weights, the sum of 2^i over the filters
+i of FILTERS that changed the weight, and the derivative of the loss by the logprob, once the backward pass has run."""
 FILTERS: tuple[FilterName, ...] = get_args(FilterName)
 
 ObjectiveKind = Literal["policy", "supervised", "logprobs"]
@@ -349,8 +349,20 @@ class Objective:
             filters = torch.zeros_like(index, dtype=torch.uint8)
             for name, changed in touched.items():
                 filters += changed.to(torch.uint8) << FILTERS.index(name)
-        tokens = {"current": current.detach(), "filters": filters}
+        tokens = {"current": current.detach(), "filters": filters, "gradient": _gradient_of(current)}
         return loss, {**sums, "loss": loss.detach(), "trajectory": drift, **tokens}
+
+
+def _gradient_of(logprobs: Tensor) -> Tensor:
+    """Tensor [n] that has the derivative of the loss by each logprob once the backward pass has run; zeros before."""
+    gradient = torch.zeros_like(logprobs, requires_grad=False)
+
+    def store(value: Tensor) -> None:
+        gradient.copy_(value)
+
+    if logprobs.requires_grad:
+        logprobs.register_hook(store)
+    return gradient
 
 
 def scheduled_loss(

@@ -24,6 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from async_rl.config import ConfigError, load_config
+from async_rl.metrics.curves import include_unit_interval
 from async_rl.metrics.report import RunRecord, read_run
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
@@ -173,7 +174,8 @@ def draw(runs: dict[Cell, RunRecord], *, synchronous: int) -> Figure:
     for axis, loss_name in zip(curves, losses, strict=True):
         for bound in bounds:
             _curve(axis, _runs_of(runs, loss_name, bound), label=label(bound))
-        axis.set(title=f"reward, {loss_name}", xlabel="train step", ylim=(0, 1))
+        axis.set(title=f"reward, {loss_name}", xlabel="train step")
+        include_unit_interval(axis)
         axis.legend(fontsize="small")
     ticks = [label(bound) for bound in bounds]
     _bars(success, runs, losses, bounds, ticks, "held-out success after the last step", _success)

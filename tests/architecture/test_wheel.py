@@ -44,7 +44,8 @@ def installed(tmp_path_factory):
 def test_the_wheel_has_three_packages_and_no_other_module(installed):
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert names == {"message_queue", "agent_loop", "async_rl"}
-    assert (installed / "async_rl" / "metrics" / "viewer.html").is_file()
+    for page in ("viewer.html", "report.html"):
+        assert (installed / "async_rl" / "metrics" / page).is_file()
 
 
 def test_an_installed_run_finds_its_configs_and_recipes(installed, tmp_path):

@@ -115,6 +115,8 @@ def check_rollouts(directory, steps, groups):
         assert len(pairs) == step["tokens"]
         difference = [behaviour - current for behaviour, current in pairs]
         assert not pairs or np.isclose(np.mean(difference), step["mismatch/k1"], rtol=1e-3, atol=1e-7)
+        shares = [share for row in rows for share in row["gradient_share"] if share is not None]
+        assert len(shares) == len(pairs) and (not pairs or np.isclose(sum(shares), step["optimizer_steps"], rtol=1e-4))
     return files
 
 

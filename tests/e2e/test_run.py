@@ -69,6 +69,8 @@ def test_rollouts_on_disk_are_those_that_were_sampled_and_trained(short_run):
                 assert counts == dict(spans)
                 text = row["prompt"] + "".join(turn["text"] + turn["reply"] for turn in row["turns"])
                 assert text == tokenizer.decode(row["token_ids"], skip_special_tokens=False)
+                experts = np.array(row["routed_experts"])
+                assert len(experts) == len(row["token_ids"]) and (experts[:-1] >= 0).all() and (experts[-1] == -1).all()
 
 
 def test_logs_hold_the_output_of_every_process(short_run):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from async_rl.controller.prepare import prepare, recorded_groups
-from async_rl.files.rollouts import read_steps
+from async_rl.files.rollouts import RecordConfig, read_steps
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.batch.training_batch import RecordedGroups
 from async_rl.trainer.loss.losses import DecoupledPPO
@@ -108,7 +108,7 @@ def prepared(made):
 
 def record(checkpoint, directory, batch):
     """Metrics and rows of a train step."""
-    recorder = RolloutRecorder(directory, keep=10, tokenizer=Numbers())
+    recorder = RolloutRecorder(directory, config=RecordConfig(steps=10), tokenizer=Numbers())
     trainer = start_trainer(checkpoint, recorder=recorder, **OPTIONS)
     before = trainer.logprobs(batch)
     metrics = trainer.train(batch)
@@ -120,6 +120,32 @@ def record(checkpoint, directory, batch):
 
 def sampled_values(row, name):
     return np.array([value for value in row[name] if value is not None], np.float32)
+
+
+def assert_shares(rows):
+    """The shares are those of the derivative of DecoupledPPO by each logprob; all tokens of the batch are in `rows`."""
+    for mini_batch in (0, 1):
+        found, expected = [], []
+        for row in rows:
+            if row["mini_batch"] != mini_batch:
+                continue
+            for at, share in enumerate(row["gradient_share"]):
+                if share is None:
+                    assert row["effect"][at] in (None, "too_old", "no_spread")
+                    continue
+                behaviour, proximal, current = (
+                    np.float64(row[name][at]) for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs")
+                )
+                ratio, clipped = np.exp(current - proximal), "clip" in row["effect"][at]
+                found.append(share)
+                expected.append(
+                    abs(row["advantage"])
+                    * min(np.exp(proximal - behaviour), LOSS.behaviour_weight_cap)
+                    * ratio
+                    * (not clipped)
+                )
+        assert found and found == pytest.approx(np.array(expected) / np.sum(expected), rel=1e-3)
+        assert mini_batch == 0 or min(found) == 0, "a clipped token has no share"
 
 
 def test_recorded_rollouts_are_what_was_sampled_and_trained(checkpoint, tmp_path):
@@ -173,6 +199,7 @@ def test_recorded_rollouts_are_what_was_sampled_and_trained(checkpoint, tmp_path
         difference += [*(np.array(row["behaviour_logprobs"])[trained].astype(np.float64) - current)]
         effects += [effect for effect, own in zip(row["effect"], trained, strict=True) if own]
         assert (row["mini_batch"] > 0) == (np.abs(current - sampled_values(row, "proximal_logprobs")).max() > 1e-3)
+    assert_shares(rows)
     assert len(effects) == metrics["tokens"]
     for name in ("clip", "truncate"):
         count = sum(name in effect for effect in effects)
@@ -193,7 +220,7 @@ def test_a_part_of_the_groups_is_recorded_with_the_same_values(checkpoint, tmp_p
 
 def test_recording_on_a_disk_that_refuses_stops_the_next_step_or_save(checkpoint, tmp_path):
     (tmp_path / "rollouts").write_text("no folder")
-    recorder = RolloutRecorder(tmp_path / "rollouts", keep=1, tokenizer=Numbers())
+    recorder = RolloutRecorder(tmp_path / "rollouts", config=RecordConfig(steps=1), tokenizer=Numbers())
     trainer = start_trainer(checkpoint, recorder=recorder, **OPTIONS)
     batch = prepared(groups())
     trainer.train(batch)

@@ -24,6 +24,7 @@ from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.controller import Controller, ControllerConfig
 from async_rl.controller.probe import Probe
 from async_rl.controller.resume import failed_prompts
+from async_rl.files.rollouts import RecordConfig
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
@@ -220,6 +221,11 @@ class LocalQueue(TrajectoryQueue):
         return await super().closing_records(self._drained)
 
 
+def text_of_ids(token_ids):
+    """Stands for a tokenizer: the ids as text."""
+    return " ".join(map(str, token_ids.tolist()))
+
+
 class Harness:
     """A run whose parts a test inspects afterwards."""
 
@@ -295,7 +301,7 @@ class Harness:
         else:
             self.host = QueueHost(**options)
             self.queue = QueueClient(DirectHandle(self.host), timeout_s=60.0)
-        self.recorder = Recorder(directory, console=self.spy, trackers=self.spy)
+        self.recorder = Recorder(directory, console=self.spy, trackers=self.spy, rollouts=RecordConfig())
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
         loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, reward=reward, limits=limits, turns=turns)
         self.wrap_roll = lambda roll: roll
@@ -310,6 +316,8 @@ class Harness:
                 log=log,
                 failure=failure,
                 note=self.spy.note,
+                failed=lambda rollout: self.workers[0].report(rollout),
+                decode=text_of_ids,
             )
             roll = self.rollouter.roll
             self.rollouter.roll = lambda *args, **options: self.wrap_roll(roll)(*args, **options)
@@ -321,7 +329,9 @@ class Harness:
                 "worker-0", rollouter=rollouter, validator=validator, gate=PauseGate(), pool=self.pool, replies_s=10
             )
         ]
-        self.rollouts = Dispatcher(self.workers, pool=self.pool, note=self.spy.note)
+        self.rollouts = Dispatcher(
+            self.workers, pool=self.pool, note=self.spy.note, record_failed=self.recorder.failed_rollout
+        )
         publisher = Publisher(
             self.pool, on_update=on_update, kv=kv, rollouts=self.rollouts, timeout_s=publish_timeout_s
         )

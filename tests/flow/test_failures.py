@@ -7,6 +7,7 @@ import pytest
 
 from agent_loop.loop import PromptError, RolloutError
 from async_rl.controller.resume import failed_prompts
+from async_rl.files.rollouts import FOLDER, read_failed
 from async_rl.rollout.prompts import FailedPrompts, PromptSource
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.run import causes
@@ -47,6 +48,32 @@ async def test_failed_reward_is_retried_without_sampling_again(tmp_path, max_ret
     sessions = Counter(request.session for request in harness.replicas[0].requests if not request.existing_rows)
     assert set(sessions.values()) == {1}
     assert any("g0-t1" in note and "no judge" in note for note in harness.spy.notes)
+
+
+@pytest.mark.parametrize("on_failed", ["drop", "rest"])
+async def test_a_failed_rollout_is_recorded_with_its_text_and_its_error(tmp_path, on_failed):
+    harness = Harness(
+        tmp_path,
+        reward_fail=Rewards(times=2),
+        failure=FailureConfig(max_retries=1, on_failed=on_failed),
+        trainer=FakeTrainer(step_s=0.01),
+    )
+    assert await harness.run()
+    failed = [rollout for _, rollout in read_failed(tmp_path / FOLDER)]
+    groups = {line["group"] for line in harness.groups("dropped" if on_failed == "drop" else "trained")}
+    assert {rollout.group for rollout in failed} >= {group for group in groups if not group % 3} and failed
+    for rollout in failed:
+        assert (rollout.group % 3, rollout.trajectory) == (0, 1) and rollout.prompt_index == rollout.group
+        assert rollout.error == "RolloutError: no judge"
+        (said,) = rollout.turns
+        assert rollout.prompt.split()[0] == str(2 + rollout.prompt_index % 30) and len(rollout.prompt.split()) == 2
+        assert len(f"{rollout.prompt} {said['text']}".split()) == rollout.tokens and said["reply"] == ""
+
+
+async def test_a_rollout_that_succeeds_at_a_retry_is_not_recorded_as_failed(tmp_path):
+    harness = Harness(tmp_path, reward_fail=Rewards(times=2), failure=FailureConfig(max_retries=2))
+    assert await harness.run()
+    assert not list(read_failed(tmp_path / FOLDER))
 
 
 async def test_rest_of_a_group_is_trained_without_the_failed_rollout(tmp_path):

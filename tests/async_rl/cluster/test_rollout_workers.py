@@ -1,6 +1,7 @@
 """How a rollout worker is built, and the driver's side of workers that do not answer."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,13 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from async_rl.cluster import rollout_workers
 from async_rl.cluster.rollout_workers import WorkerClient, build_worker
 from async_rl.config import load_config
+from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.task import build_task
 from message_queue.contract import Admission
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
+from recipes.calculator.reward import ExactAnswer
 from recipes.calculator.tokenizer import build_tokenizer
 from tests.helpers.fakes import FakeEngine, SeededScript
 
@@ -65,6 +68,31 @@ async def test_held_out_prompts_are_sampled_as_the_config_of_validation_says(own
     await worker.roll(prompt, Admission(group=0, prompt=0, admitted_version=0, admitted_update=0), handout=0)
     asked = {(request.session.startswith("validation"), request.sampling.temperature) for request in engine.requests}
     assert asked == {(True, 0.0 if own else 0.5), (False, 0.5)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
+@pytest.mark.parametrize("steps", [500, 0])
+async def test_a_failed_rollout_is_reported_as_text_if_rollouts_are_recorded(steps, tmp_path, monkeypatch):
+    save_initial_checkpoint(tmp_path, tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
+
+    async def score(_self, _prompt, *, completion):
+        raise KeyError("unit")
+
+    monkeypatch.setattr(ExactAnswer, "score", score)
+    config = load_config(
+        ["trainer.router_replay=none", f"rollout.record.steps={steps}", "rollout.failure.max_retries=0"]
+    )
+    engine = FakeEngine(SCRIPT, routing=None)
+    worker = build_worker(config, name="worker-0", checkpoint=tmp_path, pool=ReplicaPool([engine]))
+    prompt = build_task(config.task, seed=0).train_prompt(7)
+    await worker.roll(prompt, Admission(group=3, prompt=7, admitted_version=0, admitted_update=0), handout=0)
+    found = [event for event in await worker.events() if isinstance(event, FailedRollout)]
+    assert bool(found) == bool(steps)
+    for rollout in found:
+        assert (rollout.group, rollout.prompt_index) == (3, 7) and prompt.messages[-1].content in rollout.prompt
+        assert "KeyError: 'unit'" in rollout.error and f"{Path(__file__).name}:" in rollout.error
+        whole = rollout.prompt + "".join(turn["text"] + turn["reply"] for turn in rollout.turns)
+        assert len(build_tokenizer().encode(whole)) == rollout.tokens
 
 
 @pytest.fixture

@@ -3,7 +3,16 @@
 import pyarrow as pa
 import pytest
 
-from async_rl.files.rollouts import RecordConfig, read_steps, recorded_steps, truncate_steps, write_step
+from async_rl.files.rollouts import (
+    FailedRollout,
+    FailedRollouts,
+    RecordConfig,
+    read_failed,
+    read_steps,
+    recorded_steps,
+    truncate_steps,
+    write_step,
+)
 
 
 def write(directory, *steps, value=0, keep=100):
@@ -53,7 +62,45 @@ def test_damaged_file_is_named_and_the_others_are_read(tmp_path, damage):
     assert isinstance(second[1], str) and str(path) in second[1]
 
 
-@pytest.mark.parametrize(("field", "value"), [("steps", -1), ("trajectories", 0)])
+def failed(group):
+    return FailedRollout(
+        group=group,
+        trajectory=1,
+        prompt_index=group + 10,
+        admitted_version=3,
+        error="ValueError: no \u2028 number (/a/b.py:12 in exact)",
+        tokens=7,
+        prompt="1+1",
+        turns=[{"text": "2", "tool_calls": [], "reply": ""}],
+    )
+
+
+def test_failed_rollouts_are_bounded_by_step_and_number_of_files(tmp_path):
+    config = RecordConfig(steps=2, trajectories=3)
+    for start in (0, 2):  # the second as after a restart
+        records = FailedRollouts(tmp_path, config=config)
+        for group in range(start, start + 2):
+            records.add(failed(group), train_step=1)
+    assert list(read_failed(tmp_path)) == [(1, failed(group)) for group in range(3)]
+    for step in (2, 3):
+        records.add(failed(step), train_step=step)
+    assert list(read_failed(tmp_path)) == [(2, failed(2)), (3, failed(3))]
+    FailedRollouts(tmp_path / "none", config=RecordConfig(steps=0)).add(failed(1), train_step=1)
+    assert not (tmp_path / "none").exists() and not list(read_failed(tmp_path / "none"))
+
+
+def test_a_damaged_line_of_a_failed_rollout_is_named_and_the_others_are_read(tmp_path):
+    records = FailedRollouts(tmp_path, config=RecordConfig())
+    for group in range(2):
+        records.add(failed(group), train_step=0)
+    (path,) = tmp_path.iterdir()
+    first, second, _ = path.read_text().split("\n")
+    path.write_text(f"{first[:40]}\n{second}\n")
+    (_, note), (_, rollout) = read_failed(tmp_path)
+    assert f"{path} line 1" in note and rollout == failed(1)
+
+
+@pytest.mark.parametrize(("field", "value"), [("steps", -1), ("trajectories", 0), ("routing_bytes", -1)])
 def test_bound_out_of_range_is_refused(field, value):
     with pytest.raises(ValueError, match=f"rollout.record.{field}"):
         RecordConfig(**{field: value})

@@ -4,22 +4,26 @@ import io
 import json
 import logging
 import math
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as Terminal
 
+from async_rl.files.rollouts import FOLDER, write_step
 from async_rl.metrics.console import LiveView, RunConsole
+from async_rl.metrics.curves import draw_curves
 from async_rl.metrics.lengths import Lengths, survival
 from async_rl.metrics.recorder import Recorder, StepRecord
-from async_rl.metrics.registry import METRICS, batch_metrics, of_layer, staleness_histogram
-from async_rl.metrics.report import draw_curves, draw_layers, read_run, write_report
+from async_rl.metrics.registry import METRICS, batch_metrics, metric_of, of_layer, staleness_histogram
+from async_rl.metrics.report import PANELS, read_run
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.report import main as report
@@ -95,8 +99,9 @@ def test_trajectory_info_is_averaged_and_shown_in_the_report(tmp_path):
     recorder.step(StepRecord(metrics={"train_step": 1, **metrics}, staleness_tokens={}))
     recorder.close()
     assert report([str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "<td>info/own</td><td>3</td>" in page and "<td>info/turns</td><td>3</td>" in page
+    data = report_data(tmp_path)
+    assert data["runs"][0]["steps"]["info/own"] == [3] and data["runs"][0]["steps"]["info/turns"] == [3]
+    assert "Trajectory.info" in data["metrics"]["info/own"]["meaning"]
     with pytest.raises(ValueError, match="many"):
         closed(1.0, info={"own": "many"})
 
@@ -108,6 +113,12 @@ def test_staleness_metrics_are_those_of_the_single_tokens(tokens):
     staleness = np.repeat([10, 7, 6, 0][: len(tokens)], tokens)
     assert metrics["staleness/p99"] == np.quantile(staleness, 0.99, method="higher")
     assert metrics["staleness/mean"] == pytest.approx(staleness.mean())
+
+
+def report_data(directory):
+    """Data of the page in a directory."""
+    page = (directory / "report.html").read_text()
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
 
 
 class Null:
@@ -220,12 +231,13 @@ def test_report_of_a_run_needs_no_other_file(tmp_path, capsys):
     record(tmp_path)
     assert report([str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert "reward/mean" in page and page.count("data:image/png;base64") == 1 and "http" not in page
+    assert "reward/mean" in page and not re.search(r"(src|href)\s*=\s*[\"'](?!#)", page)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page), "it loads nothing"
     assert (tmp_path / "report.png").stat().st_size > 10_000
     assert "report.html" in capsys.readouterr().out
 
 
-def test_report_draws_replay_by_layer_as_the_mean_over_the_run(tmp_path):
+def test_report_has_replay_by_layer_as_the_mean_over_the_run(tmp_path):
     record(tmp_path / "dense")
     recorder = Recorder(tmp_path / "moe", console=Null())
     for step, shift in ((1, 0.0), (2, 0.2)):
@@ -233,14 +245,64 @@ def test_report_draws_replay_by_layer_as_the_mean_over_the_run(tmp_path):
         found[of_layer("routing/gate_mass", 2)] = math.nan
         recorder.step(StepRecord(metrics={"train_step": step, **found}, staleness_tokens={}))
     recorder.close()
-    dense, moe = (read_run(tmp_path / name) for name in ("dense", "moe"))
-    assert moe.by_layer("routing/overlap") == pytest.approx({2: 0.3, 3: 0.4, 11: 1.2})
-    (line,) = draw_layers([moe]).axes[0].lines
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 3, 11], pytest.approx([0.3, 0.4, 1.2]))
-    assert moe.by_layer("routing/gate_mass") == {} and draw_layers([dense]) is None
-    write_report([dense, moe], tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text().count("<img") == 2
-    assert len(draw_curves([dense, dense]).axes[1].lines) == 2, "runs share the axes"
+    assert report([str(tmp_path / name) for name in ("dense", "moe")]) == 0
+    dense, moe = report_data(tmp_path / "dense")["runs"]
+    assert dense["layers"] == {} and moe["layers"] == {"routing/overlap": [[2, 3, 11], [0.3, 0.4, 1.2]]}
+    runs = [read_run(tmp_path / "dense")] * 2
+    assert len(draw_curves(runs).axes[1].lines) == 2, "runs share the axes"
+
+
+def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_path):
+    record(tmp_path)
+    lines = [("dropped", "rollout failed: prompt 1: no", 5), ("dropped", "expired: x", 1), ("trained", None, 7)]
+    lines.append(("dropped", "rollout failed: prompt 2: no", 6))
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        for outcome, reason, tokens in lines:
+            file.write(json.dumps({"outcome": outcome, "reason": reason, "tokens": tokens}) + "\n")
+    rows = [(7, 0, 0.5, "stop"), (7, 1, -2.0, "stop"), (8, 0, 9.0, "error"), (8, 1, 3.5, "length")]
+    columns = zip(*rows, strict=True)
+    table = pa.table(dict(zip(("group", "trajectory", "reward", "stop_reason"), map(list, columns), strict=True)))
+    write_step(tmp_path / FOLDER, table, train_step=4, keep=5)
+    assert report([str(tmp_path)]) == 0
+    (run,) = report_data(tmp_path)["runs"]
+    assert run["drops"] == [
+        {"reason": "rollout failed", "groups": 2, "tokens": 11, "last": "rollout failed: prompt 2: no"},
+        {"reason": "expired", "groups": 1, "tokens": 1, "last": "expired: x"},
+    ]
+    assert run["rollouts"] == [
+        {
+            "step": 4,
+            "count": 4,
+            "failed": 1,
+            "best": {"group": 8, "trajectory": 1, "reward": 3.5},
+            "worst": {"group": 7, "trajectory": 1, "reward": -2.0},
+        }
+    ]
+
+
+def test_report_has_the_newest_config_and_what_restarts_changed(tmp_path):
+    record(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: {b: 1, c: x}\nresume: auto\n")
+    (tmp_path / "config-000020.yaml").write_text("a: {b: 2, c: x}\nresume: never\n")
+    assert report([str(tmp_path)]) == 0
+    (run,) = report_data(tmp_path)["runs"]
+    assert run["config"] == {"a.b": 2, "a.c": "x", "resume": "never"}
+    assert run["changes"] == ["config-000020.yaml: a.b: 1 -> 2"]
+
+
+def test_every_panel_of_the_report_names_a_metric():
+    known = validated(0.5).metrics().keys() | {"share"}
+    assert [key for panel in PANELS for key, _ in panel.keys if metric_of(key) is None and key not in known] == []
+
+
+@pytest.mark.parametrize("success", [(-3.0, 0.5), (0.2, 4.0), (0.25, 0.75)])
+def test_picture_shows_rewards_outside_of_the_unit_interval(tmp_path, success):
+    recorder = Recorder(tmp_path, console=Null())
+    for step, value in enumerate(success):
+        recorder.validation(step, validated(value))
+    recorder.close()
+    low, high = draw_curves([read_run(tmp_path)]).axes[0].get_ylim()
+    assert low <= min(0, *success) and high >= max(1, *success)
 
 
 def test_report_leaves_out_a_validation_in_which_every_rollout_failed(tmp_path):

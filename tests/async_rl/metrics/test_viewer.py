@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from async_rl.files.rollouts import FOLDER, recorded_steps, write_step
+from async_rl.files.rollouts import FOLDER, FailedRollout, FailedRollouts, RecordConfig, recorded_steps, write_step
 from async_rl.metrics.viewer import CHUNK_ROWS
 from async_rl.view import main
 
@@ -40,10 +40,15 @@ def row(step, group, number, *, tokens=5):
         "behaviour_logprobs": [] if failed else [None, None, *np.linspace(-1, -2, sampled)],
         "proximal_logprobs": [] if failed else [None, None, None, *[-1.25] * (sampled - 1)],
         "logprobs": [] if failed else [None, None, None, *[-1.5] * (sampled - 1)],
+        "gradient_share": [] if failed else [None, None, None, *[0.125] * (sampled - 1)],
         "effect": [] if failed else [None, None, "too_old", *["trained"] * (sampled - 1)],
+        "routed_experts": None
+        if failed or number
+        else [[[i, 7], [i + 1, 300]] for i in range(tokens - 1)] + [[[-1] * 2] * 2],
     }
 
 
+LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "logprobs")
 SCHEMA = pa.schema(
     [
         *((name, pa.int64()) for name in ("train_step", "group", "trajectory")),
@@ -66,9 +71,12 @@ SCHEMA = pa.schema(
             ),
         ),
         ("token_ids", pa.list_(pa.int32())),
-        *((name, pa.list_(pa.float32())) for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs")),
+        *((name, pa.list_(pa.float32())) for name in LOGPROBS),
+        ("gradient_share", pa.list_(pa.float32())),
         ("effect", pa.list_(pa.dictionary(pa.int8(), pa.string()))),
-    ]
+        ("routed_experts", pa.list_(pa.list_(pa.list_(pa.int16(), 2), 2))),
+    ],
+    metadata={"moe_layers": "[1, 3]"},
 )
 
 
@@ -121,9 +129,13 @@ def test_chunks_hold_the_values_of_each_token(run):
     assert [entry["tokens"] for entry in header] == [5, 0, 9]
     assert header[0]["segments"] == [[2, 3, 7, 3, "r", "stop"]] and header[0]["info"] == {"turns": 1.0}
     ids = np.frombuffer(data, "<u4", 14, 4 + size)
-    engine, proximal, current = np.frombuffer(data, "<f2", 42, 4 + size + 56).reshape(3, 14)
-    effects = np.frombuffer(data, "u1", 14, 4 + size + 140)
-    assert len(data) == 4 + size + 154
+    engine, proximal, current, share = np.frombuffer(data, "<f2", 56, 4 + size + 56).reshape(4, 14)
+    effects = np.frombuffer(data, "u1", 14, 4 + size + 168)
+    experts = np.frombuffer(data[4 + size + 182 :], "<i2").reshape(14, 2, 2)
+    assert np.isnan(share[:3]).all() and share[3:5].tolist() == [12.5] * 2, "in percent"
+    assert [entry["routing"] for entry in header] == [[2, 2], None, [2, 2]] and meta["moe_layers"] == [1, 3]
+    assert experts[3].tolist() == [[3, 7], [4, 300]] and experts[4].tolist() == [[-1, -1]] * 2
+    assert experts[5].tolist() == [[0, 7], [1, 300]]
     assert ids.tolist() == [*range(4, 9), *range(4, 13)]
     assert np.isnan(engine[:2]).all() and engine[2:5].tolist() == [-1, -1.5, -2]
     assert np.isnan(proximal[:3]).all() and (engine + proximal)[3:5].tolist() == [-1.25] * 2
@@ -135,6 +147,48 @@ def test_chunks_hold_the_values_of_each_token(run):
         "trained",
         "trained",
     ]
+
+
+def failed(group, number, *, error):
+    return FailedRollout(
+        group=group,
+        trajectory=number,
+        prompt_index=0,
+        admitted_version=0,
+        error=error,
+        tokens=11,
+        prompt=f"prompt of {group}",
+        turns=[{"text": "said", "tool_calls": [], "reply": "seen"}],
+    )
+
+
+def test_failed_rollouts_complete_their_rows_or_are_rows_of_their_own(run):
+    records = FailedRollouts(run / FOLDER, config=RecordConfig())
+    key = "KeyError: 'unit' (/a/own.py:{} in score)"
+    records.add(failed(1, 1, error=key.format(7)), train_step=2)  # of a group that was trained at step 4
+    records.add(failed(9, 0, error=key.format(7)), train_step=2)
+    of_reward = f"RewardError: reward exact of prompt 8 failed: {key.format(12)}"
+    records.add(failed(8, 0, error=of_reward), train_step=2)
+    records.add(failed(10, 2, error="EngineTimeout: slow"), train_step=4)
+    assert main([str(run)]) == 0
+    meta, scripts = unpacked(run)
+    rows = CHUNK_ROWS + 12
+    columns = {
+        name: np.frombuffer(scripts["columns"], "<i4", rows, 4 * rows * i).tolist()
+        for i, (name, _) in enumerate(meta["columns"])
+    }
+    assert [(columns["step"][i], columns["group"][i]) for i in range(rows - 6, rows)] == [
+        *((2, 8), (2, 9)),
+        *((4, 1), (4, 1), (4, 2)),
+        (4, 10),
+    ]
+    errors = [meta["errors"][i] if i >= 0 else None for i in columns["error"][-6:]]
+    line = "KeyError, own.py:{} in score"
+    assert errors == [line.format(12), line.format(7), None, line.format(7), None, "EngineTimeout"]
+    texts = scripts["texts"].decode().split("\0")
+    assert texts[-3] == "said\1seen\3KeyError: 'unit' (/a/own.py:7 in score)" == texts[-5]
+    assert columns["length"][-3] == 11 and columns["prompt"][-3] == columns["prompt"][-4]
+    assert len(meta["chunks"]) == len([name for name in scripts if name.startswith("chunk-")]) == 5
 
 
 def test_view_leaves_out_a_damaged_file_with_a_note(run, capsys):

@@ -1,0 +1,77 @@
+"""Routing rows of recorded rollouts: as the engine gave them, within a bound, through the file."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from async_rl.files.rollouts import read_steps, write_step
+from async_rl.trainer.batch.advantage import Advantages
+from async_rl.trainer.batch.training_batch import RecordedGroups, training_batch
+from async_rl.trainer.recording import rollout_table
+from message_queue.heads import head_of
+from message_queue.tokens import StopReason
+from message_queue.training_sequence import content_of
+from message_queue.trajectory import PromptGroup
+from tests.helpers.groups import SPEC, routed, segment, trajectory
+
+BYTES = 2 * 2 * 2  # of the row of a token: two layers, two experts, two bytes each
+
+
+class Numbers:
+    """A tokenizer whose text is the ids."""
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return " ".join(map(str, token_ids))
+
+
+def recorded(tmp_path, *, routing_bytes, routing=SPEC):
+    """Schema and rows of the file of a group: 5 tokens without the first row, a failed rollout, and 8 tokens."""
+
+    def rollout(tokens, *, unavailable=0):
+        rows = None if routing is None else routed(unavailable, 1 + tokens, unavailable=unavailable)
+        return trajectory(replace(segment(tokens), routed_experts=rows), routing=routing)
+
+    members = [rollout(3, unavailable=1), rollout(2), rollout(6)]
+    members[1].stop_reason = StopReason.ERROR
+    group = PromptGroup(group=5, prompt=0, admitted_version=0, admitted_update=0, trajectories=members)
+    head = head_of(group)
+    batch = training_batch(
+        [head],
+        [content_of(group)],
+        advantages=Advantages(values=np.ones(2, np.float32), informative=np.ones(2, np.bool_)),
+        current_update=0,
+        version_updates={0: 0},
+    )
+    batch = replace(batch, recorded=RecordedGroups(train_step=1, heads={0: head}))
+    layers = SPEC.layers if routing else ()
+    table = rollout_table(batch, {}, tokenizer=Numbers(), moe_layers=layers, routing_bytes=routing_bytes)
+    write_step(tmp_path, table, train_step=1, keep=1)
+    ((_, table),) = read_steps(tmp_path)
+    return table.schema, table.to_pylist()
+
+
+def test_recorded_routing_rows_are_those_of_the_engine(tmp_path):
+    schema, rows = recorded(tmp_path, routing_bytes=1000)
+    assert schema.metadata[b"moe_layers"] == b"[1, 3]"
+    none = [[-1, -1]] * 2
+    expected = routed(1, 4).experts.astype(int).tolist()
+    assert rows[0]["routed_experts"] == [none, *expected, none], "-1 for the missing row and for the last token"
+    assert rows[1]["routed_experts"] is None
+    assert rows[2]["routed_experts"] == [*routed(0, 7).experts.astype(int).tolist(), none]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"), [(13, [True, False, True]), (12, [True, False, False]), (4, [False] * 3), (0, None)]
+)
+def test_recorded_routing_rows_stay_within_their_bytes(tmp_path, tokens, kept):
+    _, rows = recorded(tmp_path, routing_bytes=tokens * BYTES)
+    if tokens == 0:
+        assert all("routed_experts" not in row for row in rows)
+    else:
+        assert [row["routed_experts"] is not None for row in rows] == kept
+
+
+def test_a_dense_model_has_no_routing_column(tmp_path):
+    schema, _ = recorded(tmp_path, routing_bytes=1000, routing=None)
+    assert "routed_experts" not in schema.names
