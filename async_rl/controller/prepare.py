@@ -11,7 +11,7 @@ import numpy as np
 
 from async_rl.metrics.registry import batch_metrics, masking_metrics, staleness_histogram
 from async_rl.rollout.schedule import scheduled_groups
-from async_rl.trainer.batch.advantage import AdvantageConfig, compute_advantages
+from async_rl.trainer.batch.advantage import AdvantageConfig, batch_rewards
 from async_rl.trainer.batch.training_batch import Int64Array, RecordedGroups, TrainingBatch, training_batch
 from message_queue.contract import Batch
 from message_queue.heads import GroupHead
@@ -66,7 +66,8 @@ def prepare(
     mini_batches = mini_batches_of(
         [head.group for head in heads], count=updates_per_batch, seed=seed, update=batch.update
     )
-    advantages = compute_advantages(sound, advantage)
+    rewards = batch_rewards(sound, advantage)
+    advantages = rewards.advantages()
     made = training_batch(
         heads,
         contents,
@@ -76,6 +77,7 @@ def prepare(
         min_update=batch.min_update,
         retained_kv=retained_kv,
         mini_batches=mini_batches,
+        rewards=rewards,
     )
     lengths = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
     staleness: dict[str, Any] = {

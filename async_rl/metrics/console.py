@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 
 from rich.box import SIMPLE_HEAD
 from rich.columns import Columns
@@ -44,6 +45,7 @@ _SHOWN_STEPS = 12
 AVERAGED = ("idle/trainer", "idle/rollout", "throughput/tokens_per_s")
 """Metrics that are shown as means over the last batches, because single batches swing."""
 WINDOW = 10  # batches in such a mean
+WARNING_CHARS = 240  # of the last warning, about three lines of 80 characters
 QUIET_S = 5.0  # without a line; then the console says what the run waits for
 
 
@@ -205,7 +207,7 @@ class LiveView:
 
     def warn(self, text: str) -> None:
         """Show the first line of a warning until the next one."""
-        self._warning = text.partition("\n")[0]
+        self._warning = shorten(text.partition("\n")[0], WARNING_CHARS, placeholder=" ...")
         self._num_warnings += 1
 
     def close(self) -> None:
@@ -216,7 +218,8 @@ class LiveView:
     def _render(self) -> Group:
         parts: list[RenderableType] = []
         if self._rows:
-            table = Table(expand=True, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+            # Without padding all columns fit into 80 characters; the box puts a space between two columns.
+            table = Table(expand=True, box=SIMPLE_HEAD, padding=0, pad_edge=False)
             for title, _, _ in _COLUMNS:
                 table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
             for row in self._rows:
@@ -225,8 +228,8 @@ class LiveView:
         if self._footer:
             parts.append(Text(self._footer))
         if self._warning:
-            text = f"last of {self._num_warnings} warnings (all in {self._log}): {self._warning}"
-            parts.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
+            count = "1 warning" if self._num_warnings == 1 else f"last of {self._num_warnings} warnings"
+            parts.append(Text(f"{count} (all in {self._log}): {self._warning}", style="yellow"))
         if self._spinner is not None:
             parts.append(self._spinner)
         bar = ProgressBar(total=self._total, completed=self._done, width=30)

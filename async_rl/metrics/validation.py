@@ -34,6 +34,8 @@ class ValidationRollout:
     """Oldest weights that sampled a token; -1 if none was sampled."""
     max_version: int
     """Newest weights that sampled a token; -1 if none was sampled."""
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+    """`Trajectory.info`; empty if the rollout failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class ValidationResult:
     """Name -> result over the prompts of the set; empty if the sets of the task have no names."""
     first_error: str | None = None
     """Error of the first prompt with a failed rollout."""
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Key of `Trajectory.info` -> mean over the finished rollouts that have the key."""
 
     rollouts: Mapping[str, Sequence[Sequence[ValidationRollout]]] = field(
         default_factory=dict[str, Sequence[Sequence[ValidationRollout]]]
@@ -89,6 +93,7 @@ class ValidationResult:
             f"{prefix}mean_tokens": self.mean_tokens,
             f"{prefix}min_version": self.min_version,
             f"{prefix}max_version": self.max_version,
+            **{f"{prefix}info/{key}": value for key, value in self.info.items()},
             **{
                 key: value
                 for name, each in self.sets.items()
@@ -97,12 +102,17 @@ class ValidationResult:
         }
 
     def rows(self, train_step: int) -> Iterator[dict[str, Any]]:
-        """A row per rollout: step, set, number of the prompt in the set, number of the sample, and its fields."""
+        """A row per rollout: step, set, number of the prompt in the set, number of the sample, and its fields.
+
+        All rows have the same keys. `info/KEY` is None if the rollout does not have the key.
+        """
         for name, prompts in self.rollouts.items():
             for number, samples in enumerate(prompts):
                 for sample, rollout in enumerate(samples):
                     place = {"train_step": train_step, "set": name, "prompt_number": number, "sample": sample}
-                    yield place | asdict(rollout)
+                    fields = asdict(rollout)
+                    info = fields.pop("info")
+                    yield place | fields | {f"info/{key}": info.get(key) for key in self.info}
 
 
 def write_rollouts(path: Path, result: ValidationResult, *, train_step: int) -> None:
@@ -144,6 +154,10 @@ def _result(prompts: Sequence[Sequence[ValidationRollout]]) -> ValidationResult:
     sound = [rollout for rollouts in finished for rollout in rollouts]
     versions = [rollout for rollout in everything if rollout.max_version >= 0]
     samples = max(map(len, prompts), default=1)
+    info: dict[str, list[float]] = {}
+    for rollout in sound:
+        for key, value in rollout.info.items():
+            info.setdefault(key, []).append(value)
     counts = [(len(rollouts), sum(rollout.reward > 0 for rollout in rollouts)) for rollouts in finished]
     return ValidationResult(
         success_rate=_mean([rollout.reward for rollout in sound]),
@@ -160,6 +174,7 @@ def _result(prompts: Sequence[Sequence[ValidationRollout]]) -> ValidationResult:
             if samples > 1
         },
         first_error=next((rollout.error for rollout in everything if rollout.error is not None), None),
+        info={key: _mean(values) for key, values in info.items()},
     )
 
 

@@ -81,6 +81,7 @@ class Validator:
             response=self._decode(token_ids[start:]),
             min_version=min(versions, default=-1),
             max_version=max(versions, default=-1),
+            info=trajectory.info,
         )
 
 

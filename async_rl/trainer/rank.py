@@ -15,6 +15,7 @@ from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.export import export_pretrained, export_update
 from async_rl.trainer.forward_backward import ForwardBackward
+from async_rl.trainer.kl_reward import penalise_rewards
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
@@ -107,7 +108,8 @@ class TrainerRank:
             batch: with the content of all groups, or a plan with the content of the groups that this rank needs.
 
         Raises:
-            BatchError: router replay is on, and the routing rows do not fit the model or the batch.
+            BatchError: router replay is on, and the routing rows do not fit the model or the batch; or loss.kl_in is
+                reward, and the batch has no rewards.
             FloatingPointError: the gradient of an update is not finite; previous updates of the batch remain.
             RecordingError: the recorded groups of the batch before could not be written.
         """
@@ -119,13 +121,19 @@ class TrainerRank:
         if self._needs_proximal_pass:
             for _, micro_batches in planned:
                 self._forward_backward.proximal(micro_batches)
+        penalty: dict[str, float] = {}
+        if self._loss.penalises_rewards:
+            plan, penalty = penalise_rewards(
+                plan, planned, coefficient=self._loss.kl_coefficient, passes=self._forward_backward
+            )
         trained, steps = iter(planned), list[tuple[float, float]]()
         for update in plan.updates:
             steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
         self._record(plan, planned)
         if not planned:
             return self._nothing_to_train(lr=steps[-1][1])
-        return self._metrics([mb for _, mbs in planned for mb in mbs], steps, trajectories=plan.batch.num_trajectories)
+        micro_batches = [mb for _, mbs in planned for mb in mbs]
+        return self._metrics(micro_batches, steps, trajectories=plan.batch.num_trajectories) | penalty
 
     def train_supervised(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
         """Run one update on the mean cross entropy of the tokens in the loss.
@@ -286,8 +294,9 @@ class TrainerRank:
     @property
     def _needs_proximal_pass(self) -> bool:
         """If False, the proximal policy is the current policy, because a batch has only one update."""
-        config = self._config
-        return config.updates_per_batch > 1 or config.router_replay == "R2" or self._loss.needs_proximal_pass
+        config, loss = self._config, self._loss
+        several = config.updates_per_batch > 1
+        return several or config.router_replay == "R2" or loss.needs_proximal_pass or loss.penalises_rewards
 
     def _policy_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Run an update on a mini-batch; returns (gradient norm, learning rate)."""

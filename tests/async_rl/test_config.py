@@ -209,6 +209,8 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["journal.fsync=always"], ["journal.fsync", "always"]),
         (["loss=tis", "loss.mask_low=0.5"], ["loss.mask_low"]),
         (["loss=tis", "+loss.mask_low=0.5"], ["loss.mask_low"]),
+        (["loss.kl_in=reward"], ["loss.kl_in is reward", "loss.kl_coefficient"]),
+        (["loss.kl_coefficient=0.1", "loss.kl_in=reward", "loss.kl_estimator=k1"], ["loss.kl_estimator is k1"]),
         (["loss.kl_estimator=k2"], ["loss.kl_estimator is k2", "loss.kl_coefficient"]),
         (["trainer.router_replay=R4"], ["router_replay", "R4"]),
         (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),

@@ -41,6 +41,48 @@ task = Task(
     rewards={"exact": exact, "short": (0.01, in_processes(short))},
 )
 """
+COUNTER = """
+import uuid
+from pathlib import Path
+
+from agent_loop import tool_use
+from agent_loop.tools import ToolCall
+
+FOLDER = Path(__file__).parent
+
+
+class Counter:
+    def open(self, a):
+        self.name, self.calls = uuid.uuid4(), 0
+        self._note("open")
+
+    def count(self) -> int:
+        "Counts the calls of this rollout."
+        self.calls += 1
+        self._note(self.calls)
+        return self.calls
+
+    def close(self):
+        self._note("close")
+
+    def _note(self, event):
+        with (FOLDER / "events").open("a") as file:
+            file.write(f"{self.name} {event}\\n")
+
+
+def fails_once():
+    (FOLDER / "events.failed").touch(exist_ok=False)
+    raise RuntimeError("the first reward")
+
+
+def exact_but_first(completion, answer):
+    return exact(completion, answer) if (FOLDER / "events.failed").exists() else fails_once()
+
+
+tool_use.parse_tool_calls = lambda text: [ToolCall("count", {})]  # a random model makes no calls
+task = Task(prompts="rows.jsonl", template="{a}+{b}", validation=0.2, max_prompt_tokens=60, tools=[Counter],
+            rewards={"exact": exact_but_first, "short": (0.01, in_processes(short))})
+"""
 
 
 @pytest.fixture
@@ -58,9 +100,21 @@ def run(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
 
 
+def check_counters(events):
+    """Each rollout had a counter of its own, which was opened and closed once, also when its reward failed."""
+    found = {}
+    for name, event in map(str.split, events):
+        found.setdefault(name, []).append(event)
+    assert len(found) > 2 * 4 * 4, "the rollouts of two steps, and another for the one that failed"
+    for first, *calls, last in found.values():
+        assert (first, last) == ("open", "close")
+        assert calls == [str(number + 1) for number in range(len(calls))]
+    assert max(map(len, found.values())) > 3, "some rollout called its counter twice"
+
+
 @pytest.mark.parametrize("task", ["dataset", "products"])
 def test_own_task_is_trained_from_a_folder_of_the_user(folder, task):
-    code = DATASET if task == "dataset" else module_of("README.md", "products.py")
+    code = DATASET + COUNTER if task == "dataset" else module_of("README.md", "products.py")
     (folder / "mine.py").write_text(code)
     done = run(folder, "--task", "mine.py", "name=mine")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,7 +122,11 @@ def test_own_task_is_trained_from_a_folder_of_the_user(folder, task):
     assert [step["train_step"] for step in steps] == [1, 2]
     if task == "dataset":
         assert re.search("rows of .* are left out: more than 60 tokens", done.stdout)
-        assert all({"info/reward/exact", "info/reward/short"} <= set(step) for step in steps)
+        infos = {f"info/{key}" for key in ("turns", "tool_calls", "reward/exact", "reward/short")}
+        assert all(infos <= set(step) for step in steps)
+        (*_, validation) = (folder / "outputs/mine/validation.jsonl").read_text().splitlines()
+        assert {f"validation/{key}" for key in infos} <= set(json.loads(validation))
+        check_counters((folder / "events").read_text().splitlines())
     else:
         assert all("info/tool_calls" in step for step in steps)
     assert (folder / "outputs/mine/final/config.json").is_file()

@@ -1,5 +1,7 @@
 """Several optimizer steps per batch on the real trainer, against plain formulas in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from tests.parallel.support import (
     live_routing,
     load_reference,
     make_batch,
+    penalised_advantages,
     reference_step,
     start_trainer,
 )
@@ -73,7 +76,10 @@ def geometric_mean(log_ratios, of):
 
 
 def plain_terms(name, proximal):
-    """For `reference_step`: terms of the mean over trajectories, proximal float64 [S, T]."""
+    """For `reference_step`: terms of the mean over trajectories, proximal float64 [S, T].
+
+    The advantages of the batch are [S], or [S, T].
+    """
 
     def terms(batch, logprobs, _entropy):
         mask = batch["loss_mask"]
@@ -83,7 +89,7 @@ def plain_terms(name, proximal):
             current=logprobs[mask],
             proximal=proximal[mask],
             behaviour=batch["behaviour_logprobs"][mask].double(),
-            advantages=batch["advantages"][of],
+            advantages=batch["advantages"][of] if batch["advantages"].dim() == 1 else batch["advantages"][mask],
             of=of,
         )
         return losses / (mask.sum(1)[of] * len(batch))
@@ -91,7 +97,7 @@ def plain_terms(name, proximal):
     return terms
 
 
-def steps_of(trainer, batch, folder, checkpoint):
+def steps_of(trainer, batch, folder, checkpoint, **options):
     """Metrics of a batch; before each optimizer step the weights, in a folder, and the gradients."""
     step, seen = trainer._optimizer.step, []
 
@@ -101,7 +107,7 @@ def steps_of(trainer, batch, folder, checkpoint):
         return step()
 
     trainer._optimizer.step = watched
-    return trainer.train(batch), seen
+    return trainer.train(batch, **options), seen
 
 
 def all_logprobs(_batch, logprobs, _entropy):
@@ -125,6 +131,25 @@ def test_each_mini_batch_has_the_gradient_of_the_formula(checkpoint, batch, owne
         assert_equal_gradients(found, expected)
     assert 0 < metrics["clip/fraction"] < 1
     assert metrics["lr"] == ADAM.lr
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_each_mini_batch_has_advantages_with_the_kl_of_the_whole_batch(checkpoint, batch, tmp_path, name):
+    loss = replace(LOSSES["decoupled_ppo"], kl_coefficient=0.3, kl_in="reward")
+    trainer = start_trainer(checkpoint, loss=loss, optimizer=ADAM, updates_per_batch=4, micro_batch_tokens=40)
+    metrics, steps = steps_of(trainer, batch, tmp_path, checkpoint, advantage=name)
+    start, mask = load_reference(checkpoint), batch["loss_mask"]
+    proximal = reference_step(start, batch, all_logprobs).logprobs
+    reference = reference_step(start, batch, all_logprobs, routed=False).logprobs
+    kl = [(p - r)[own] for p, r, own in zip(proximal, reference, mask, strict=True)]
+    found = torch.cat(penalised_advantages(batch, kl, name=name, coefficient=0.3))
+    given = batch.clone().set("advantages", torch.zeros(mask.shape).double().masked_scatter_(mask, found))
+    assert len(steps) == 4
+    for number, (folder, grads) in enumerate(steps):
+        part = given["mini_batch"] == number
+        terms = plain_terms("decoupled_ppo", proximal[part])
+        assert_equal_gradients(grads, reference_step(load_reference(folder), given[part], terms))
+    assert metrics["kl/penalty"] == pytest.approx(0.3 * torch.cat(kl).sum().item() / len(batch), rel=1e-3)
 
 
 def rerouted(batch, model, owner):

@@ -8,6 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from async_rl.metrics.registry import LAGS, metric_of
+from async_rl.trainer.batch.advantage import AdvantageName
+from async_rl.trainer.batch.training_batch import BatchError
 from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics
 from tests.helpers.losses import LOSSES, NAMES, make_loss
@@ -143,6 +145,37 @@ def test_the_distance_to_the_reference_is_reported_with_a_kl_term(checkpoint, ba
         metrics = start_trainer(checkpoint, loss=loss).train(given.clone())
         # k3 of 0.5 is exp(-0.5) - 1 + 0.5, less steep than 1.
         numerics.assert_within(abs(metrics["kl/reference"] - (math.exp(-0.5) - 0.5)), drift)
+
+
+def with_kl_in_reward(batch, owner):
+    """The batch with a reference that is 0.2 nat away at most tokens, and a loss that penalises the rewards by it."""
+    g = torch.Generator().manual_seed(7)
+    reference = owner.logprobs(batch) + 0.2 * torch.randn(batch["token_ids"].shape, generator=g)
+    loss = loss_config("decoupled_ppo", aggregation="sequence_mean", kl_coefficient=0.3, kl_in="reward")
+    return batch.clone().set("reference_logprobs", reference), loss
+
+
+@pytest.mark.parametrize("name", AdvantageName.__args__)
+def test_the_kl_in_the_reward_gives_the_step_of_transformers(checkpoint, batch, owner, name):
+    given, loss = with_kl_in_reward(batch, owner)
+    trainer = start_trainer(checkpoint, loss=loss, micro_batch_tokens=40)
+    metrics = trainer.train(given, advantage=name)
+    terms = policy_terms(loss, reference=lambda _: given["reference_logprobs"], advantage=name)
+    expected = reference_step(load_reference(checkpoint), given, terms)
+    assert_equal_steps(metrics["loss"], gradients(trainer), expected)
+    mask = given["loss_mask"]
+    kl = (expected.logprobs - given["reference_logprobs"])[mask]
+    assert kl.abs().mean() > 0.1
+    numerics.assert_within(abs(metrics["kl/proximal"] - kl.mean().item()), expected.logprob_bound)
+    penalty, bound = 0.3 * kl.sum().item() / len(given), 0.3 * len(kl) / len(given) * expected.logprob_bound
+    numerics.assert_within(abs(metrics["kl/penalty"] - penalty), bound)
+
+
+def test_the_kl_in_the_reward_is_refused_without_rewards(checkpoint, batch, owner):
+    given, loss = with_kl_in_reward(batch, owner)
+    del given["rewards"]
+    with pytest.raises(BatchError, match=r"loss\.kl_in"):
+        start_trainer(checkpoint, loss=loss).train(given)
 
 
 def test_a_float32_head_takes_the_rounding_off_the_logits_of_bfloat16(checkpoint, batch):

@@ -17,6 +17,7 @@ from message_queue.heads import head_of
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup, Trajectory
+from tests.helpers import numerics
 from tests.parallel.support import MARKS, VOCAB, start_trainer
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
@@ -205,6 +206,29 @@ def test_recorded_rollouts_are_what_was_sampled_and_trained(checkpoint, tmp_path
         count = sum(name in effect for effect in effects)
         assert count == pytest.approx(metrics[f"{name}/fraction"] * len(effects)) and count > 0
     assert np.mean(difference) == pytest.approx(metrics["mismatch/k1"], rel=1e-5)
+
+
+def test_recorded_advantages_have_the_kl_of_the_reward(checkpoint, tmp_path):
+    loss, batch = replace(LOSS, kl_coefficient=0.1, kl_in="reward"), prepared(groups())
+    recorder = RolloutRecorder(tmp_path, keep=1, tokenizer=Numbers())
+    trainer = start_trainer(checkpoint, recorder=recorder, **(OPTIONS | {"loss": loss}))
+    reference = start_trainer(checkpoint, router_replay="none").logprobs(batch)
+    trainer.train(batch)
+    kl = [(p - r).double().numpy() for p, r in zip(trainer.logprobs(batch), reference, strict=True)]
+    metrics = trainer.train(batch)
+    trainer.save(tmp_path / "state")
+    ((_, table),) = read_steps(tmp_path)
+    rows = [row for row in table.to_pylist() if row["advantage"] is not None]
+    assert len(rows) == len(kl) == 8 and all("no_spread" not in row["effect"] for row in rows)
+    drift = 2 * numerics.rounding(len(kl[0])) * max(abs(of).sum() for of in kl)
+    assert min(abs(of.sum()) for of in kl) > 100 * drift
+    for at in range(0, len(rows), 2):
+        first, second = (rows[i]["reward"] - 0.1 * kl[i].sum() for i in (at, at + 1))
+        expected = (first - second) / 2 / (abs(first - second) / 2**0.5 + 1e-6)
+        assert rows[at]["advantage"] == pytest.approx(expected, rel=1e-3)
+        assert rows[at + 1]["advantage"] == pytest.approx(-expected, rel=1e-3)
+    assert metrics["kl/penalty"] == pytest.approx(np.mean([0.1 * of.sum() for of in kl]), rel=1e-3)
+    assert metrics["kl/proximal"] == pytest.approx(np.mean(np.concatenate(kl)), rel=1e-3)
 
 
 def test_a_part_of_the_groups_is_recorded_with_the_same_values(checkpoint, tmp_path):

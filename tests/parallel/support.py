@@ -14,6 +14,7 @@ import torch
 import transformers
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from async_rl.trainer.batch.advantage import AdvantageConfig, BatchRewards
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.trainer.loss.losses import (
     DecoupledPPO,
@@ -69,6 +70,7 @@ def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3
         "pure_lag0": mask.clone(),
         "lengths": size,
         "group": torch.arange(count) // 2,
+        "rewards": torch.arange(count, dtype=torch.float64) % 3,
     }
     if behaviour is not None:
         batch["behaviour_logprobs"] = behaviour
@@ -101,8 +103,11 @@ def add_support(batch, support):
 UPDATE = 100  # of the weights at the start of a batch; version v holds v updates
 
 
-def training_batch_of(padded):
-    """The ragged form of a padded batch: a sequence is a trajectory of its own in the content of its group."""
+def training_batch_of(padded, *, advantage="reinforce_plus_plus"):
+    """The ragged form of a padded batch: a sequence is a trajectory of its own in the content of its group.
+
+    advantage: how its rewards become advantages if the KL is in the reward.
+    """
     columns = {name: padded[name] for name in padded.keys() if name != "support"}  # noqa: SIM118
     count = len(padded)
     mask = columns["loss_mask"]
@@ -128,6 +133,14 @@ def training_batch_of(padded):
         version_updates={version: version for version in range(UPDATE - 10, UPDATE + 10)},
         retained_kv=impure,
         admitted_updates=[UPDATE - 1 if impure else UPDATE] * len(contents),
+        rewards=BatchRewards(
+            config=AdvantageConfig(name=advantage),
+            values=columns["rewards"].numpy(),
+            groups=group,
+            sampled=mask.sum(1).numpy(),
+        )
+        if "rewards" in columns
+        else None,
     )
 
 
@@ -235,11 +248,11 @@ def padded_rank():
     from async_rl.trainer.rank import TrainerRank
 
     class PaddedRank(TrainerRank):
-        def train(self, batch):
+        def train(self, batch, **advantage):
             if not isinstance(batch, TensorDict):
                 return super().train(batch)
             with given_reference(self._forward_backward, batch):
-                return super().train(training_batch_of(batch))
+                return super().train(training_batch_of(batch, **advantage))
 
         def logprobs(self, batch):
             if not isinstance(batch, TensorDict):
@@ -311,15 +324,22 @@ def supervised_terms(batch, current, _entropy):
     return -current[mask] / mask.sum()
 
 
-def policy_terms(config: LossConfig):
-    """Function of the terms of a policy loss of a batch, all tokens at once."""
+def policy_terms(config: LossConfig, *, reference=None, advantage="reinforce_plus_plus"):
+    """Function of the terms of a policy loss of a batch, all tokens at once.
+
+    reference: dtype -> logprobs [S, T] of the reference, for a KL in the reward. advantage: name of the advantage then.
+    """
 
     def terms(batch, logprobs, entropy):
         mask = batch["loss_mask"]
         current, behaviour, of = logprobs[mask], batch["behaviour_logprobs"][mask], mask.nonzero()[:, 0]
+        advantages = batch["advantages"][of]
+        if config.penalises_rewards:
+            kl = [(p - r)[own] for p, r, own in zip(logprobs.detach(), reference(logprobs.dtype), mask, strict=True)]
+            advantages = torch.cat(penalised_advantages(batch, kl, name=advantage, coefficient=config.kl_coefficient))
         token_loss, _ = policy_loss(
             TokenLogprobs(current=current, behaviour=behaviour, proximal=current.detach()),
-            advantages=batch["advantages"][of],
+            advantages=advantages,
             entropy=entropy[mask],
             config=config,
             trajectories=Trajectories(index=of, count=len(batch)),
@@ -331,6 +351,31 @@ def policy_terms(config: LossConfig):
         return weights[of] * token_loss
 
     return terms
+
+
+def penalised_advantages(batch, kl, *, name, coefficient):
+    """Advantages of the tokens of each trajectory from the rewards minus coefficient * KL, written out.
+
+    kl: [n] of each trajectory.
+    """
+    rewards, groups = batch["rewards"].to(kl[0].dtype), batch["group"]
+    penalised = rewards - coefficient * torch.stack([of.sum() for of in kl])
+    if name == "reinforce_plus_plus":
+        values = [reward - coefficient * of.flip(0).cumsum(0).flip(0) for reward, of in zip(rewards, kl, strict=True)]
+    else:
+        values = []
+        for number, of in enumerate(kl):
+            own = penalised[groups == groups[number]]
+            value = penalised[number] - own.mean()
+            if name == "grpo":
+                value = value / (own.std() + 1e-6)
+            if name == "rloo":
+                value = value * len(own) / (len(own) - 1)
+            values.append(value.expand(len(of)))
+    if not name.startswith("reinforce"):
+        return values
+    tokens = torch.cat(values)
+    return [(of - tokens.mean()) / (tokens.var() + 1e-8).sqrt() for of in values]
 
 
 def reference_step(model, batch, terms, *, routed=True) -> Expected:
@@ -455,6 +500,8 @@ def assert_equal_metrics(ours, theirs, expected):
             bound = 2 * expected.loss_bound
         elif key == "grad_norm":
             bound = 2 * expected.distance_bound * value
+        elif key == "kl/penalty":
+            bound *= theirs["tokens"]  # of a trajectory at most
         if not math.isnan(value):
             numerics.assert_within(abs(ours[key] - value), bound, key)
 

@@ -8,6 +8,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from async_rl.controller.summary import parameters_of, rank_bytes
 from async_rl.trainer.loss.losses import GSPO, M2PO, DecoupledPPO, SequenceMask, SequenceTIS
@@ -72,6 +73,7 @@ OBJECTIVES = {
     "sequence-tis": SequenceTIS(aggregation="group_mean", behaviour_weight_cap=1e-7),
     "sequence-mask": SequenceMask(aggregation="token_mean", max_sequence_drift=0.1),
     "m2po": M2PO(max_second_moment=1.0),
+    "kl-in-reward": DecoupledPPO(kl_coefficient=0.1, kl_in="reward", behaviour_weight_cap=0.2),
 }
 OBJECTIVE_CASES = [
     *(("context", name, {}) for name in ("gspo", "sequence-tis", "m2po")),
@@ -81,6 +83,7 @@ OBJECTIVE_CASES = [
     *(("data", name, {}) for name in ("sequence-mask", "m2po")),
     ("pipeline", "m2po", {}),
     ("virtual-pipeline", "gspo", {"recompute": "none"}),
+    *((layout, "kl-in-reward", {}) for layout in ("data", "tensor", "pipeline", "context")),
 ]
 CASES = {f"{family}-{name}": (family, LAYOUTS[name]) for family, names in FAMILY_LAYOUTS.items() for name in names}
 CASES |= {
@@ -107,6 +110,15 @@ def rows_of(family):
     return {"routed": layers > 0, "layers": layers}
 
 
+def without_replay(checkpoint, batch):
+    """dtype -> logprobs [S, T] of the start weights with their own routing, which are the reference of the KL."""
+    trainer = start_trainer(checkpoint, router_replay="none")
+    found = trainer.logprobs(batch)
+    trainer.close()
+    exact = reference_step(load_reference(checkpoint), batch, supervised_terms, routed=False).logprobs
+    return {torch.float32: found, torch.float64: exact}
+
+
 @pytest.fixture(scope="module")
 def alone(checkpoints):
     """(family, loss) -> the result of one rank, and the first update by transformers."""
@@ -119,7 +131,9 @@ def alone(checkpoints):
         )
         result = run_case(trainer, batch)
         trainer.close()
-        return result, reference_step(load_reference(checkpoints[family]), batch, policy_terms(loss), routed=routed)
+        reference = without_replay(checkpoints[family], batch) if loss.penalises_rewards else {}
+        terms = policy_terms(loss, reference=reference.get)
+        return result, reference_step(load_reference(checkpoints[family]), batch, terms, routed=routed)
 
     return made
 

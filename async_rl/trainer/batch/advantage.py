@@ -1,9 +1,13 @@
-"""Advantages: the reward of a trajectory relative to its prompt group or to the batch."""
+"""Advantages: the reward of a trajectory relative to its prompt group or to the batch.
+
+The driver computes them from heads. If the KL is a part of the reward, the trainer ranks compute them again, because
+only the trainer knows the KL of a token (`BatchRewards.with_kl`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -30,8 +34,8 @@ class AdvantageConfig:
     rloo                          r - mean of the other trajectories of the group. Ahmadian et al. 2024, arXiv
                                   2402.14740.
     reinforce_plus_plus           (r - token mean of r) / sqrt(token variance of r + 1e-8); a group may be a single
-                                  trajectory. Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, as in verl. verl puts the
-                                  KL into the reward; here it is loss.kl_coefficient, outside the normalisation.
+                                  trajectory. Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, as in verl; their KL in
+                                  the reward is loss.kl_in=reward.
     reinforce_plus_plus_baseline  the same with r - mean in place of r.
 
     A group with the rewards (1, 0, 0, 0): grpo gives (1.5, -0.5, -0.5, -0.5), dr_grpo (0.75, -0.25, -0.25, -0.25), rloo
@@ -65,18 +69,89 @@ class Advantages:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenAdvantages:
+    """Advantages of the N tokens in the loss of a batch of S trajectories, with the KL in the reward."""
+
+    tokens: NDArray[np.float32]
+    """float32 [N]."""
+    trajectories: NDArray[np.float32]
+    """float32 [S], of the first token of each trajectory."""
+    penalties: NDArray[np.float64]
+    """float64 [S], subtracted from the reward of each trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchRewards:
+    """Rewards of the S trajectories of a batch that did not fail, in order, and how they become advantages."""
+
+    config: AdvantageConfig
+    """How rewards become advantages."""
+    values: NDArray[np.float64]
+    """float64 [S], from the task."""
+    groups: NDArray[np.int64]
+    """int64 [S], ascending, number of the prompt group."""
+    sampled: NDArray[np.int64]
+    """int64 [S], sampled tokens, including tokens that are not in the loss."""
+
+    def advantages(self) -> Advantages:
+        """Advantages of the trajectories."""
+        if self.config.name == "reinforce_plus_plus":
+            return _over_tokens(self.values, self.sampled)
+        rewards = np.split(self.values, np.flatnonzero(np.diff(self.groups)) + 1)
+        if self.config.name == "reinforce_plus_plus_baseline":
+            centred = [r - r.mean() if has_spread(r) else np.zeros(len(r)) for r in rewards]
+            return _over_tokens(np.concatenate(centred), self.sampled)
+        return _join([group_advantages(r, self.config.name) for r in rewards])
+
+    def with_kl(self, kl: NDArray[np.float64], *, trajectory: NDArray[np.int64], coefficient: float) -> TokenAdvantages:
+        """Advantages with the penalty coefficient * KL in the reward, as in verl.
+
+        reinforce_plus_plus  The reward of a token is r minus the penalties of this token and of the later ones (the
+                             return). It is whitened over the sampled tokens of the batch. Sampled tokens that are too
+                             old for the loss are at the front, so their return is that of the whole trajectory.
+        other names          The reward of a trajectory is r minus the penalties of its tokens. Baseline and
+                             normalisation follow as without a penalty.
+
+        Rewards (1, 0), KL (0.2, 0.4) and (0.1), coefficient 0.5: the penalties are 0.3 and 0.05. With dr_grpo the
+        rewards (0.7, -0.05) give the advantages 0.375, 0.375 and -0.375. With reinforce_plus_plus the returns 0.7, 0.8
+        and -0.05 are whitened.
+
+        Args:
+            kl: float64 [N], log(proximal / reference) of each token in the loss, in the order of the batch.
+            trajectory: int64 [N], ascending, trajectory of each token.
+            coefficient: factor of the KL.
+        """
+        count = len(self.values)
+        in_loss = np.bincount(trajectory, minlength=count)
+        penalties = coefficient * np.bincount(trajectory, weights=kl, minlength=count).astype(np.float64)
+        penalised = replace(self, values=self.values - penalties)
+        if self.config.name != "reinforce_plus_plus":
+            found = penalised.advantages().values
+            return TokenAdvantages(tokens=found[trajectory], trajectories=found, penalties=penalties)
+        later = [of[::-1].cumsum()[::-1] for of in np.split(kl, in_loss.cumsum()[:-1])]
+        returns = self.values[trajectory] - coefficient * np.concatenate(later)
+        found = _over_tokens(
+            np.concatenate([returns, penalised.values]),
+            np.concatenate([np.ones_like(trajectory), self.sampled - in_loss]),
+        ).values
+        return TokenAdvantages(tokens=found[: len(kl)], trajectories=found[len(kl) :], penalties=penalties)
+
+
+def batch_rewards(groups: Sequence[GroupHead], config: AdvantageConfig) -> BatchRewards:
+    """Rewards of all trajectories of `groups`, which must not include failed ones."""
+    flat = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
+    return BatchRewards(
+        config=config,
+        values=np.array([t.reward for _, t in flat], np.float64),
+        groups=np.array([number for number, _ in flat], np.int64),
+        sampled=np.array([t.num_sampled for _, t in flat], np.int64),
+    )
+
+
 def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> Advantages:
     """Advantages of all trajectories of `groups`, which must not include failed ones."""
-    rewards = [np.array([t.reward for t in group.trajectories], np.float64) for group in groups]
-    tokens = np.array([t.num_sampled for group in groups for t in group.trajectories], np.int64)
-    match config.name:
-        case "reinforce_plus_plus":
-            return _over_tokens(np.concatenate([*rewards, np.zeros(0)]), tokens)
-        case "reinforce_plus_plus_baseline":
-            centred = [r - r.mean() if has_spread(r) else np.zeros(len(r)) for r in rewards]
-            return _over_tokens(np.concatenate([*centred, np.zeros(0)]), tokens)
-        case name:
-            return _join([group_advantages(r, name) for r in rewards])
+    return batch_rewards(groups, config).advantages()
 
 
 def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> tuple[NDArray[np.float32], bool]:
@@ -110,8 +185,6 @@ def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> Adva
 
 def _join(groups: Sequence[tuple[NDArray[np.float32], bool]]) -> Advantages:
     """Concatenate (values, informative) of the groups."""
-    if not groups:
-        return Advantages(values=np.zeros(0, np.float32), informative=np.zeros(0, np.bool_))
     return Advantages(
         values=np.concatenate([values for values, _ in groups]),
         informative=np.concatenate([np.full(len(values), informative) for values, informative in groups]),

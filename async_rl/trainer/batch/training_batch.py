@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from async_rl.trainer.batch.advantage import Advantages
+from async_rl.trainer.batch.advantage import Advantages, BatchRewards
 from message_queue.heads import GroupHead, SequenceHead
 from message_queue.tokens import Float32Array, Int32Array
 from message_queue.training_sequence import BoolArray, SampledRun, TrainingSequence
@@ -105,6 +105,8 @@ class TrainingBatch:
     """Whether the engines keep K/V across weight updates (rollout.on_update=keep with rollout.kv=keep)."""
     admitted_updates: Sequence[int] = ()
     """[G], optimizer updates of the weights when each group was admitted."""
+    rewards: BatchRewards | None = None
+    """Rewards of the trajectories, for advantages with a KL (loss.kl_in=reward); None if the batch has none."""
     recorded: RecordedGroups | None = None
     """Groups whose rollouts are written to disk; None for none."""
 
@@ -180,6 +182,7 @@ def training_batch(
     min_update: int = 0,
     retained_kv: bool = False,
     mini_batches: Mapping[int, int] | None = None,
+    rewards: BatchRewards | None = None,
 ) -> TrainingBatch:
     """Build the input of a train step from heads. Failed rollouts are left out; `TrainingBatch` has an example.
 
@@ -189,6 +192,7 @@ def training_batch(
         advantages: of the trajectories that did not fail, in order.
         current_update, version_updates, min_update, retained_kv: see TrainingBatch.
         mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
+        rewards: see TrainingBatch.
 
     Raises:
         BatchError: all trajectories failed, the number of advantages differs, a token was sampled by a version that
@@ -227,6 +231,7 @@ def training_batch(
         min_update=min_update,
         retained_kv=retained_kv,
         admitted_updates=[head.admitted_update for head in heads],
+        rewards=rewards,
     )
 
 

@@ -65,6 +65,7 @@ __all__ = [
 Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Count = Literal["all", "informative"]
+KLPlace = Literal["loss", "reward"]
 
 _LARGEST_KL_RATIO = 20.0  # nat; as in verl
 
@@ -112,7 +113,10 @@ class PolicyLoss(ABC):
     """Groups in these means. `all` includes groups with equal rewards, as in the papers; `informative` leaves them out
     of the loss, as if they had not been sampled."""
     kl_coefficient: float = 0.0
-    """Factor of the KL term; 0 for no KL term."""
+    """Factor of the KL to the reference; 0 for none."""
+    kl_in: KLPlace = "loss"
+    """`loss` adds `kl_term` to the loss. `reward` subtracts log(proximal / reference) of the tokens from the reward, as
+    `BatchRewards.with_kl` describes."""
     kl_estimator: KLEstimator = "k3"
     """See `kl_estimate`."""
     kl_weight_cap: float = 2.0
@@ -123,7 +127,12 @@ class PolicyLoss(ABC):
     """Sampling temperature of the engine; logits are divided by it."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("aggregation", Aggregation), ("count", Count), ("kl_estimator", KLEstimator)):
+        for name, allowed in (
+            ("aggregation", Aggregation),
+            ("count", Count),
+            ("kl_estimator", KLEstimator),
+            ("kl_in", KLPlace),
+        ):
             self._require(name, getattr(self, name) in get_args(allowed), " or ".join(get_args(allowed)))
         for name in ("kl_coefficient", "entropy_coefficient"):
             self._require(name, getattr(self, name) >= 0, ">= 0")
@@ -135,18 +144,26 @@ class PolicyLoss(ABC):
                 "(such as rollout.limits.max_tokens) with aggregation=fixed_length, and null with any other"
             )
         self._require("fixed_length", self.fixed_length is None or self.fixed_length >= 1, ">= 1")
-        for name in ("kl_estimator", "kl_weight_cap") if self.kl_coefficient == 0 else ():
-            value, default = getattr(self, name), self.__dataclass_fields__[name].default
-            if value != default:
-                raise ValueError(
-                    f"loss.{name} is {value} with loss.kl_coefficient=0, so it has no effect; set "
-                    f"loss.kl_coefficient, or leave it at {default}"
-                )
+        if self.kl_coefficient == 0:
+            self._refuse_changed("kl_in", "kl_estimator", "kl_weight_cap", other="kl_coefficient=0")
+        elif self.kl_in == "reward":
+            # Rewards are penalised by k1. With this penalty the rewards of hardly any group are equal.
+            self._refuse_changed("kl_estimator", "kl_weight_cap", "count", other="kl_in=reward")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         """Refuse the value of the field `name` unless it `holds`."""
         if not holds:
             raise ValueError(f"loss.{name} is {getattr(self, name)}; must be {rule}")
+
+    def _refuse_changed(self, *names: str, other: str) -> None:
+        """Refuse values of the fields `names` other than their defaults, because they have no effect with `other`."""
+        for name in names:
+            value, default = getattr(self, name), self.__dataclass_fields__[name].default
+            if value != default:
+                raise ValueError(
+                    f"loss.{name} is {value} with loss.{other}, so it has no effect; change "
+                    f"loss.{other.partition('=')[0]}, or leave it at {default}"
+                )
 
     @abstractmethod
     def surrogate(self) -> Surrogate:
@@ -158,8 +175,13 @@ class PolicyLoss(ABC):
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether tokens of groups with equal rewards have a gradient, from KL or entropy."""
+        """Whether tokens of groups with equal rewards have a gradient, from KL (also in the reward) or entropy."""
         return self.count == "all" and (self.kl_coefficient > 0 or self.entropy_coefficient > 0)
+
+    @property
+    def penalises_rewards(self) -> bool:
+        """Whether the KL is subtracted from the rewards."""
+        return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     @property
     def needs_whole_trajectories(self) -> bool:
@@ -475,7 +497,7 @@ def policy_loss(
     """
     objective = surrogate or config.surrogate()
     loss, touched = objective(logprobs, advantages=advantages, trajectories=trajectories)
-    if config.kl_coefficient > 0:
+    if config.kl_coefficient > 0 and not config.penalises_rewards:
         if logprobs.reference is None:
             raise ValueError(
                 f"loss.kl_coefficient is {config.kl_coefficient}, but the batch has no reference_logprobs; "

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from async_rl.config import load_config
-from async_rl.controller.preflight import model_problems
+from async_rl.config import ConfigError, load_config
+from async_rl.controller.preflight import check_run, model_problems
+from async_rl.metrics import trackers
 from tests.helpers import tiny_models
 
 
@@ -44,3 +45,11 @@ def test_a_dense_model_is_refused_once_with_routing_replay(tmp_path):
 def test_the_tensor_parallel_size_of_an_engine_divides_the_heads(checkpoint, size, named):
     found = problems(checkpoint, f"engine.tensor_parallel={size}")  # 2 key-value heads, which an engine may repeat
     assert found == [] if named is None else named in found[0]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch, tmp_path):
+    config = load_config([f"output_dir={tmp_path}", "tracking.trackers=[trackio]"])
+    check_run(config)
+    monkeypatch.setitem(trackers.MODULES, "trackio", "no_such_package")
+    with pytest.raises(ConfigError, match="'trackio', and the package no_such_package"):
+        check_run(config)

@@ -400,6 +400,20 @@ def test_live_view_shows_progress_warning_and_status():
     assert "the end of its log" not in shown and "rank 0" not in shown
 
 
+def test_live_view_cuts_no_number_and_shows_a_long_warning_in_80_columns():
+    view = LiveView(total=1000, log=Path("outputs/calculator/logs/driver.log"))
+    cells = ["1000", "-0.305", "100%", "100%", "-10.01", "10.23", "1e-05", "100%", "128", "100%", "100%", "123456"]
+    view.add(cells, step=1000, left="600:00")
+    view.warn("rollout g12-t3 failed: " + "ValueError: no number in the answer " * 3 + "(/a/mine.py:12 in exact)")
+    terminal = Terminal(width=80, file=io.StringIO())
+    terminal.print(view._render())
+    view.close()
+    shown = terminal.file.getvalue()
+    assert "\u2026" not in shown
+    assert all(cell in shown.split() for cell in cells)
+    assert "1 warning (all in" in shown and "/a/mine.py:12" in " ".join(shown.split())
+
+
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=40))
 def test_survival_of_finished_trajectories_is_that_of_the_sample(lengths):
     longer, left = survival((n, True) for n in lengths)

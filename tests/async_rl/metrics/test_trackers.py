@@ -35,15 +35,16 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=True)
 
 
-def track(directory, name, *, train_step=0, steps=(1, 2), warn=None):
-    """A run of some steps with one tracker, and a table at its end."""
+def track(directory, name, *, train_step=0, steps=(1, 2), config=CONFIG, during=lambda _: None):
+    """A run of some steps with one tracker, and a table at its end. during: called with the tracker before its end."""
     directory.mkdir(exist_ok=True)
-    run = TrackedRun(directory=directory, name="mine", config=CONFIG, train_step=train_step)
+    run = TrackedRun(directory=directory, name="mine", config=config, train_step=train_step)
     warnings = []
-    made = build_trackers(TrackingConfig(trackers=[name]), run, warn=warn or warnings.append)
+    made = build_trackers(TrackingConfig(trackers=[name]), run, warn=warnings.append)
     for step in steps:
         made.log({"reward/mean": step / 10, "loss": math.nan}, step)
     made.table(iter(ROWS), steps[-1])
+    made._threads[0].put(during)
     made.close()
     assert warnings == []
 
@@ -76,18 +77,22 @@ def leveldb_records(data):
 def in_wandb(directory):
     from wandb.proto.wandb_internal_pb2 import Record
 
-    history, ids = [], set()
+    history, ids, configs, axes = [], set(), [], set()
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         for data in leveldb_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "run":
                 ids.add((record.run.run_id, record.run.display_name, record.run.project))
+                configs.append({item.key: json.loads(item.value_json) for item in record.run.config.update})
+            elif record.WhichOneof("record_type") == "metric" and record.metric.glob_name:
+                axes.add((record.metric.glob_name, record.metric.step_metric))
             elif record.WhichOneof("record_type") == "history":
                 values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 history.append({key: json.loads(value) for key, value in values.items()})
     assert len(ids) == 1, ids
     assert {name for _, *names in ids for name in names} == {"mine", "async_rl"}
+    assert configs[0].items() >= CONFIG.items() and axes == {("*", "train_step")}
     (table, *_) = directory.glob(f"wandb/offline-run-*/files/media/table/{TABLE}_*.json")
     assert json.loads(table.read_text())["data"] == [list(row.values()) for row in ROWS]
     return [(line["train_step"], line["reward/mean"]) for line in history if "reward/mean" in line]
@@ -110,6 +115,7 @@ def in_trackio(directory):
 
     (name,) = SQLiteStorage.get_runs("async_rl")
     assert re.fullmatch("mine-[0-9a-f]{6}", name)
+    assert SQLiteStorage.get_run_config("async_rl", name)["loss"] == CONFIG["loss"]
     logs = SQLiteStorage.get_logs("async_rl", name)
     table = next(line[TABLE] for line in logs if TABLE in line)
     assert [row["response"] for row in table["_value"]] == [row["response"] for row in ROWS]
@@ -121,10 +127,25 @@ def test_a_tracker_has_metrics_and_rollouts_and_a_resumed_run_continues_it(read,
     directory, name = tmp_path / "run", read.__name__.removeprefix("in_")
     track(directory, name)
     assert read(directory) == [(1, 0.1), (2, 0.2)]
-    track(directory, name, train_step=1, steps=(2, 3))
+    track(directory, name, train_step=1, steps=(2, 3), config=CONFIG | {"seed": 4})
     repeated = [] if name == "tensorboard" else [(2, 0.2)]
     assert sorted(read(directory)) == [(1, 0.1), *repeated, (2, 0.2), (3, 0.3)]
     assert capfd.readouterr() == ("", ""), "the console belongs to the run"
+
+
+def test_a_run_of_mlflow_is_running_until_its_end(tmp_path):
+    from mlflow import MlflowClient
+
+    found = []
+
+    def status(_tracker):
+        client = MlflowClient()
+        (run,) = client.search_runs([client.get_experiment_by_name("async_rl").experiment_id])
+        found.append(run.info.status)
+
+    for step in (0, 1):  # new, and resumed after its end
+        track(tmp_path, "mlflow", train_step=step, during=status)
+    assert found == ["RUNNING", "RUNNING"]
 
 
 def test_prometheus_reads_the_newest_values(tmp_path, unused_tcp_port):

@@ -1,6 +1,7 @@
 """Results of validation rounds."""
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -57,6 +58,21 @@ def test_a_validation_result_is_over_all_prompts_and_over_each_set():
     metrics = whole.metrics()
     assert metrics["validation/success"] == 3.5 / 12 and metrics["validation/hard/success"] == 1 / 8
     assert metrics["validation/easy/pass_at_4"] == 1 and metrics["validation/hard/max_version"] == 3
+
+
+def test_the_info_of_held_out_rollouts_is_a_metric_over_those_that_have_the_key():
+    hard = [replace(rollout(1.0), info={"turns": 3.0, "lines": 7.0}), FAILED]
+    result = validation_result({"easy": [[replace(rollout(0.0), info={"turns": 1.0}), FAILED]], "hard": [hard]})
+    found = {key: value for key, value in result.metrics().items() if "info/" in key}
+    assert found == {
+        "validation/info/turns": 2.0,
+        "validation/info/lines": 7.0,
+        "validation/easy/info/turns": 1.0,
+        "validation/hard/info/turns": 3.0,
+        "validation/hard/info/lines": 7.0,
+    }
+    rows = [(row["info/turns"], row["info/lines"]) for row in result.rows(7)]
+    assert rows == [(1.0, None), (None, None), (3.0, 7.0), (None, None)]
 
 
 def test_a_validation_result_excludes_failed_rollouts_and_prompts_with_too_few():

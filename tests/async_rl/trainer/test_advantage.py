@@ -11,6 +11,7 @@ from async_rl.trainer.batch.advantage import (
     AdvantageConfig,
     AdvantageName,
     Advantages,
+    batch_rewards,
     compute_advantages,
     group_advantages,
 )
@@ -105,6 +106,54 @@ def test_advantages_of_rewards_without_spread_are_zero(name, rewards):
     found = compute_advantages([group(r, number=i) for i, r in enumerate(rewards)], AdvantageConfig(name=name))
     assert len(found.values) == sum(map(len, rewards))
     assert not found.values.any() and not found.informative.any()
+
+
+REWARDS_OF_GROUPS = [[1.0, 0.0, 0.25], [0.75, 0.75]]
+LENGTHS_OF_GROUPS = [[1, 9, 4], [3, 6]]
+
+
+def rewards_of(name):
+    """Rewards of two groups; the tokens of trajectory i are at the places of `trajectory` that are i."""
+    pairs = zip(REWARDS_OF_GROUPS, LENGTHS_OF_GROUPS, strict=True)
+    made = [group(r, number=i, tokens=n) for i, (r, n) in enumerate(pairs)]
+    return batch_rewards(made, AdvantageConfig(name=name)), compute_advantages(made, AdvantageConfig(name=name))
+
+
+@pytest.mark.parametrize("name", AdvantageName.__args__)
+def test_the_kl_in_the_reward_is_subtracted_before_baseline_and_normalisation(name):
+    rewards, _ = rewards_of(name)
+    lengths = [n for of in LENGTHS_OF_GROUPS for n in of]
+    trajectory = np.repeat(np.arange(5), lengths)
+    kl = np.random.default_rng(0).normal(size=len(trajectory))
+    found = rewards.with_kl(kl, trajectory=trajectory, coefficient=0.3)
+    penalties = [0.3 * sum(kl[trajectory == i]) for i in range(5)]
+    np.testing.assert_allclose(found.penalties, penalties)
+    of_groups = np.split(rewards.values - penalties, [3])
+    if name == "reinforce_plus_plus":
+        flat = [r for of in REWARDS_OF_GROUPS for r in of]
+        same = trajectory[:, None] == trajectory
+        returns = [flat[trajectory[i]] - 0.3 * sum(kl[i:][same[i, i:]]) for i in range(len(kl))]
+        expected = [whitened(value, returns) for value in returns]
+    else:
+        expected = np.repeat(by_formula(name, [of.tolist() for of in of_groups], lengths), lengths)
+    np.testing.assert_allclose(found.tokens, expected, rtol=10 * numerics.EPSILON)
+    np.testing.assert_array_equal(found.trajectories, found.tokens[np.cumsum(lengths) - lengths])
+    assert found.tokens[trajectory > 2].any(), "a group with equal rewards has advantages from its KL"
+
+
+@pytest.mark.parametrize("name", AdvantageName.__args__)
+def test_the_kl_in_the_reward_counts_tokens_that_are_too_old_for_the_loss(name):
+    rewards, without = rewards_of(name)
+    in_loss = [1, 2, 0, 3, 4]  # of (1, 9, 4, 3, 6) sampled tokens
+    trajectory = np.repeat(np.arange(5), in_loss)
+    nothing = rewards.with_kl(np.zeros(10), trajectory=trajectory, coefficient=0.3)
+    np.testing.assert_allclose(nothing.tokens, without.values[trajectory], rtol=numerics.EPSILON)
+    np.testing.assert_allclose(nothing.trajectories, without.values, rtol=numerics.EPSILON)
+    found = rewards.with_kl(np.arange(10.0), trajectory=trajectory, coefficient=0.3)
+    assert found.penalties[2] == 0.0
+    masked = rewards.with_kl(np.zeros(0), trajectory=np.zeros(0, np.int64), coefficient=0.3)
+    assert len(masked.tokens) == 0
+    np.testing.assert_allclose(masked.trajectories, without.values, rtol=numerics.EPSILON)
 
 
 def test_advantages_of_unequal_length_and_unknown_names_are_refused():

@@ -344,6 +344,7 @@ def test_token_weights_of_groups_are_refused_without_groups():
         *((name, "clip_high", -1.0) for name in ("ppo_clip", "dis", "cispo")),
         *((name, field, 0.0) for name, own in OWN_FIELDS.items() for field in own if field in POSITIVE),
         ("decoupled_ppo", "kl_estimator", "k4"),
+        ("decoupled_ppo", "kl_in", "advantage"),
         ("decoupled_ppo", "count", "some"),
         ("decoupled_ppo", "kl_coefficient", -0.1),
         ("decoupled_ppo", "kl_weight_cap", 0.0),
@@ -369,8 +370,23 @@ def test_a_fixed_length_of_zero_is_refused():
         DecoupledPPO(aggregation="fixed_length", fixed_length=0)
 
 
-@pytest.mark.parametrize(("field", "value"), [("kl_estimator", "k1"), ("kl_weight_cap", 4.0)])
+@pytest.mark.parametrize(("field", "value"), [("kl_estimator", "k1"), ("kl_weight_cap", 4.0), ("kl_in", "reward")])
 def test_a_setting_of_the_kl_term_is_refused_without_the_term(field, value):
     assert getattr(DecoupledPPO(kl_coefficient=0.1, **{field: value}), field) == value
     with pytest.raises(ValueError, match=rf"loss\.{field}"):
         DecoupledPPO(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("kl_estimator", "k1"), ("kl_weight_cap", 4.0), ("count", "informative")])
+def test_a_setting_without_effect_is_refused_with_the_kl_in_the_reward(field, value):
+    with pytest.raises(ValueError, match=rf"loss\.{field} is {value} with loss\.kl_in=reward"):
+        DecoupledPPO(kl_coefficient=0.1, kl_in="reward", **{field: value})
+
+
+def test_the_kl_in_the_reward_is_no_term_of_the_loss():
+    given = logprobs([-1.0, -2.0], [-1.0, -2.0])
+    with_kl, without = (
+        loss_of(given, [1.0, -1.0], **changes)[0] for changes in ({"kl_coefficient": 0.1, "kl_in": "reward"}, {})
+    )
+    assert torch.equal(with_kl, without)
+    assert DecoupledPPO(kl_coefficient=0.1, kl_in="reward").needs_every_token

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from async_rl.controller.prepare import mini_batches_of, prepare
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.contract import Admission, Batch
 from message_queue.heads import head_of
+from message_queue.tokens import StopReason
 from message_queue.training_sequence import content_of
 from tests.helpers.groups import group_for
 
@@ -73,6 +75,27 @@ def test_staleness_is_counted_at_the_mini_batch_that_trains_the_token():
 
 def test_only_the_first_mini_batch_has_tokens_of_the_current_weights():
     assert all(mini_batch == 0 for mini_batch, _, loss in loss_of(prepared()) if loss.pure.any())
+
+
+def test_rewards_of_a_batch_are_those_of_the_rollouts_that_did_not_fail():
+    groups = [group_for(admission(n, 2)) for n in range(2)]
+    heads = [head_of(group) for group in groups]
+    (first, *others), failed = heads[0].trajectories, StopReason.ERROR
+    heads[0] = msgspec.structs.replace(
+        heads[0], trajectories=(*others, msgspec.structs.replace(first, stop_reason=failed))
+    )
+    rewards = prepare(
+        Batch(groups=heads, update=4, version_updates={2: 4}, min_update=0),
+        [content_of(group) for group in groups],
+        advantage=AdvantageConfig(name="rloo"),
+        version_updates={2: 4},
+        retained_kv=False,
+    ).batch.rewards
+    sound = [(n, t) for n, of in enumerate((others, heads[1].trajectories)) for t in of]
+    assert rewards.config.name == "rloo"
+    assert rewards.values.tolist() == [t.reward for _, t in sound]
+    assert rewards.groups.tolist() == [number for number, _ in sound]
+    assert rewards.sampled.tolist() == [t.num_sampled for _, t in sound]
 
 
 def test_the_last_mini_batch_decides_which_tokens_are_too_old():

@@ -69,6 +69,19 @@ def micro_batches_of(plan, *, data, context, tensor, packing):
                     yield from ((update, at, builder.build(numbers)) for numbers in update.micro_batches[rank])
 
 
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.integers(1, 3))
+def test_loss_tokens_of_the_updates_are_those_of_the_batch(counts, updates):
+    batch = training_batch_of(make_batch((9,) * len(counts)))
+    mini_batch = np.arange(len(counts)) % updates
+    batch = replace(batch, num_loss_tokens=np.array(counts), mini_batch=mini_batch)
+    plan = planner_of(2, 1, 1, updates_per_batch=updates).policy(batch)
+    of_sequences = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+    for number, update in enumerate(plan.updates):
+        own = [tokens for of, tokens in zip(mini_batch, of_sequences, strict=True) if of == number]
+        found = [] if update is None else update.loss_tokens_in_batch(batch).tolist()
+        assert found == [token for tokens in own for token in tokens.tolist()]
+
+
 @settings(max_examples=30)
 @given(LENGTHS, PARTS, st.booleans())
 def test_micro_batches_of_all_ranks_are_the_tokens_and_rows_of_the_batch(lengths, parts, packing):

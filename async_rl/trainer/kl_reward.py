@@ -1,0 +1,59 @@
+"""Advantages with the KL to the reference in the reward (loss.kl_in=reward)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from async_rl.trainer.batch.training_batch import BatchError
+from async_rl.trainer.forward_backward import ForwardBackward
+from async_rl.trainer.loss.mismatch import share
+from async_rl.trainer.planning import BatchPlan, UpdatePlan
+from async_rl.trainer.step import MicroBatch
+
+
+def penalise_rewards(
+    plan: BatchPlan,
+    planned: Sequence[tuple[UpdatePlan, Sequence[MicroBatch]]],
+    *,
+    coefficient: float,
+    passes: ForwardBackward,
+) -> tuple[BatchPlan, dict[str, float]]:
+    """Replace the advantages of a batch and of its micro-batches by those with a KL penalty. Collective.
+
+    The ranks gather the KL of all tokens in the loss, so that each of them computes the same advantages, in every
+    parallel layout.
+
+    Args:
+        plan: of the batch, whose updates have all its sequences.
+        planned: the updates and their micro-batches on this rank, with reference and proximal logprobs.
+        coefficient: factor of the KL.
+        passes: of this rank.
+
+    Returns:
+        The plan with the new advantages, and the metrics `kl/proximal` and `kl/penalty`.
+
+    Raises:
+        BatchError: the batch has no rewards.
+    """
+    batch = plan.batch
+    if batch.rewards is None:
+        raise BatchError("loss.kl_in is reward, but the batch has no `rewards`; add them, or set loss.kl_in=loss")
+    kl, places = np.zeros(int(batch.num_loss_tokens.sum())), list[np.ndarray]()
+    for update, micro_batches in planned:
+        places.append(update.loss_tokens_in_batch(batch))
+        counted = [mb.columns for mb in micro_batches] if passes.counts_tokens else []
+        log_ratios = [c["proximal_logprobs"].double() - c["reference_logprobs"].double() for c in counted]
+        kl[places[-1]] = passes.of_update(update, micro_batches, log_ratios).numpy()
+    trajectory = np.repeat(batch.trajectory, batch.num_loss_tokens)
+    found = batch.rewards.with_kl(kl, trajectory=trajectory, coefficient=coefficient)
+    for (_, micro_batches), place in zip(planned, places, strict=True):
+        of_update = torch.from_numpy(found.tokens[place])
+        for micro_batch in micro_batches:
+            column = micro_batch.columns["advantages"]
+            micro_batch.columns["advantages"] = of_update[micro_batch.numbers].to(column.device)
+    metrics = {"kl/proximal": share(kl.sum(), len(kl)), "kl/penalty": float(found.penalties.mean())}
+    return replace(plan, batch=replace(batch, advantages=found.trajectories[batch.trajectory])), metrics
