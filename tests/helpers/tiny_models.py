@@ -6,6 +6,7 @@ a test of routing would pass on a constant.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,32 @@ def add_prediction_layer(checkpoint: Path) -> dict[str, torch.Tensor]:
     added[f"{layer}eh_proj.weight"] = torch.randn(head.shape[1], 2 * head.shape[1])
     save_file(weights | added, checkpoint / "model.safetensors", metadata={"format": "pt"})
     return added
+
+
+def quantize_fp8(checkpoint: Path, *, block: tuple[int, int] = (48, 32)) -> None:
+    """Quantize the matrices of the layers of a checkpoint of one file, as DeepSeek-V3 and Qwen3-*-FP8 are shipped.
+
+    The scales are in another file than the weights. Embeddings, head, routers, norms and biases stay unchanged.
+    """
+    weights = load_file(checkpoint / "model.safetensors")
+    scales: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if ".layers." not in name or weight.ndim != 2 or name.endswith((".gate.weight", "embed_tokens.weight")):
+            continue
+        rows, columns = (torch.arange(length) // size for length, size in zip(weight.shape, block, strict=True))
+        grid = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
+        for i, j in itertools.product(range(grid.shape[0]), range(grid.shape[1])):
+            grid[i, j] = weight[rows == i][:, columns == j].abs().max() / 448  # 448 is the largest float8
+        scales[f"{name}_scale_inv"] = grid
+        weights[name] = (weight.float() / grid[rows][:, columns]).to(torch.float8_e4m3fn)
+    file_of = dict.fromkeys(weights, "model-1.safetensors") | dict.fromkeys(scales, "model-2.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    save_file(weights, checkpoint / "model-1.safetensors", metadata={"format": "pt"})
+    save_file(scales, checkpoint / "model-2.safetensors", metadata={"format": "pt"})
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    path = checkpoint / "config.json"
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantized}))
 
 
 def _spread_of(name: str) -> float:

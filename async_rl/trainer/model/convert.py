@@ -21,7 +21,7 @@ from async_rl.trainer.distributed import expert_group, expert_tensor_group, pipe
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert, local_name
 from async_rl.trainer.model.layout import weight_problems
-from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.model_info import CheckpointError, is_quantized
 
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -31,8 +31,11 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     """Load every parameter and correction bias of this rank from the safetensors files of a checkpoint folder.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or there are more layers than the config says.
+        CheckpointError: the weights are quantized, a tensor is missing or has another shape, or there are more layers
+            than the config says.
     """
+    if is_quantized(checkpoint):
+        raise CheckpointError(f"{checkpoint} has quantized weights; load the plain copy that `dequantize` makes")
     reader = _Reader(checkpoint)
     reader.check_names(shape)
     for name, weight in named_weights(chunks):
