@@ -211,7 +211,7 @@ class Processes:
         stopped, loop = threading.Event(), asyncio.get_running_loop()
 
         def progress(done: int, total: int) -> None:
-            if done * 10 // total != (done - 1) * 10 // total:
+            if done and done * 10 // total != (done - 1) * 10 // total:
                 loop.call_soon_threadsafe(console.note, f"dequantized {done}/{total} tensors")
 
         try:

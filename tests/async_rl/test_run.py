@@ -80,6 +80,10 @@ def with_tensors(change):
     return write
 
 
+def as_olmoe(folder):
+    with_config(model_type="olmoe", norm_topk_prob=False, rms_norm_eps=1e-5, mlp_only_layers=[])(folder)
+
+
 def without_scales(folder):
     quantize_fp8(folder)
     (folder / "model-2.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
@@ -172,6 +176,7 @@ BAD_MODELS = [
     (None, ["trainer.ranks=4", "trainer.parallel.tensor=4"], ["trainer.parallel.tensor is 4", "2 key-value heads"]),
     (None, ["trainer.ranks=3", "trainer.parallel.expert=3"], ["trainer.parallel.expert is 3", "8 experts"]),
     (None, ["engine.tensor_parallel=8"], ["engine.tensor_parallel is 8", "4 attention heads"]),
+    (as_olmoe, ["engine=sglang", "engine.python=/bin/true"], ["'sglang', which does not run olmoe", "engine=vllm"]),
     (with_config(model_type="qwen3"), [], ["trainer.router_replay is R3", "dense", "router_replay=none"]),
 ]
 

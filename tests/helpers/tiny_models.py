@@ -139,13 +139,27 @@ def glm4_moe_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     return transformers.Glm4MoeConfig(**{**fields, **changes})
 
 
+def gpt_oss_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """8 experts, top-2, with biases; attention sinks, and a window of 8 tokens in every second layer; YaRN."""
+    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
+    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64}
+    fields |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8}
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 256}
+    fields["rope_parameters"] = rope | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return transformers.GptOssConfig(**{**fields, **changes})
+
+
 def spread_model(config: Any, *, seed: int, vectors: bool = False) -> Any:
     """A float32 model of `config` with wide random weights; `vectors`: norms and biases are random too."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
+            if name.endswith("sinks"):
+                parameter.normal_(0, 1.5)  # as large as scores
+            elif name.endswith("gate_up_proj_bias"):
+                parameter.normal_(0, 4)  # some are clamped
+            elif parameter.ndim >= 2:
                 parameter.normal_(0, _spread_of(name))
             elif vectors:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -216,7 +230,25 @@ def quantize_fp8(checkpoint: Path, *, block: tuple[int, int] = (48, 32)) -> None
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantized}))
 
 
+def quantize_mxfp4(checkpoint: Path) -> None:
+    """Quantize the experts of a gpt-oss checkpoint of one file, as it is shipped."""
+    weights = load_file(checkpoint / "model.safetensors")
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat((numbers, -numbers))
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        groups = weights.pop(name).transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+        scaled = groups / exponents.exp2().unsqueeze(-1)
+        nearest = (scaled.unsqueeze(-1) - numbers).abs().argmin(-1).to(torch.uint8)
+        weights[f"{name}_blocks"] = nearest[..., ::2] | nearest[..., 1::2] << 4
+        weights[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    path = checkpoint / "config.json"
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantized}))
+
+
 def _spread_of(name: str) -> float:
-    if name.endswith("gate.weight"):
+    if name.endswith(("gate.weight", "router.weight")):
         return 0.5
     return 0.15 if "lm_head" in name else 0.08

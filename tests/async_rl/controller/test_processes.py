@@ -215,7 +215,10 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
     monkeypatch.setattr(processes.TrainerClient, "start", start)
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
     console = SimpleNamespace(note=lambda text, level=0: notes.append(text))
-    for _ in range(2):
+    for name in ("trainer-0", "replica-0"):
+        (tmp_path / f"{name}.log").touch()
+    ready = set()
+    for trains in (True, True, False):
         async with contextlib.AsyncExitStack() as stack:
             running = processes_of(tmp_path, stack, placement=FakePlacement())
             running._config = replace(
@@ -223,9 +226,11 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
                 model=ModelConfig(checkpoint=checkpoint, cache=tmp_path / "cache"),
                 trainer=replace(running._config.trainer, router_replay="none"),
             )
-            (tmp_path / "trainer-0.log").touch()
-            (tmp_path / "replica-0.log").touch()
-            _, _, ready = await running.start(console)
-    assert set(given) == {ready} and ready.parent == tmp_path / "cache"
-    assert not is_quantized(ready) and (ready / "model.safetensors").is_file()
-    assert sum("dequantizing" in text for text in notes) == 1  # the second start reuses it
+            if trains:
+                ready.add((await running.start(console))[2])
+            else:
+                await running.start_engines(checkpoint, console)
+    (folder,) = ready
+    assert given == [folder] * 5 and folder.parent == tmp_path / "cache"
+    assert not is_quantized(folder) and (folder / "model.safetensors").is_file()
+    assert sum("dequantizing" in text for text in notes) == 1  # the later starts reuse it

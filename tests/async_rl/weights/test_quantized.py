@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from async_rl.trainer.model.families import read_shape
 from async_rl.weights import quantized
 from async_rl.weights.model_info import CheckpointError, is_quantized, quantization_problem
 from async_rl.weights.quantized import (
@@ -105,6 +106,24 @@ def test_a_plain_copy_has_every_tensor_once_and_the_other_files(checkpoint, tmp_
     assert (folder / "tokenizer.json").read_text() == "{}" and not is_quantized(folder)
     assert counts == [(i, len(plain)) for i in range(len(plain))]
     assert dict(plain_sizes(checkpoint)) == {name: tensor.numel() for name, tensor in plain.items()}
+
+
+def test_a_plain_copy_of_gpt_oss_has_the_tensors_that_it_was_quantized_from(tmp_path):
+    checkpoint = tiny_models.save_checkpoint(tiny_models.gpt_oss_config(), tmp_path / "tiny", seed=1)
+    before = load(checkpoint)
+    tiny_models.quantize_mxfp4(checkpoint)
+    dequantize(checkpoint, tmp_path / "plain")
+    plain = load(tmp_path / "plain")
+    assert {name: t.shape for name, t in plain.items()} == {name: t.shape for name, t in before.items()}
+    assert dict(plain_sizes(checkpoint)) == {name: tensor.numel() for name, tensor in before.items()}
+    for name, tensor in plain.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            assert torch.equal(tensor, before[name]), name
+            continue
+        # The numbers are at most 2 apart, up to 6, which is at least half the scaled largest of the 32.
+        largest = before[name].unflatten(1, (-1, 32)).abs().amax(2, keepdim=True)
+        assert bool(((tensor - before[name]).unflatten(1, (-1, 32)).abs() <= largest / 3).all()), name
+    read_shape(tmp_path / "plain")
 
 
 def test_an_existing_plain_copy_is_reused_and_a_changed_checkpoint_has_another(checkpoint, tmp_path):

@@ -36,6 +36,6 @@ def refuse_common(config: dict[str, Any]) -> None:
     refuse_unless(config, "mlp_bias", (False, None), "the trainer builds MLPs without bias")
     if config.get("use_sliding_window"):
         raise UnbuiltFeature("use_sliding_window", True, "the trainer attends to the whole sequence")
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if other:
+    built = {"full_attention", *(("sliding_attention",) if config.get("model_type") == "gpt_oss" else ())}
+    if other := sorted(set(config.get("layer_types") or ()) - built):
         raise UnbuiltFeature("layer_types", other, "the trainer attends to the whole sequence in every layer")
