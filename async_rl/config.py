@@ -74,6 +74,8 @@ class ModelConfig:
 
     checkpoint: Path | None = None
     """Hugging Face folder; None lets the task build its own model."""
+    cache: Path = Path("outputs/dequantized")
+    """Folder of plain bfloat16 copies of quantized checkpoints, which later runs reuse; every node must see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from async_rl.metrics.trackers import TrackedRun, build_trackers
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
-from async_rl.weights.model_info import read_model_info
+from async_rl.weights.model_info import is_quantized, read_model_info
 from async_rl.weights.pretrained import keep_model_files
 from async_rl.weights.transport import remove_directory
 from message_queue.tokens import RoutingSpec
@@ -141,6 +141,9 @@ class Launcher:
             "output_dir": self._directory,
             "sync.directory": config.sync.directory,
             "warm_start.cache": config.warm_start.cache if config.model.checkpoint is None else None,
+            "model.cache": config.model.cache
+            if config.model.checkpoint and is_quantized(config.model.checkpoint)
+            else None,
         }
         for field, directory in shared.items():
             if directory is not None:

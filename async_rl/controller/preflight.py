@@ -27,7 +27,8 @@ from async_rl.rollout.schedule import RunSchedule, read_schedule
 from async_rl.rollout.task import Task, build_task, held_out_sets, missing_methods
 from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.layout import layout_problems, weight_problems
-from async_rl.weights.model_info import CheckpointError, ModelInfo, read_model_info
+from async_rl.weights.model_info import CheckpointError, ModelInfo, is_quantized, read_model_info
+from async_rl.weights.quantized import dequantization_problems, plain_folder
 
 T = TypeVar("T")
 
@@ -109,6 +110,7 @@ def check_evaluation(config: RunConfig, checkpoint: Path) -> tuple[Task, Mapping
         problems.found.append(f"{checkpoint} has no config.json; give a checkpoint folder or the output_dir of a run")
     else:
         problems.found += [*_engine_problems(config, checkpoint), *tokenizer_problems(config, checkpoint, task)]
+        problems.found += _quantization_problems(config, checkpoint)
     if task is not None:
         held_out = problems.attempt(lambda: held_out_sets(task.validation_prompts(config.validation.prompts)), of=of)
     if problems.found:
@@ -133,6 +135,13 @@ def model_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
         yield f"model.checkpoint: {error}"
     else:
         yield from (f"model.checkpoint is {checkpoint}: {problem}" for problem in weight_problems(shape, names))
+        yield from _quantization_problems(config, checkpoint)
+
+
+def _quantization_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
+    """Why the plain copy of a quantized checkpoint cannot be made."""
+    if is_quantized(checkpoint):
+        yield from dequantization_problems(checkpoint, folder=plain_folder(checkpoint, cache=config.model.cache))
 
 
 def _engine_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:

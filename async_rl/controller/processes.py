@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ from async_rl.metrics.recorder import Console
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.task import Task
 from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_info import is_quantized
+from async_rl.weights.quantized import dequantize, plain_folder
 
 
 async def place_run(
@@ -103,7 +106,7 @@ class Processes:
         if ready is None and warm.steps == 0:
             ready = self._initial_checkpoint()
         if ready is not None:
-            self._checkpoint = ready
+            ready = self._checkpoint = await self._plain(ready)
             async with asyncio.TaskGroup() as starts:
                 trainer = starts.create_task(self._start_trainer(ready, config.optimizer))
                 replicas = starts.create_task(self._start_replicas())
@@ -123,7 +126,8 @@ class Processes:
 
     async def start_engines(self, checkpoint: Path, console: Console) -> list[ReplicaClient]:
         """Replicas on a checkpoint, without a trainer."""
-        self._checkpoint, self._console = checkpoint, console
+        self._console = console
+        self._checkpoint = await self._plain(checkpoint)
         return await self._start_replicas()
 
     async def replace_trainer(self, lost: TrainerClient) -> TrainerClient:
@@ -202,6 +206,27 @@ class Processes:
         shutil.rmtree(path, ignore_errors=True)
         self._task.save_initial_checkpoint(path)
         return path
+
+    async def _plain(self, checkpoint: Path) -> Path:
+        """The checkpoint, or its plain copy in `model.cache` if its weights are quantized."""
+        if not is_quantized(checkpoint):
+            return checkpoint
+        folder, console = plain_folder(checkpoint, cache=self._config.model.cache), self._console
+        if folder.is_dir():
+            return folder
+        assert console is not None
+        console.note(f"dequantizing {checkpoint} into {folder}; later runs reuse it")
+        stopped, loop = threading.Event(), asyncio.get_running_loop()
+
+        def progress(done: int, total: int) -> None:
+            if done and done * 10 // total != (done - 1) * 10 // total:
+                loop.call_soon_threadsafe(console.note, f"dequantized {done}/{total} tensors")
+
+        try:
+            await asyncio.to_thread(dequantize, checkpoint, folder, stopped=stopped, progress=progress)
+        finally:
+            stopped.set()  # if the run is cancelled, the thread ends after its tensor
+        return folder
 
     async def _start_trainer(self, checkpoint: Path, optimizer: OptimizerConfig) -> TrainerClient:
         config = self._config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from async_rl.config import RunConfig
 from async_rl.inference.checkpoint_weights import weight_files
 from async_rl.inference.serving import kv_bytes_per_token
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.weights.model_info import read_model_info
+from async_rl.weights.model_info import is_quantized, read_model_info
+from async_rl.weights.quantized import plain_sizes
 
 GIB = 1 << 30
 
@@ -100,14 +102,17 @@ def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, expert
 def parameters_of(checkpoint: Path) -> tuple[int, int]:
     """Numbers of weights outside of experts, and in experts, from the headers of the files."""
     dense, experts = 0, 0
+    for name, size in plain_sizes(checkpoint) if is_quantized(checkpoint) else _sizes(checkpoint):
+        if ".experts." in name:
+            experts += size
+        else:
+            dense += size
+    return dense, experts
+
+
+def _sizes(checkpoint: Path) -> Iterator[tuple[str, int]]:
+    """(name, number of values) of each tensor."""
     for path in weight_files(checkpoint):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                size = 1
-                for length in file.get_slice(name).get_shape():
-                    size *= length
-                if ".experts." in name:
-                    experts += size
-                else:
-                    dense += size
-    return dense, experts
+                yield name, math.prod(file.get_slice(name).get_shape())

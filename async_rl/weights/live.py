@@ -8,8 +8,9 @@ sides are compared by module, whose names all engines share:
     live        model.layers.3.self_attn.{qkv,o}_proj.weight            checksum of every rank's part
 
 If the digest of a module differs from the previous load, its live checksum must differ too. A module with unchanged
-tensors (frozen layers, learning rate 0) is not checked. Swapped tensors change the checksum as well, so this check does
-not find them; the comparison with other replicas and `async_rl.controller.probe` do.
+tensors (frozen layers, learning rate 0) is not checked, nor is one that was published in other dtypes than before, such
+as the first version of a float32 trainer that started from bfloat16. Swapped tensors change the checksum as well, so
+this check does not find them; the comparison with other replicas and `async_rl.controller.probe` do.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LiveWeights:
         unchanged = [
             module
             for module, given in published.items()
-            if module in self._published and given.digest != self._published[module].digest
+            if module in self._published and _differs(given, self._published[module])
             if module in live and live[module] == self._live.get(module) and self._keeps_all_bits(given)
         ]
         if not unchanged:
@@ -61,6 +62,11 @@ class LiveWeights:
 
     def _keeps_all_bits(self, given: ModuleDigest) -> bool:
         return self._dtype == "float32" or self._dtype in given.dtypes
+
+
+def _differs(given: ModuleDigest, before: ModuleDigest) -> bool:
+    """Whether a module has other values than before; equal values in another dtype have another digest."""
+    return given.digest != before.digest and given.dtypes == before.dtypes
 
 
 def _by_module(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

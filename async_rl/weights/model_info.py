@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,32 @@ def is_carried(name: str, *, num_layers: int) -> bool:
     """
     layer = layer_of(name)
     return layer is not None and layer >= num_layers
+
+
+def is_quantized(checkpoint: Path) -> bool:
+    """Whether the weights of a checkpoint folder are quantized in a format that `async_rl.weights.quantized` reads."""
+    try:
+        config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    except (OSError, ValueError):
+        return False  # read_model_info reports it
+    return bool(config.get("quantization_config")) and quantization_problem(config) is None
+
+
+def quantization_problem(config: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    """(field, value, reason) if the weights of a config are quantized in a format that cannot be read; else None."""
+    found: Mapping[str, Any] = config.get("quantization_config") or {}
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if not found or method == "mxfp4":
+        return None
+    if method != "fp8":
+        return "quantization_config", method, "fp8 with blocks and mxfp4 are read; convert the checkpoint to bfloat16"
+    convert = "convert the checkpoint to bfloat16"
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        return "quantization_config.weight_block_size", block, f"fp8 is read with blocks such as [128, 128]; {convert}"
+    for field, allowed in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
+        if found.get(field, allowed) != allowed:
+            return f"quantization_config.{field}", found[field], f"fp8 is read with {field}={allowed}; {convert}"
+    return None
 
 
 def read_model_info(checkpoint: Path) -> ModelInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,19 @@ WEIGHT_FILES = (
 def save_pretrained(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, like: Path, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
+    """Write a checkpoint with the tensors of `carried_tensors` of `like`; see `write_checkpoint`."""
+    carried = carried_tensors(like)
+    write_checkpoint(folder, itertools.chain(tensors, carried), like=like, max_shard_bytes=max_shard_bytes)
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    like: Path,
+    without: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Write a checkpoint atomically: `folder` is created or replaced with complete content, or left unchanged.
 
     At most one shard is in memory.
@@ -34,8 +47,8 @@ def save_pretrained(
     Args:
         folder: of the new checkpoint.
         tensors: (Hugging Face name, tensor), read one by one.
-        like: checkpoint folder whose other files are copied, and the tensors of `carried_tensors`. `dtype` in
-            config.json is set to the dtype of `tensors`.
+        like: checkpoint folder whose other files are copied. `dtype` in config.json is set to the dtype of `tensors`.
+        without: fields that are removed from config.json.
         max_shard_bytes: bound on the tensors of a file, unless a single tensor is larger.
 
     Raises:
@@ -47,10 +60,10 @@ def save_pretrained(
     try:
         copy_model_files(like, partial)
         shards = _Shards(partial, max_bytes=max_shard_bytes)
-        for name, tensor in itertools.chain(tensors, carried_tensors(like)):
+        for name, tensor in tensors:
             shards.add(name, tensor.detach().to("cpu").contiguous())
         shards.finish()
-        _set_dtype(partial / "config.json", shards.dtype)
+        _edit_config(partial / "config.json", dtype=shards.dtype, without=without)
         publish_folder(folder)
     except BaseException:
         recover_folder(folder)  # free the space of the partial copy
@@ -153,9 +166,10 @@ class _Shards:
         return self._folder / f"shard-{number}.safetensors"
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Set `dtype` in a config.json, and the older key `torch_dtype` if present."""
+def _edit_config(path: Path, *, dtype: torch.dtype, without: Sequence[str]) -> None:
+    """Remove fields of a config.json, and set `dtype`, and the older key `torch_dtype` if present."""
     config: dict[str, Any] = json.loads(path.read_text())
+    config = {name: value for name, value in config.items() if name not in without}
     name = str(dtype).removeprefix("torch.")
     config["dtype"] = name
     if "torch_dtype" in config:

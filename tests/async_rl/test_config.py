@@ -328,6 +328,7 @@ def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
         "resume": ".",
         "schedule": "plan",
         "model.checkpoint": ".",
+        "model.cache": "outputs/dequantized",
         "engine.python": "bin/python",
         "sync.directory": "weights",
         "warm_start.cache": "warm",

@@ -20,6 +20,7 @@ from message_queue.journal import FORMAT, EventJournal, JournalConfig
 from message_queue.state import StoredState
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.tokenizer import build_tokenizer
+from tests.helpers.tiny_models import quantize_fp8
 
 TASKS = """
 from async_rl import Task
@@ -77,6 +78,15 @@ def with_tensors(change):
         save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
 
     return write
+
+
+def as_olmoe(folder):
+    with_config(model_type="olmoe", norm_topk_prob=False, rms_norm_eps=1e-5, mlp_only_layers=[])(folder)
+
+
+def without_scales(folder):
+    quantize_fp8(folder)
+    (folder / "model-2.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
 
 
 def cut_short(folder):
@@ -143,7 +153,13 @@ BAD_TASKS = [
 BAD_MODELS = [
     (with_config(model_type="gpt2"), [], ["model_type 'gpt2'", "qwen3_moe"]),
     (with_config(use_sliding_window=True), [], ["use_sliding_window=True", "whole sequence"]),
-    (with_config(quantization_config={"quant_method": "fp8"}), [], ["quantization_config='fp8'", "bfloat16"]),
+    (with_config(quantization_config={"quant_method": "awq"}), [], ["quantization_config='awq'", "bfloat16"]),
+    (
+        with_config(quantization_config={"quant_method": "fp8", "activation_scheme": "static"}),
+        [],
+        ["weight_block_size=None", "bfloat16"],
+    ),
+    (without_scales, [], ["proj.weight is F8_E4M3", "without scales"]),
     (without("config.json"), [], ["config.json", "give a Hugging Face checkpoint folder"]),
     (without("tokenizer.json", "tokenizer_config.json"), [], ["has no tokenizer", "tokenizer.json"]),
     (without_template, [], ["no chat template", "chat_template.jinja"]),
@@ -160,6 +176,7 @@ BAD_MODELS = [
     (None, ["trainer.ranks=4", "trainer.parallel.tensor=4"], ["trainer.parallel.tensor is 4", "2 key-value heads"]),
     (None, ["trainer.ranks=3", "trainer.parallel.expert=3"], ["trainer.parallel.expert is 3", "8 experts"]),
     (None, ["engine.tensor_parallel=8"], ["engine.tensor_parallel is 8", "4 attention heads"]),
+    (as_olmoe, ["engine=sglang", "engine.python=/bin/true"], ["'sglang', which does not run olmoe", "engine=vllm"]),
     (with_config(model_type="qwen3"), [], ["trainer.router_replay is R3", "dense", "router_replay=none"]),
 ]
 
@@ -204,6 +221,15 @@ def test_all_problems_of_model_task_and_layout_are_shown_together(model, capsys,
     found = refused([*given, "engine.tensor_parallel=8"], tmp_path, monkeypatch, capsys)
     parts = ("validation.prompts", "trainer.parallel.tensor", "engine.tensor_parallel", "chat template")
     assert len(found) == len(parts) and all(any(part in line for line in found) for part in parts), found
+
+
+def test_the_check_of_a_quantized_model_counts_its_plain_weights(model, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(TASKS)
+    quantize_fp8(shutil.copytree(model, tmp_path / "model"))
+    assert main(["--check", *OWN, "model.checkpoint=model", "output_dir=run"]) == 0
+    assert "qwen3_moe, 919,168 parameters, 4 layers" in capsys.readouterr().out
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_the_check_of_a_run_prints_a_summary_and_leaves_nothing(model, capsys, tmp_path, monkeypatch):

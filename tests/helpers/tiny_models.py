@@ -6,6 +6,7 @@ a test of routing would pass on a constant.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -138,13 +139,27 @@ def glm4_moe_config(*, vocab_size: int = 117, **changes: Any) -> Any:
     return transformers.Glm4MoeConfig(**{**fields, **changes})
 
 
+def gpt_oss_config(*, vocab_size: int = 117, **changes: Any) -> Any:
+    """8 experts, top-2, with biases; attention sinks, and a window of 8 tokens in every second layer; YaRN."""
+    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
+    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64}
+    fields |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8}
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 256}
+    fields["rope_parameters"] = rope | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return transformers.GptOssConfig(**{**fields, **changes})
+
+
 def spread_model(config: Any, *, seed: int, vectors: bool = False) -> Any:
     """A float32 model of `config` with wide random weights; `vectors`: norms and biases are random too."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
+            if name.endswith("sinks"):
+                parameter.normal_(0, 1.5)  # as large as scores
+            elif name.endswith("gate_up_proj_bias"):
+                parameter.normal_(0, 4)  # some are clamped
+            elif parameter.ndim >= 2:
                 parameter.normal_(0, _spread_of(name))
             elif vectors:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -189,7 +204,51 @@ def add_prediction_layer(checkpoint: Path) -> dict[str, torch.Tensor]:
     return added
 
 
+def quantize_fp8(checkpoint: Path, *, block: tuple[int, int] = (48, 32)) -> None:
+    """Quantize the matrices of the layers of a checkpoint of one file, as DeepSeek-V3 and Qwen3-*-FP8 are shipped.
+
+    The scales are in another file than the weights. Embeddings, head, routers, norms and biases stay unchanged.
+    """
+    weights = load_file(checkpoint / "model.safetensors")
+    scales: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if ".layers." not in name or weight.ndim != 2 or name.endswith((".gate.weight", "embed_tokens.weight")):
+            continue
+        rows, columns = (torch.arange(length) // size for length, size in zip(weight.shape, block, strict=True))
+        grid = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
+        for i, j in itertools.product(range(grid.shape[0]), range(grid.shape[1])):
+            grid[i, j] = weight[rows == i][:, columns == j].abs().max() / 448  # 448 is the largest float8
+        scales[f"{name}_scale_inv"] = grid
+        weights[name] = (weight.float() / grid[rows][:, columns]).to(torch.float8_e4m3fn)
+    file_of = dict.fromkeys(weights, "model-1.safetensors") | dict.fromkeys(scales, "model-2.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    save_file(weights, checkpoint / "model-1.safetensors", metadata={"format": "pt"})
+    save_file(scales, checkpoint / "model-2.safetensors", metadata={"format": "pt"})
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    path = checkpoint / "config.json"
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantized}))
+
+
+def quantize_mxfp4(checkpoint: Path) -> None:
+    """Quantize the experts of a gpt-oss checkpoint of one file, as it is shipped."""
+    weights = load_file(checkpoint / "model.safetensors")
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat((numbers, -numbers))
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        groups = weights.pop(name).transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+        scaled = groups / exponents.exp2().unsqueeze(-1)
+        nearest = (scaled.unsqueeze(-1) - numbers).abs().argmin(-1).to(torch.uint8)
+        weights[f"{name}_blocks"] = nearest[..., ::2] | nearest[..., 1::2] << 4
+        weights[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    path = checkpoint / "config.json"
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantized}))
+
+
 def _spread_of(name: str) -> float:
-    if name.endswith("gate.weight"):
+    if name.endswith(("gate.weight", "router.weight")):
         return 0.5
     return 0.15 if "lm_head" in name else 0.08

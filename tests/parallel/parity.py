@@ -20,7 +20,7 @@ from torch import Tensor
 from async_rl.trainer.distributed import open_store
 from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics, tiny_models
-from tests.parallel.parity_cells import FAMILIES, LAYOUTS, Cell, ranks_of
+from tests.parallel.parity_cells import LAYOUTS, MODELS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
 from tests.parallel.support import NO_UPDATE, gradients, make_batch, padded_rank
 
@@ -87,7 +87,7 @@ def compare(ours: dict, theirs: dict) -> Difference:
 
 def parity_batch(cell: Cell):
     """The batch of a cell: advantages of one sign more than the other, so that the loss is far from zero."""
-    batch = make_batch(support=cell.support)
+    batch = make_batch(support=cell.support, layers=4 if cell.family == "gpt_oss" else 3)
     batch["advantages"] += 1.0
     return batch
 
@@ -172,7 +172,7 @@ def make_references(cells: list[Cell], folder: Path) -> None:
 
 def make_checkpoint(family: str, folder: Path) -> Path:
     """A tiny model whose weights are spread wide, then scaled by GAINS."""
-    path = tiny_models.save_checkpoint(FAMILIES[family](), folder, seed=3) / "model.safetensors"
+    path = tiny_models.save_checkpoint(MODELS[family](), folder, seed=3) / "model.safetensors"
     weights = load_file(path)
     for name, weight in weights.items():
         weight *= next((gain for end, gain in GAINS.items() if name.endswith(end)), 1.0)

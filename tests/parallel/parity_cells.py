@@ -61,6 +61,8 @@ FAMILIES = {
     "qwen3_moe": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0),
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT, num_hidden_layers=4),
 }
+# gpt-oss cannot be split over tensor and context ranks, so that it is not in every layout of the table.
+MODELS = {**FAMILIES, "gpt_oss": tiny_models.gpt_oss_config}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -430,6 +430,8 @@ def _step(model, batch, terms, rows):
 
 def checkpoint_names(family, tensors):
     """Tensors of a transformers model by the names in its checkpoints, one for each expert."""
+    if family == "gpt_oss":
+        return tensors
     tensors = per_expert(tensors)
     if family != "mixtral":
         return tensors

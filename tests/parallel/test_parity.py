@@ -10,7 +10,7 @@ from async_rl.trainer.model.model import TrainerConfig
 from tests.parallel import parity_table
 from tests.parallel.broken_replay import FAULTS, ROUNDED
 from tests.parallel.parity import TOLERANCE, Difference, compare, relative, run_cells
-from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES, REPLAYS, Cell, all_cells
+from tests.parallel.parity_cells import FAMILIES, LAYOUTS, MODELS, PACKINGS, RECOMPUTES, REPLAYS, Cell, all_cells
 from tests.parallel.support import MARKS
 
 pytestmark = MARKS
@@ -34,6 +34,7 @@ SOUND = [
     cell("qwen3_moe", "ep2-dp2-distopt", "R2", "full", "packed"),
     cell("deepseek_v3", "pp2-vpp2-ep2", "R3", "none", "padded"),
     cell("qwen3_moe", "pp4", "R3", "full", "packed"),
+    cell("gpt_oss", "pp2-vpp2-ep2", "none", "none", "packed"),
     cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", ROUNDED),
     cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", ROUNDED),
     cell("deepseek_v3", "tp2-cp2", "R3", "selective", "packed", layers="fused"),
@@ -68,7 +69,7 @@ def test_a_broken_replay_is_seen(cell, results):
 
 
 def test_the_cells_here_have_every_mode_and_the_table_every_layout():
-    for name, values in (("replay", REPLAYS), ("recompute", RECOMPUTES), ("packing", PACKINGS), ("family", FAMILIES)):
+    for name, values in (("replay", REPLAYS), ("recompute", RECOMPUTES), ("packing", PACKINGS), ("family", MODELS)):
         assert {getattr(c, name) for c in SOUND} == set(values)
     cells = all_cells()
     assert len({c.name for c in cells}) == len(cells) == len(LAYOUTS) * 3 * 3 * 2 * len(FAMILIES)

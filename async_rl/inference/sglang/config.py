@@ -24,6 +24,7 @@ CPU_BROKEN = {
     "qwen2_moe": "its shared expert's gate is a Triton kernel",
     "deepseek_v2": "latent attention has no CPU version",
     "deepseek_v3": "latent attention has no CPU version",
+    "gpt_oss": "its attention on the CPU ignores sinks",
 }
 FORCED_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")  # checked against transformers
 TIED_FAMILIES = ("qwen2", "qwen3", "llama")  # SGLang reads tie_word_embeddings in these

@@ -129,6 +129,11 @@ def check_engine(
         *serving_problems(config, info, checkpoint=checkpoint, fields=fields, capture_routing=capture_routing),
         *(_cpu_problems(config, info, fields, capture_routing=capture_routing) if device == "cpu" else ()),
     ]
+    if info.family == "gpt_oss":
+        problems.append(
+            f"engine.name is 'vllm', and {checkpoint} is gpt_oss, whose experts and attention sinks keep their old "
+            "values when vLLM loads an update, without an error; use another model"
+        )
     if force_routing and unforcible is not None:
         problems.append(f"forced routing is asked for, but {unforcible}; use rollout.resume_routing=append")
     if problems:

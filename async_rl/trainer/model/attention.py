@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from async_rl.trainer.batch.micro_batch import PackedRows
@@ -171,6 +172,28 @@ class _ToRows(torch.autograd.Function):
         return grad.new_zeros((ctx.slots, *grad.shape[1:])).index_copy_(0, row_slot, grad), None
 
 
+SINK_CHANNELS = 8  # one is needed; kernels for GPUs need multiples of 8
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a key in front whose score is the sink of the query's head and whose value is 0, and the channels for it.
+
+    q = (a, b), k = ((c, d),) and a sink s become q = (a, b, s), k = ((0, 0, 1), (c, d, 0)), with the scores s and
+    ac + bd.
+
+    Args:
+        q: [sequences, heads, queries, channels].
+        k: [sequences, key-value heads, keys, channels], as v.
+        sinks: [heads], divided by the scale of the scores.
+    """
+    column = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+    q = torch.cat((q, F.pad(column, (0, SINK_CHANNELS - 1))), dim=-1)
+    k, v = (F.pad(x, (0, SINK_CHANNELS, 1, 0)) for x in (k, v))
+    marked = torch.zeros(k.shape[-2:], dtype=k.dtype, device=k.device)
+    marked[0, -SINK_CHANNELS] = 1.0
+    return q, k + marked, v
+
+
 class RowModule(MegatronModule):
     """Rotary embedding and `attend`, in place of megatron's core attention.
 
@@ -217,6 +240,9 @@ class RowAttention(RowModule):
     Without context parallelism, sequences of similar length form padded batches (see PackedRows.buckets). Padding is on
     the right, so causality keeps real tokens from attending to it. With context parallelism, keys and values of all
     ranks are gathered, and a mask compares sequence and position.
+
+    Some models (gpt-oss) have a sink for each head: a score that takes part in the softmax without a value. Some layers
+    have a window: with 3, token 5 attends to the tokens 3, 4 and 5.
     """
 
     def __init__(
@@ -235,6 +261,13 @@ class RowAttention(RowModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.context_group = context_group()
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
@@ -249,7 +282,7 @@ class RowAttention(RowModule):
         sizes = [b.sequences * b.width for b in rows.buckets]
         for bucket, *qkv in zip(rows.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
             shaped = [x.unflatten(0, (bucket.sequences, bucket.width)).transpose(1, 2) for x in qkv]
-            out = self._attend(*shaped, mask=None)
+            out = self._attend(*shaped, mask=self._mask_of_slots(bucket.width, device=q.device))
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return cast(Tensor, _ToRows.apply(torch.cat(parts) if len(parts) > 1 else parts[0], rows.row_slot))
 
@@ -258,11 +291,33 @@ class RowAttention(RowModule):
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
         )
-        mask = (rows.segments[:, None] == rows.gathered_segments) & (rows.positions[:, None] >= rows.gathered_positions)
+        mask = (rows.segments[:, None] == rows.gathered_segments) & self._within_reach(
+            rows.positions, rows.gathered_positions
+        )
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         return self._attend(q, k, v, mask=mask).squeeze(0).transpose(0, 1)
 
+    def _mask_of_slots(self, width: int, *, device: torch.device) -> Tensor | None:
+        """bool [width, width]; None if causality is enough, for which torch has faster kernels."""
+        if self.window is None and self.softmax_offset is None:
+            return None
+        positions = torch.arange(width, device=device)
+        return self._within_reach(positions, positions)
+
+    def _within_reach(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [queries, keys], from positions: which keys are not later, and within the window."""
+        reach = queries[:, None] >= keys
+        return reach if self.window is None else reach & (queries[:, None] - keys < self.window)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
+        if self.softmax_offset is not None:
+            assert mask is not None
+            q, k, v = with_sinks(q, k, v, self.softmax_offset / self.scale)
+            mask = F.pad(mask, (1, 0), value=True)
+            return self._plain(q, k, v, mask=mask)[..., :-SINK_CHANNELS]
+        return self._plain(q, k, v, mask=mask)
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped

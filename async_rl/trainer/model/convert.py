@@ -21,8 +21,9 @@ from async_rl.trainer.distributed import expert_group, expert_tensor_group, pipe
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert, local_name
 from async_rl.trainer.model.layout import weight_problems
-from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.model_info import CheckpointError, is_quantized
 
+STACKED: tuple[Kind, ...] = ("stacked", "stacked_gate_up")
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -31,14 +32,18 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     """Load every parameter and correction bias of this rank from the safetensors files of a checkpoint folder.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or there are more layers than the config says.
+        CheckpointError: the weights are quantized, a tensor is missing or has another shape, or there are more layers
+            than the config says.
     """
+    if is_quantized(checkpoint):
+        raise CheckpointError(f"{checkpoint} has quantized weights; load the plain copy that `dequantize` makes")
     reader = _Reader(checkpoint)
     reader.check_names(shape)
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
         split = _split_of(name, weight)
-        parts = [reader.read(n, weight=weight, split=split) for n in names.names]
+        expert = _expert_of(name) if names.kind in STACKED else None
+        parts = [reader.read(n, weight=weight, split=split, expert=expert) for n in names.names]
         try:
             part = _join_names(names, parts, query_groups=_query_groups(chunks[0].config, split))
             if names.kind == "vocabulary":
@@ -67,8 +72,16 @@ def export_weights(
             With `read`, correction biases of routers are left out, because they are buffers.
     """
     config = chunks[0].config
+    stacks: dict[str, dict[int, Tensor]] = {}  # of a layer whose experts are in one tensor
     for name, weight in _whole_weights(chunks, shape, read):
         names = weight_names(shape, name)
+        if names.kind in STACKED:
+            stack = stacks.setdefault(names.names[0], {})
+            (stack[_expert_of(name)],) = _split_names(names, weight, config)
+            if len(stack) == config.num_moe_experts:
+                yield names.names[0], torch.stack([stack[i] for i in sorted(stack)]).detach()
+                del stacks[names.names[0]]
+            continue
         if name == "output_layer.weight" and shape.tied:
             continue
         if names.kind == "vocabulary":
@@ -131,13 +144,18 @@ def _query_groups(config: Any, split: _Split | None) -> int:
 def _join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) -> Tensor:
     """One megatron tensor of the Hugging Face tensors `names`.
 
-    qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1.
+    qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1. stacked_gate_up
+    with the columns g0 u0 g1 u1: the rows are g0 g1 u0 u1.
     """
     match names.kind:
         case "qkv":
             return torch.cat([t.unflatten(0, (query_groups, -1)) for t in tensors], dim=1).flatten(0, 1)
         case "gate_up":
             return torch.cat(tensors)
+        case "stacked":
+            return tensors[0].t()  # of a vector: itself
+        case "stacked_gate_up":
+            return tensors[0].t().unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
         case "direct" | "vocabulary":
             return tensors[0]
 
@@ -152,6 +170,10 @@ def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor
             return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
         case "gate_up":
             return list(weight.chunk(2))
+        case "stacked":
+            return [weight.t()]
+        case "stacked_gate_up":
+            return [weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).t()]
         case "direct" | "vocabulary":
             return [weight]
 
@@ -241,6 +263,13 @@ def _split_of(name: str, parameter: Tensor) -> _Split | None:
     return split if split.size > 1 and getattr(parameter, "tensor_model_parallel", False) else None
 
 
+def _expert_of(name: str) -> int:
+    """Number of the expert that a local name belongs to."""
+    found = _LOCAL_EXPERT.search(name)
+    assert found is not None
+    return int(found[1])
+
+
 class _Reader:
     """Reads tensors of a checkpoint folder by name, also experts that are saved as one fused tensor per layer.
 
@@ -266,8 +295,10 @@ class _Reader:
         if problems := list(weight_problems(shape, self._files)):
             raise CheckpointError(f"{self._checkpoint}: {'; '.join(problems)}")
 
-    def read(self, name: str, *, weight: Tensor, split: _Split | None) -> Tensor:
+    def read(self, name: str, *, weight: Tensor, split: _Split | None, expert: int | None = None) -> Tensor:
         """This rank's part of a saved tensor, for a parameter `weight` with split `split`.
+
+        With `expert`, the complete part of this expert in a tensor of all experts.
 
         The last part of a vocabulary may be shorter than `weight`: 9 rows on 2 ranks are the parts 0..4 and 5..8.
 
@@ -275,6 +306,8 @@ class _Reader:
             CheckpointError: the checkpoint has no such tensor.
         """
         saved, where = self._find(name)
+        if expert is not None:
+            return saved[expert]
         if split is not None:
             axis = weight.partition_dim + len(where) - weight.dim()  # pyright: ignore[reportAttributeAccessIssue]
             start, stop = where[axis].start, where[axis].stop

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -76,7 +77,7 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     shape = read_shape(checkpoint)
     if problems := list(layout_problems(shape, config)):
         raise ValueError("\n".join(problems))
-    engine = uses_transformer_engine(config, device=device)
+    engine = uses_transformer_engine(config, device=device) and not shape.family.local_only
     megatron = _transformer_config(shape, config, device, transformer_engine=engine)
     stages: list[int | None] = [None]
     if config.parallel.virtual_pipeline > 1:
@@ -192,7 +193,7 @@ def _megatron_config(
     interleaved = parallel.virtual_pipeline > 1
     kind = MLATransformerConfig if shape.megatron.get("multi_latent_attention") else TransformerConfig
     return kind(
-        **shape.megatron,
+        **{"add_bias_linear": False, **shape.megatron},
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -202,8 +203,7 @@ def _megatron_config(
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        activation_func=quick_gelu if shape.megatron.get("glu_linear_offset") else F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

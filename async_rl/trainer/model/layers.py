@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -34,6 +35,14 @@ _REPLACED: dict[Any, Any] = {
     DotProductAttention: RowAttention,
     MLASelfAttention: LatentAttention,
 }
+
+
+class OwnedOutput(RowParallelLinear):
+    """Copies its output, to which megatron's expert adds its bias in place; autograd forbids that for the output."""
+
+    def forward(self, input_: Tensor) -> Any:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> bool:
@@ -78,6 +87,9 @@ def layer_specs(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
     specs = _with_row_attention(specs) if transformer_engine else replace_modules(specs)
+    if config.add_bias_linear:
+        for layer in specs.layer_specs:
+            layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = OwnedOutput
     if norms_all_heads:
         for layer in specs.layer_specs:
             parts = layer.submodules.self_attention.submodules
@@ -122,6 +134,7 @@ _LOCAL_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
 _SPLIT_ROWS = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
 _SPLIT_COLUMNS = ("linear_proj", "linear_fc2")
 _OUTER = ("word_embeddings", "output_layer")
+_SINKS = "softmax_offset"  # of each head
 
 
 def local_name(name: str) -> str:
@@ -150,6 +163,6 @@ def split_dimension(name: str, weight: Tensor) -> int | None:
     """
     module, _, kind = name.rpartition(".")
     of = module.rpartition(".")[2]
-    if of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias"):
+    if kind == _SINKS or (of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias")):
         return 0
     return 1 if of in _SPLIT_COLUMNS and weight.dim() == 2 else None

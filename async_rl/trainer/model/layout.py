@@ -37,6 +37,21 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
             f"trainer.parallel.tensor is {parallel.tensor}, and the model normalises queries and keys over all heads, "
             "which the trainer does not split; use trainer.parallel.tensor=1 with expert, pipeline or context ranks"
         )
+    for field, size in (
+        ("tensor", parallel.tensor),
+        ("context", parallel.context),
+        ("expert_tensor", expert_tensor if parallel.tensor == 1 else 1),
+    ):
+        if shape.family.local_only and size > 1:
+            yield (
+                f"trainer.parallel.{field} is {size}, and the model has attention sinks and experts with biases, which "
+                f"the trainer does not split; use trainer.parallel.{field}=1 with expert, pipeline or data ranks"
+            )
+    if shape.family.local_only and config.layer_spec == "transformer_engine":
+        yield (
+            "trainer.layer_spec is transformer_engine, and the model has attention sinks and experts with biases, "
+            "which the trainer builds in the local layers only; use trainer.layer_spec=local"
+        )
     if not experts and config.router_replay != "none":
         yield f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +13,15 @@ from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.rollout_workers import WorkerClient
-from async_rl.config import load_config
+from async_rl.config import ModelConfig, load_config
 from async_rl.controller import processes
 from async_rl.controller.processes import Processes
 from async_rl.controller.recovery import RecoveryLoop
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.weights.model_info import is_quantized
+from tests.helpers import tiny_models
 
 
 class FakeTrainer:
@@ -198,3 +201,36 @@ async def test_a_restart_of_the_trainer_that_fails_counts_as_one(first, error, f
     tries = min(failures + 1, SupervisionConfig().max_restarts)
     assert replaced == ["first"] * tries
     assert [note.partition(";")[0] for note in notes[1:]] == [str(error)] * (tries - 1)
+
+
+async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_checkpoint(tmp_path, monkeypatch):
+    checkpoint = tiny_models.save_checkpoint(tiny_models.qwen3_dense_config(), tmp_path / "tiny", seed=1)
+    tiny_models.quantize_fp8(checkpoint)
+    given, notes = [], []
+
+    async def start(config, *, checkpoint, **options):
+        given.append(checkpoint)
+        return SimpleNamespace(pids=[7], close=lambda **_: asyncio.sleep(0), pid=lambda: asyncio.sleep(0, 8))
+
+    monkeypatch.setattr(processes.TrainerClient, "start", start)
+    monkeypatch.setattr(processes.ReplicaClient, "start", start)
+    console = SimpleNamespace(note=lambda text, level=0: notes.append(text))
+    for name in ("trainer-0", "replica-0"):
+        (tmp_path / f"{name}.log").touch()
+    ready = set()
+    for trains in (True, True, False):
+        async with contextlib.AsyncExitStack() as stack:
+            running = processes_of(tmp_path, stack, placement=FakePlacement())
+            running._config = replace(
+                running._config,
+                model=ModelConfig(checkpoint=checkpoint, cache=tmp_path / "cache"),
+                trainer=replace(running._config.trainer, router_replay="none"),
+            )
+            if trains:
+                ready.add((await running.start(console))[2])
+            else:
+                await running.start_engines(checkpoint, console)
+    (folder,) = ready
+    assert given == [folder] * 5 and folder.parent == tmp_path / "cache"
+    assert not is_quantized(folder) and (folder / "model.safetensors").is_file()
+    assert sum("dequantizing" in text for text in notes) == 1  # the later starts reuse it

@@ -26,7 +26,8 @@ def test_dense_layers_that_sglang_would_ignore_are_refused(tmp_path, device):
 
 
 @pytest.mark.parametrize(
-    ("family", "named"), [("qwen2_moe", "Triton"), ("deepseek_v3", "latent attention"), ("olmoe", "qwen3_moe")]
+    ("family", "named"),
+    [("qwen2_moe", "Triton"), ("deepseek_v3", "latent attention"), ("gpt_oss", "sinks"), ("olmoe", "qwen3_moe")],
 )
 def test_family_that_sglang_does_not_run_on_the_cpu_is_refused_there(tmp_path, family, named):
     fields = {**QWEN, "model_type": family}

@@ -115,3 +115,9 @@ def test_vllm_plugin_is_declared_and_imports_nothing_unless_wanted():
         "assert not {'vllm', 'torch'} & set(sys.modules), 'costs every vLLM process of the environment'\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env={}, timeout=60)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gpt_oss_is_refused_because_updates_do_not_reach_its_experts(tmp_path, device):
+    with pytest.raises(ValueError, match=r"engine\.name is 'vllm'.*gpt_oss.*sinks"):
+        check(VllmConfig(device=device), tmp_path, {**QWEN, "model_type": "gpt_oss"})

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from async_rl.trainer.model.convert import _Reader, _Split
+from async_rl.trainer.model.convert import _Reader, _Split, load_weights
+from async_rl.trainer.model.families import read_shape
 from async_rl.weights.model_info import CheckpointError
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -52,6 +54,13 @@ def test_parts_of_experts_saved_as_one_tensor_are_those_of_single_ones(tmp_path,
             found = parts(of, f"e.experts.{expert}.{projection}_proj.weight", Weight(dim), ranks)
             assert torch.equal(torch.cat(found, dim=dim), whole)
             assert len({part.shape for part in found}) == 1
+
+
+def test_quantized_weights_are_not_loaded_as_if_they_were_plain(tmp_path):
+    checkpoint = tiny_models.save_checkpoint(tiny_models.qwen3_dense_config(), tmp_path, seed=1)
+    tiny_models.quantize_fp8(checkpoint)
+    with pytest.raises(CheckpointError, match="quantized"):
+        load_weights([], checkpoint, shape=read_shape(checkpoint))
 
 
 def test_a_tensor_or_a_file_that_is_absent_is_named(tmp_path):

@@ -9,6 +9,8 @@ from transformers import modeling_rope_utils
 
 from async_rl.trainer.model.families import FAMILIES, read_shape
 from async_rl.trainer.model.families.rope import Llama3
+from async_rl.trainer.model.layout import layout_problems
+from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
 from async_rl.weights.model_info import CheckpointError, read_model_info
 from tests.helpers import numerics, tiny_models
 
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.numerics
 CONFIGS = {
     "deepseek_v3": tiny_models.deepseek_v3_config,
     "glm4_moe": tiny_models.glm4_moe_config,
+    "gpt_oss": tiny_models.gpt_oss_config,
     "llama": tiny_models.llama_config,
     "mixtral": tiny_models.mixtral_config,
     "olmoe": tiny_models.olmoe_config,
@@ -59,7 +62,8 @@ def test_trainer_and_model_info_agree_about_layers_and_experts(tmp_path, family)
 
 
 REFUSED = [
-    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config='fp8'"),
+    ("qwen3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config='gptq'"),
+    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size=None"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3", {"mlp_bias": True}, "mlp_bias=True"),
@@ -82,6 +86,12 @@ REFUSED = [
     ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "topk_group=2"),
     ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank'"),
     ("qwen3", {"model_type": "gemma"}, "model_type 'gemma'"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+    ("gpt_oss", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_theta"),
+    ("qwen3_moe", {"model_type": "qwen3_next"}, r"'qwen3_next', whose Gated DeltaNet .*flash-linear-attention.*; use"),
     ("olmoe", {"attention_bias": True}, "attention_bias=True"),
     ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob=True"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
@@ -98,6 +108,17 @@ def test_a_model_that_is_not_built_is_refused_by_field_and_value(tmp_path, famil
     with pytest.raises(CheckpointError, match=named) as error:
         read_shape(write(tmp_path, family, **changes))
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_sinks_and_experts_with_biases_are_refused_in_layouts_that_split_them(tmp_path):
+    shape = read_shape(write(tmp_path, "gpt_oss"))
+    sound = TrainerConfig(ranks=4, parallel=ParallelConfig(pipeline=2, expert=2))
+    assert list(layout_problems(shape, sound)) == []
+    for field in ("tensor", "context", "expert_tensor"):
+        (problem,) = layout_problems(shape, TrainerConfig(ranks=2, parallel=ParallelConfig(**{field: 2})))
+        assert problem.startswith(f"trainer.parallel.{field} is 2") and f"{field}=1" in problem
+    (problem,) = layout_problems(shape, TrainerConfig(layer_spec="transformer_engine", dtype="bfloat16"))
+    assert problem.startswith("trainer.layer_spec is transformer_engine") and "layer_spec=local" in problem
 
 
 @pytest.mark.parametrize(

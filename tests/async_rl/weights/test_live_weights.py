@@ -125,6 +125,14 @@ def test_live_weights_distinguish_ranks_that_trade_places():
     assert one.checksum != other.checksum
 
 
+def test_live_weights_accept_equal_values_that_are_published_in_another_dtype():
+    start = tensors(version=0, dtype=torch.bfloat16)
+    wide = {name: tensor.float() for name, tensor in start.items()}
+    held = holding(start, ranks=live(wide))
+    assert load(held, wide) == []
+    assert WHOLE_MODEL in load(held, tensors(version=1), wide)
+
+
 @pytest.mark.parametrize(("dtype", "refused"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_live_weights_ignore_changes_that_rounding_may_hide(dtype, refused):
     before = tensors(version=0, dtype=dtype)

@@ -36,6 +36,8 @@ class Family:
     """Default share of a head's channels with rotary embedding; None if the family always rotates whole heads."""
     norms_all_heads: bool = False
     """Whether the norms of queries and of keys are over all heads together, not over each head."""
+    local_only: bool = False
+    """Whether the family is built with megatron's local spec only, and not split over tensor or context ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,21 @@ FAMILIES: dict[str, Family] = {
         layer_weights={**names.latent_attention(), **names.dense_mlp(), **names.router(), **names.shared_experts()},
         expert_weights=names.experts(),
     ),
+    "gpt_oss": Family(
+        megatron=settings.gpt_oss,
+        layer_weights=names.biased_attention_and_router(),
+        expert_weights=names.stacked_experts(),
+        local_only=True,
+    ),
+}
+
+
+# Families that are asked for, and the part that is missing.
+_UNBUILT = {
+    "qwen3_next": (
+        "whose Gated DeltaNet layers the trainer cannot build: megatron-core's need the package flash-linear-"
+        "attention, which has GPU kernels only, and take neither packed sequences nor context ranks"
+    )
 }
 
 
@@ -122,7 +139,8 @@ def read_shape(checkpoint: Path) -> ModelShape:
         raise CheckpointError(f"{path} cannot be read ({cause}); give a Hugging Face checkpoint folder") from error
     name = config.get("model_type")
     if name not in FAMILIES:
-        raise CheckpointError(f"{path} has model_type {name!r}; use a model of {', '.join(sorted(FAMILIES))}")
+        why = f", {_UNBUILT[name]}" if name in _UNBUILT else ""
+        raise CheckpointError(f"{path} has model_type {name!r}{why}; use a model of {', '.join(sorted(FAMILIES))}")
     try:
         refuse_common(config)
         return _shape(config, FAMILIES[name])

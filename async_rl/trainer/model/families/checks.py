@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from async_rl.weights.model_info import quantization_problem
+
 
 class UnbuiltFeature(ValueError):
     """The trainer does not support a value in a model config. The caller adds the name of the file."""
@@ -28,16 +30,12 @@ def refuse_common(config: dict[str, Any]) -> None:
     Raises:
         UnbuiltFeature: the config has such a feature.
     """
-    if config.get("quantization_config"):
-        raise UnbuiltFeature(
-            "quantization_config",
-            config["quantization_config"].get("quant_method"),
-            "the trainer reads plain weights; convert the checkpoint to bfloat16",
-        )
+    if problem := quantization_problem(config):
+        raise UnbuiltFeature(*problem)
     refuse_unless(config, "hidden_act", ("silu",), "the trainer builds gated SiLU layers")
     refuse_unless(config, "mlp_bias", (False, None), "the trainer builds MLPs without bias")
     if config.get("use_sliding_window"):
         raise UnbuiltFeature("use_sliding_window", True, "the trainer attends to the whole sequence")
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if other:
+    built = {"full_attention", *(("sliding_attention",) if config.get("model_type") == "gpt_oss" else ())}
+    if other := sorted(set(config.get("layer_types") or ()) - built):
         raise UnbuiltFeature("layer_types", other, "the trainer attends to the whole sequence in every layer")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["direct", "vocabulary", "qkv", "gate_up"]
+Kind = Literal["direct", "vocabulary", "qkv", "gate_up", "stacked", "stacked_gate_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class WeightNames:
 
     kind: Kind
     """direct: unchanged. vocabulary: with rows padded for tensor parallelism. qkv: interleaved by key-value head.
-    gate_up: concatenated, gate first."""
+    gate_up: concatenated, gate first. stacked: one tensor of all experts, matrices transposed. stacked_gate_up: the
+    same, with gate and up in turns."""
     names: tuple[str, ...]
     """Names; in a Table with the placeholders {layer} and {expert}."""
 
@@ -76,6 +77,28 @@ def router(block: str = "mlp") -> Table:
     return {
         "mlp.router.weight": WeightNames("direct", (gate + "weight",)),
         "mlp.router.expert_bias": WeightNames("direct", (gate + "e_score_correction_bias",)),
+    }
+
+
+def biased_attention_and_router() -> Table:
+    """Attention with sinks and a bias on the output, and a router with a bias, as in gpt-oss."""
+    return {
+        **attention(),
+        "self_attention.linear_proj.bias": WeightNames("direct", (_ATTENTION + "o_proj.bias",)),
+        "self_attention.core_attention.softmax_offset": WeightNames("direct", (_ATTENTION + "sinks",)),
+        "mlp.router.weight": WeightNames("direct", (_LAYER + "mlp.router.weight",)),
+        "mlp.router.bias": WeightNames("direct", (_LAYER + "mlp.router.bias",)),
+    }
+
+
+def stacked_experts() -> Table:
+    """Weights of one expert that a checkpoint has in one tensor of all experts, as gpt-oss."""
+    experts = _LAYER + "mlp.experts."
+    return {
+        "linear_fc1.weight": WeightNames("stacked_gate_up", (experts + "gate_up_proj",)),
+        "linear_fc1.bias": WeightNames("stacked_gate_up", (experts + "gate_up_proj_bias",)),
+        "linear_fc2.weight": WeightNames("stacked", (experts + "down_proj",)),
+        "linear_fc2.bias": WeightNames("stacked", (experts + "down_proj_bias",)),
     }
 
 

@@ -101,6 +101,32 @@ def deepseek_v3(config: HFConfig) -> dict[str, Any]:
     }
 
 
+def gpt_oss(config: HFConfig) -> dict[str, Any]:
+    """Attention sinks, every second layer with a sliding window, biases everywhere, and clamped experts.
+
+    An expert computes (up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped at 7.
+    """
+    refuse_unless(config, "attention_bias", (True,), "the trainer builds this family with biases")
+    refuse_unless(config, "swiglu_alpha", (1.702,), "trainer and engines build experts with 1.702")
+    refuse_unless(config, "swiglu_limit", (7.0,), "the engines always clamp at 7 in this family")
+    number = config["num_hidden_layers"]
+    kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(number)]
+    refuse_unless(config, "layer_types", (kinds, None), "the engines build windows in every second layer from layer 0")
+    if "rope_theta" not in {**config, **(config.get("rope_parameters") or {})}:
+        raise KeyError("rope_theta")
+    sized = {**config, "norm_topk_prob": True, "moe_intermediate_size": config["intermediate_size"]}
+    return {
+        **_attention(config),
+        **_softmax_experts(sized, layers=[1] * number),
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "window_size": (config["sliding_window"] - 1, 0),  # earlier and later tokens that a token attends to
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+    }
+
+
 def _attention(config: HFConfig) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     return {
