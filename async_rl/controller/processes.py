@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ from async_rl.inference.select import check_engine
 from async_rl.metrics.recorder import Console
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.task import Task
+from async_rl.trainer.model.model import LoraConfig, TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 
 
@@ -101,7 +103,7 @@ class Processes:
                 replicas = starts.create_task(self._start_replicas())
             return trainer.result(), replicas.result(), ready
         initial = self._initial_checkpoint()
-        cold = await self._start_trainer(initial, warm.optimizer)
+        cold = await self._start_trainer(initial, warm.optimizer, trainer=replace(config.trainer, lora=LoraConfig()))
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
@@ -109,8 +111,10 @@ class Processes:
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
-        await cold.reset_optimizer(config.optimizer)
         self._checkpoint = folder
+        if config.trainer.lora.rank:  # the warm start trained all weights; the adapters start from its result
+            return await self.replace_trainer(cold), await self._start_replicas(), folder
+        await cold.reset_optimizer(config.optimizer)
         return cold, await self._start_replicas(), folder
 
     async def start_engines(self, checkpoint: Path, console: Console) -> list[ReplicaClient]:
@@ -195,10 +199,12 @@ class Processes:
         self._task.save_initial_checkpoint(path)
         return path
 
-    async def _start_trainer(self, checkpoint: Path, optimizer: OptimizerConfig) -> TrainerClient:
+    async def _start_trainer(
+        self, checkpoint: Path, optimizer: OptimizerConfig, *, trainer: TrainerConfig | None = None
+    ) -> TrainerClient:
         config = self._config
-        trainer = await TrainerClient.start(
-            config.trainer,
+        client = await TrainerClient.start(
+            trainer or config.trainer,
             optimizer=optimizer,
             loss=config.loss,
             checkpoint=checkpoint,
@@ -209,9 +215,9 @@ class Processes:
             rollouts=config.output_dir.resolve() / FOLDER if config.rollout.record.steps else None,
             keep_rollouts=config.rollout.record.steps,
         )
-        self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
-        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(trainer.pids)})
-        return trainer
+        self._stack.push_async_callback(self._closing(partial(client.close, remove_updates=self._weights_directory)))
+        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})
+        return client
 
     async def _start_replicas(self) -> list[ReplicaClient]:
         config = self._config

@@ -58,7 +58,7 @@ def _memory(config: RunConfig, checkpoint: Path) -> str:
     """Bytes of weights, gradients and optimizer state of a rank, and of weights and K/V of an engine.
 
     A rank with bfloat16 weights has 2 bytes per weight, 4 for its gradient, and 12 for AdamW's float32 copy and
-    moments; with float32 weights 4, 4 and 8. Activations are not counted.
+    moments; with float32 weights 4, 4 and 8. With LoRA, the weights alone count. Activations are not counted.
     """
     trainer, engine, (dense, experts) = config.trainer, config.engine, _parameters(checkpoint)
     parallel = trainer.parallel
@@ -67,12 +67,15 @@ def _memory(config: RunConfig, checkpoint: Path) -> str:
         + experts / (parallel.expert * parallel.expert_tensor_size * parallel.pipeline)
     )  # fmt: skip
     width, state = (2, 12) if trainer.dtype == "bfloat16" else (4, 8)
-    held = weights * (width + 4 + state / (trainer.data_parallel if trainer.distributed_optimizer else 1))
+    held, kind = weights * width, "frozen weights, plus adapters and activations"
+    if not trainer.lora.rank:
+        held += weights * (4 + state / (trainer.data_parallel if trainer.distributed_optimizer else 1))
+        kind = "weights, gradients and optimizer state, plus activations"
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     served = (dense + experts) * (4 if engine.dtype == "float32" else 2) / engine.tensor_parallel
     kv = engine.max_num_seqs * engine.max_model_len * kv_bytes_per_token(fields, dtype=engine.dtype)
     return (
-        f"a trainer rank holds {held / GIB:.3g} GiB of weights, gradients and optimizer state, plus activations; an "
+        f"a trainer rank holds {held / GIB:.3g} GiB of {kind}; an "
         f"engine rank holds {served / GIB:.3g} GiB of weights, and the K/V of {engine.max_num_seqs} requests of full "
         f"length take {kv / engine.tensor_parallel / GIB:.3g} GiB"
     )

@@ -37,8 +37,32 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
             f"trainer.parallel.tensor is {parallel.tensor}, and the model normalises queries and keys over all heads, "
             "which the trainer does not split; use trainer.parallel.tensor=1 with expert, pipeline or context ranks"
         )
+    known = adapted_modules(shape)
+    if unknown := [name for name in config.lora.target_modules if name not in known]:
+        yield (
+            f"trainer.lora.target_modules has {', '.join(unknown)}, which the model does not have; use names of "
+            f"{', '.join(known)}, or [] for all"
+        )
     if not experts and config.router_replay != "none":
         yield f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
+
+
+def adapted_modules(shape: ModelShape) -> list[str]:
+    """Names of the linear layers that LoRA can adapt, as in trainer.lora.target_modules."""
+    query = ("linear_q_proj",) if shape.megatron.get("q_lora_rank") else ("linear_q_down_proj", "linear_q_up_proj")
+    tables = (shape.family.layer_weights, shape.family.expert_weights)
+    weights = [
+        entry
+        for table in tables
+        for layer, entry in table.items()
+        if ".linear_" in f".{layer}" and module_name(layer) not in query
+    ]
+    return list(dict.fromkeys(module_name(name) for entry in weights for name in entry.names))
+
+
+def module_name(weight: str) -> str:
+    """`model.layers.0.self_attn.q_proj.weight` -> `q_proj`."""
+    return weight.split(".")[-2]
 
 
 def weight_problems(shape: ModelShape, names: Collection[str]) -> Iterator[str]:
