@@ -108,7 +108,7 @@ def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: Model
         shape: of the model.
         seed: of the initial values, which are the same in every parallel layout.
     """
-    layers = {
+    layers: dict[int, Any] = {
         id(module.weight): module
         for chunk in chunks
         for name, module in chunk.named_modules()
@@ -124,7 +124,7 @@ def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: Model
             continue
         adapters = _layer_adapters(name, weight, config=config, shape=shape, seed=seed, megatron=chunks[0].config)
         if len(adapters):
-            layer.lora = weight.lora = adapters  # of the weight for export_weights
+            layer.lora = cast(Any, weight).lora = adapters  # of the weight for export_weights
             layer._forward_impl = _merging(layer._forward_impl, adapters)
 
 
@@ -239,7 +239,7 @@ def _merging(multiply: Callable[..., Tensor], adapters: LayerAdapters) -> Callab
         def pack(saved: Tensor) -> Tensor | _Merged:
             if saved.untyped_storage().data_ptr() != memory:
                 return saved
-            return _Merged(saved.size(), saved.stride(), saved.storage_offset())
+            return _Merged(saved.size(), saved.stride(), int(saved.storage_offset()))
 
         @torch.no_grad()
         def unpack(saved: Tensor | _Merged) -> Tensor:
