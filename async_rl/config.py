@@ -705,6 +705,11 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
                 f"{path}.sampling.top_k is {sampling.top_k} with engine.name=sglang, which returns fewer than "
                 f"{MAX_KEPT} kept tokens; lower it, set it to -1, or use engine=vllm"
             )
+    if trainer.lora.rank and config.optimizer.cpu_offload:
+        yield (
+            f"optimizer.cpu_offload is {config.optimizer.cpu_offload} with trainer.lora.rank={trainer.lora.rank}: the "
+            "optimizer state of adapters is too small to be worth moving; set optimizer.cpu_offload=0"
+        )
     if trainer.router_replay != "R3" and rollout.resume_routing != "append":
         yield (
             f"rollout.resume_routing is {rollout.resume_routing!r} with trainer.router_replay="
@@ -749,7 +754,7 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
 def _unused_options(config: RunConfig) -> Iterator[str]:
     """Options that another option switches off. A value equal to its default is accepted."""
     failure, record, validation = config.rollout.failure, config.rollout.record, config.validation
-    tracking = config.tracking
+    tracking, lora = config.tracking, config.trainer.lora
     for path, section, name, used, with_it in (
         ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
@@ -758,6 +763,8 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("validation", validation, "samples", validation.prompts > 0, "validation.prompts > 0"),
         ("validation", validation, "sampling", validation.prompts > 0, "validation.prompts > 0"),
         ("tracking", tracking, "prometheus_address", "prometheus" in tracking.trackers, "prometheus in its trackers"),
+        ("trainer.lora", lora, "alpha", lora.rank > 0, "trainer.lora.rank > 0"),
+        ("trainer.lora", lora, "target_modules", lora.rank > 0, "trainer.lora.rank > 0"),
         ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),

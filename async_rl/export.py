@@ -55,19 +55,26 @@ def export_checkpoint(directory: Path, *, step: int | None = None, out: Path | N
 
 def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -> None:
     from async_rl.trainer.distributed import ProcessGroups
-    from async_rl.trainer.export import export_pretrained
+    from async_rl.trainer.export import adapter_folder, export_adapter, export_pretrained
+    from async_rl.trainer.model.convert import load_weights
     from async_rl.trainer.model.gpt import build_model
-    from async_rl.trainer.state.checkpoint import fields_of, load_state, read_manifest  # imports megatron
+    from async_rl.trainer.state.checkpoint import fields_of, load_state, read_manifest, start_of  # imports megatron
     from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards
 
     groups = ProcessGroups(config, rank=0, world_size=1, rendezvous=None)
     try:
         model = build_model(like, config=config, device=groups.device)
-        read_manifest(checkpoint, model=fields_of(model.shape, dtype=config.dtype), ranks=groups)
-        shards = model_shards(model.chunks)
+        start = like
+        if config.lora.rank:
+            start = start_of(checkpoint) or like
+            load_weights(model.chunks, start, shape=model.shape)
+        read_manifest(checkpoint, model=fields_of(model.shape, config=config, start=start), ranks=groups)
+        shards = model_shards(model.chunks, lora=config.lora.rank > 0)
         weights = live_tensors(shards)
         copy_into(weights, load_state(checkpoint, {"model": shards})["model"])
         export_pretrained(model, out, like=like)
+        if config.lora.rank:
+            export_adapter(model, adapter_folder(out), config=config.lora, start=start)
     finally:
         groups.close()
 

@@ -12,6 +12,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,7 @@ from async_rl.inference.select import check_engine
 from async_rl.metrics.recorder import Console
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.task import Task
+from async_rl.trainer.model.model import LoraConfig, TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import is_quantized
 from async_rl.weights.quantized import dequantize, plain_folder
@@ -112,7 +114,7 @@ class Processes:
                 replicas = starts.create_task(self._start_replicas())
             return trainer.result(), replicas.result(), ready
         initial = self._initial_checkpoint()
-        cold = await self._start_trainer(initial, warm.optimizer)
+        cold = await self._start_trainer(initial, warm.optimizer, trainer=replace(config.trainer, lora=LoraConfig()))
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
@@ -120,8 +122,10 @@ class Processes:
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
-        await cold.reset_optimizer(config.optimizer)
         self._checkpoint = folder
+        if config.trainer.lora.rank:  # the warm start trained all weights; the adapters start from its result
+            return await self.replace_trainer(cold), await self._start_replicas(), folder
+        await cold.reset_optimizer(config.optimizer)
         return cold, await self._start_replicas(), folder
 
     async def start_engines(self, checkpoint: Path, console: Console) -> list[ReplicaClient]:
@@ -228,10 +232,12 @@ class Processes:
             stopped.set()  # if the run is cancelled, the thread ends after its tensor
         return folder
 
-    async def _start_trainer(self, checkpoint: Path, optimizer: OptimizerConfig) -> TrainerClient:
+    async def _start_trainer(
+        self, checkpoint: Path, optimizer: OptimizerConfig, *, trainer: TrainerConfig | None = None
+    ) -> TrainerClient:
         config = self._config
-        trainer = await TrainerClient.start(
-            config.trainer,
+        client = await TrainerClient.start(
+            trainer or config.trainer,
             optimizer=optimizer,
             loss=config.loss,
             checkpoint=checkpoint,
@@ -242,9 +248,9 @@ class Processes:
             rollouts=config.output_dir.resolve() / FOLDER if config.rollout.record.steps else None,
             record=config.rollout.record,
         )
-        self._stack.push_async_callback(self._closing(partial(trainer.close, remove_updates=self._weights_directory)))
-        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(trainer.pids)})
-        return trainer
+        self._stack.push_async_callback(self._closing(partial(client.close, remove_updates=self._weights_directory)))
+        self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})
+        return client
 
     async def _start_replicas(self) -> list[ReplicaClient]:
         config = self._config

@@ -63,13 +63,14 @@ def _memory(config: RunConfig, checkpoint: Path) -> str:
     Activations are not counted.
     """
     engine, (dense, experts) = config.engine, parameters_of(checkpoint)
-    offload = config.optimizer.cpu_offload
-    held = rank_bytes(config.trainer, cpu_offload=offload, dense=dense, experts=experts)
+    held = rank_bytes(config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts)
+    frozen = config.trainer.lora.rank > 0
+    kind = "frozen weights, plus adapters and" if frozen else "weights, gradients and optimizer state, plus"
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     served = (dense + experts) * (4 if engine.dtype == "float32" else 2) / engine.tensor_parallel
     kv = engine.max_num_seqs * engine.max_model_len * kv_bytes_per_token(fields, dtype=engine.dtype)
     return (
-        f"a trainer rank holds {held / GIB:.3g} GiB of weights, gradients and optimizer state, plus activations; an "
+        f"a trainer rank holds {held / GIB:.3g} GiB of {kind} activations; an "
         f"engine rank holds {served / GIB:.3g} GiB of weights, and the K/V of {engine.max_num_seqs} requests of full "
         f"length take {kv / engine.tensor_parallel / GIB:.3g} GiB"
     )
@@ -80,7 +81,8 @@ def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, expert
 
     A bfloat16 weight has 2 bytes, its gradient 4, and AdamW's float32 copy and moments 12; of float32 weights 4, 4 and
     8. The distributed optimizer splits the state over the ranks that hold the same weights: those of dense weights over
-    `data_parallel` x context ranks, those of an expert over ranks / (pipeline x expert x expert_tensor).
+    `data_parallel` x context ranks, those of an expert over ranks / (pipeline x expert x expert_tensor). With LoRA, only
+    the weights are counted.
 
     Args:
         cpu_offload: share of the optimizer state that is in CPU memory.
@@ -95,7 +97,8 @@ def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, expert
         (experts, parallel.expert * parallel.expert_tensor_size * parallel.pipeline),
     ):
         holders = trainer.ranks // split if trainer.distributed_optimizer else 1
-        total += weights / split * (width + 4 + state * (1 - cpu_offload) / holders)
+        trained = 0.0 if trainer.lora.rank else 4 + state * (1 - cpu_offload) / holders
+        total += weights / split * (width + trained)
     return total
 
 

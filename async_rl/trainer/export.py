@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 from async_rl.trainer.model.convert import export_weights
 from async_rl.trainer.model.gpt import BuiltModel
-from async_rl.weights.pretrained import save_pretrained
+from async_rl.trainer.model.layout import adapted_modules
+from async_rl.trainer.model.lora import export_adapters
+from async_rl.trainer.model.model import LoraConfig
+from async_rl.weights.pretrained import save_adapter, save_pretrained
 from async_rl.weights.transport import WeightUpdate, discard_updates, write_update
 
 
@@ -41,4 +44,28 @@ def export_pretrained(model: BuiltModel, folder: Path, *, like: Path) -> None:
         save_pretrained(folder, tensors, like=like)
     for _ in tensors:  # take part in the gathers
         pass
-    return None
+
+
+def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start: Path) -> None:
+    """Write the LoRA adapters as a folder of PEFT.
+
+    Raises:
+        OSError: the disk has no free space or `folder` is not writable.
+    """
+    tensors = export_adapters(model.chunks, shape=model.shape)
+    if dist.get_rank() == 0:
+        save_adapter(
+            folder,
+            tensors,
+            rank=config.rank,
+            alpha=config.alpha,
+            target_modules=config.target_modules or adapted_modules(model.shape),
+            start=start,
+        )
+    for _ in tensors:  # take part in the gathers
+        pass
+
+
+def adapter_folder(folder: Path) -> Path:
+    """The folder of the adapters beside a folder of merged weights: `final` -> `final-adapter`."""
+    return folder.with_name(f"{folder.name}-adapter")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.distributed import ProcessGroups
-from async_rl.trainer.export import export_pretrained, export_update
+from async_rl.trainer.export import adapter_folder, export_adapter, export_pretrained, export_update
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import penalise_rewards
 from async_rl.trainer.loss.losses import LossConfig
@@ -72,6 +72,8 @@ class TrainerRank:
         if config.fp32_lm_head:
             compute_head_in_float32(self._model.chunks)
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
+        self._start = checkpoint
+        self._model_fields = fields_of(self._model.shape, config=config, start=checkpoint)
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
         self._snapshot: ReferenceWeights | None = None  # weights of `score`
@@ -197,8 +199,13 @@ class TrainerRank:
             remove_directory(directory)
 
     def save_pretrained(self, folder: Path, *, like: Path) -> None:
-        """Write the current weights as a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`."""
+        """Write the current weights as a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`.
+
+        With LoRA these are the merged weights, and the adapters alone are written beside them, into `folder`-adapter.
+        """
         export_pretrained(self._model, folder, like=like)
+        if self._config.lora.rank:
+            export_adapter(self._model, adapter_folder(folder), config=self._config.lora, start=self._start)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state atomically into folder `directory`.
@@ -212,11 +219,12 @@ class TrainerRank:
         if self._recorder is not None:
             self._recorder.flush()
         manifest = Manifest(
-            model=self._model_fields(),
+            model=self._model_fields,
             layout=self._layout(),
             updates=self._optimizer.updates,
             steps=self._optimizer.steps,
             reference=self._reference is not None,
+            start=str(self._start) if self._config.lora.rank else None,
         )
         state = self._state(loading=False, reference=manifest.reference, random=True)
         save_state(directory, state, manifest=manifest, ranks=self._groups)
@@ -230,10 +238,10 @@ class TrainerRank:
         Raises:
             TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model.
         """
-        manifest = read_manifest(directory, model=self._model_fields(), ranks=self._groups)
+        manifest = read_manifest(directory, model=self._model_fields, ranks=self._groups)
         same_layout = manifest.layout == self._layout()
         reference = manifest.reference and self._reference is not None
-        weights = live_tensors(model_shards(self._model.chunks))
+        weights = live_tensors(self._weight_shards())
         state = load_state(directory, self._state(loading=True, reference=reference, random=same_layout))
         copy_into(weights, state["model"])
         self._optimizer.load(state.get("optimizer", {}), updates=manifest.updates, steps=manifest.steps)
@@ -361,7 +369,7 @@ class TrainerRank:
 
     def _state(self, *, loading: bool, reference: bool, random: bool) -> dict[str, Any]:
         """Content of a checkpoint as nested shards."""
-        weights = model_shards(self._model.chunks)
+        weights = self._weight_shards()
         state: dict[str, Any] = {"model": weights}
         if optimizer := self._optimizer.shards(weights, loading=loading):
             state["optimizer"] = optimizer  # if empty, another rank writes it for this rank
@@ -376,8 +384,9 @@ class TrainerRank:
             )
         return state
 
-    def _model_fields(self) -> dict[str, Any]:
-        return fields_of(self._model.shape, dtype=self._config.dtype)
+    def _weight_shards(self) -> dict[str, Any]:
+        """Shards of the weights in a checkpoint."""
+        return model_shards(self._model.chunks, lora=self._config.lora.rank > 0)
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel

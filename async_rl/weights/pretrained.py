@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -70,6 +71,54 @@ def write_checkpoint(
         raise
 
 
+def save_adapter(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    rank: int,
+    alpha: float,
+    target_modules: Sequence[str],
+    start: Path,
+) -> None:
+    """Write LoRA adapters as a folder of PEFT, atomically as `save_pretrained`.
+
+    Args:
+        folder: of the adapters.
+        tensors: (name of the module followed by `.lora_A.weight` or `.lora_B.weight`, tensor).
+        rank: of the adapters.
+        alpha: the product of the adapters is multiplied by alpha / rank.
+        target_modules: last parts of the names of the modules.
+        start: checkpoint folder that the adapters belong to.
+
+    Raises:
+        OSError: the disk has no free space or `folder` is not writable; an existing folder is unchanged.
+    """
+    content = {f"base_model.model.{name}": tensor.to("cpu").contiguous() for name, tensor in tensors}
+    found = {name.split(".")[-3] for name in content}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(start),
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": [name for name in target_modules if name in found],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    partial = partial_folder(folder)
+    make_folder(folder.parent)
+    recover_folder(folder)
+    try:
+        partial.mkdir()
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(content, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        publish_folder(folder)
+    except BaseException:
+        recover_folder(folder)  # free the space of the partial copy
+        raise
+
+
 def carried_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a checkpoint folder that are exported unchanged; see `is_carried`. Others are not read."""
     config = json.loads((checkpoint / "config.json").read_text())
@@ -107,6 +156,28 @@ def keep_model_files(checkpoint: Path, folder: Path) -> None:
     if shards.filled:
         shards.finish()
     publish_folder(folder)
+
+
+def sampled_digest(checkpoint: Path) -> str:
+    """Hash of names, shapes and the first 1024 bytes of every tensor of a checkpoint folder; the rest is not read.
+
+    Training changes all parts of a tensor, so that two checkpoints of one model differ in it. The files in which
+    the tensors are do not matter.
+    """
+    entries: dict[str, bytes] = {}
+    for path in checkpoint.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                start, end = tensor["data_offsets"]
+                file.seek(8 + size + start)
+                entries[name] = f"{tensor['dtype']} {tensor['shape']} ".encode() + file.read(min(1024, end - start))
+    content = hashlib.blake2b(digest_size=16)
+    for name in sorted(entries):
+        content.update(f"{name} ".encode() + entries[name])
+    return content.hexdigest()
 
 
 class _Shards:

@@ -13,14 +13,17 @@ from torch import nn
 
 
 class ReferenceWeights:
-    """A copy of the current values of all parameters and buffers.
+    """A copy of the current values of all trained parameters and of buffers.
+
+    With LoRA, only adapters are trained: their copy is small, and a copy from before the first update stands for the
+    start checkpoint.
 
     Args:
         chunks: model chunks of this rank.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._live = [t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
+        self._live = [t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers()) if not _is_frozen(t)]
         self._saved = [t.detach().clone() for t in self._live]
         self._frozen = {id(live): saved for live, saved in zip(self._live, self._saved, strict=True)}
 
@@ -46,6 +49,10 @@ class ReferenceWeights:
             KeyError: the tensor is not in the modules.
         """
         return self._frozen[id(live)]
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 @torch.no_grad()

@@ -25,6 +25,8 @@ from async_rl.weights.model_info import CheckpointError, is_quantized
 
 STACKED: tuple[Kind, ...] = ("stacked", "stacked_gate_up")
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
+LORA = ".lora."
+"""Part of the name of every LoRA parameter: `{linear layer}.lora.{projection}.a`."""
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -41,11 +43,11 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     reader.check_names(shape)
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
-        split = _split_of(name, weight)
+        split = split_of(name, weight)
         expert = _expert_of(name) if names.kind in STACKED else None
         parts = [reader.read(n, weight=weight, split=split, expert=expert) for n in names.names]
         try:
-            part = _join_names(names, parts, query_groups=_query_groups(chunks[0].config, split))
+            part = join_names(names, parts, query_groups=num_query_groups(chunks[0].config, split))
             if names.kind == "vocabulary":
                 part = torch.nn.functional.pad(part, (0, 0, 0, len(weight) - len(part)))
         except RuntimeError:  # parts have incompatible shapes
@@ -68,12 +70,15 @@ def export_weights(
     Args:
         chunks: model chunks of this rank.
         shape: of the model.
-        read: returns the tensor to export for a parameter, in the shape of the parameter; None exports the value.
+        read: returns the tensor to export for a parameter, in the shape of the parameter; None exports the value, with
+            LoRA the merged one.
             With `read`, correction biases of routers are left out, because they are buffers.
     """
     config = chunks[0].config
     stacks: dict[str, dict[int, Tensor]] = {}  # of a layer whose experts are in one tensor
-    for name, weight in _whole_weights(chunks, shape, read):
+    local = list(named_weights(chunks, parameters_only=read is not None))
+    whole = whole_tensors(local, chunks=chunks, kind=lambda name: weight_names(shape, name).kind, read=read or _value)
+    for name, weight in whole:
         names = weight_names(shape, name)
         if names.kind in STACKED:
             stack = stacks.setdefault(names.names[0], {})
@@ -94,8 +99,24 @@ def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> It
     """Yield (name in the local spec, weight) of this rank, in the same order on all ranks of a pipeline stage.
 
     Layer and expert numbers in the names are global. With 8 experts on 4 expert-parallel ranks, `local_experts.1` of
-    rank 2 becomes `local_experts.5`.
+    rank 2 becomes `local_experts.5`. LoRA adapters are left out; see `named_adapters`.
     """
+    for name, weight in _named_tensors(chunks, parameters_only=parameters_only):
+        if LORA not in name:
+            yield name, weight
+
+
+def named_adapters(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parameter) of the LoRA adapters of this rank, as `named_weights` does for the weights.
+
+    The first of Qwen3 is `decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a`.
+    """
+    for name, parameter in _named_tensors(chunks, parameters_only=True):
+        if LORA in name:
+            yield name, parameter
+
+
+def _named_tensors(chunks: Sequence[Any], *, parameters_only: bool) -> Iterator[tuple[str, Tensor]]:
     per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
     first_expert = per_rank * expert_group().rank()
     for chunk in chunks:
@@ -110,7 +131,7 @@ def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> It
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
+class Split:
     """A group of ranks that each have a part of a tensor."""
 
     group: dist.ProcessGroup
@@ -121,13 +142,13 @@ class _Split:
     """Number of this rank's part."""
 
     @classmethod
-    def tensor(cls) -> _Split:
+    def tensor(cls) -> Split:
         """Split of dense tensors."""
         group = tensor_group()
         return cls(group, group.size(), group.rank())
 
     @classmethod
-    def expert_tensor(cls) -> _Split:
+    def expert_tensor(cls) -> Split:
         """Split of the tensors of an expert."""
         group = expert_tensor_group()
         return cls(group, group.size(), group.rank())
@@ -136,12 +157,12 @@ class _Split:
 # ---- Hugging Face names <-> one megatron tensor
 
 
-def _query_groups(config: Any, split: _Split | None) -> int:
+def num_query_groups(config: Any, split: Split | None) -> int:
     """Number of key-value heads in this rank's part of a tensor."""
     return config.num_query_groups // (split.size if split else 1)
 
 
-def _join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) -> Tensor:
+def join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) -> Tensor:
     """One megatron tensor of the Hugging Face tensors `names`.
 
     qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1. stacked_gate_up
@@ -161,7 +182,7 @@ def _join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int)
 
 
 def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor]:
-    """Inverse of `_join_names` for a complete tensor."""
+    """Inverse of `join_names` for a complete tensor."""
     match names.kind:
         case "qkv":
             grouped = weight.view(config.num_query_groups, -1, *weight.shape[1:])
@@ -202,12 +223,29 @@ class _Entry:
     """Of the tensor."""
 
 
-def _whole_weights(
-    chunks: Sequence[Any], shape: ModelShape, read: Callable[[Tensor], Tensor] | None
+@torch.no_grad()
+def _value(weight: Tensor) -> Tensor:
+    """The value that a forward pass uses: that of the parameter, or the merged one of a layer with LoRA adapters."""
+    adapters = getattr(weight, "lora", None)
+    return weight.detach() if adapters is None else adapters.merge(weight.detach())
+
+
+def whole_tensors(
+    local: Sequence[tuple[str, Tensor]],
+    *,
+    chunks: Sequence[Any],
+    kind: Callable[[str], Kind],
+    read: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all complete megatron tensors on all ranks, one pipeline stage after the other."""
+    """Yield complete tensors on all ranks, one pipeline stage after the other. Collective over all ranks.
+
+    Args:
+        local: (name, parameter) of this rank, of `named_weights` or `named_adapters`.
+        chunks: model chunks of this rank.
+        kind: kind of the tensor with a name, which says how parts are joined.
+        read: returns the tensor to gather for a parameter, in the shape of the parameter.
+    """
     pipeline = pipeline_group()
-    local = list(named_weights(chunks, parameters_only=read is not None))
     stages: list[Any] = [[_entry(name, parameter, chunks) for name, parameter in local]]
     if pipeline.size() > 1:
         mine, stages = stages[0], [None] * pipeline.size()
@@ -215,9 +253,9 @@ def _whole_weights(
     for stage, entries in enumerate(stages):
         for i, entry in enumerate(entries):
             if stage == pipeline.rank():
-                weights = _gather(*local[i], shape, read or torch.detach)
+                weights = _gather(*local[i], kind, read)
             else:
-                device = local[0][1].device
+                device = next(chunks[0].parameters()).device
                 weights = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
             for name, weight in zip(entry.names, weights, strict=True):
                 if pipeline.size() > 1:
@@ -228,7 +266,7 @@ def _whole_weights(
 
 def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
     shape = list(parameter.shape)
-    split = _split_of(name, parameter)
+    split = split_of(name, parameter)
     if split is not None:
         shape[parameter.partition_dim] *= split.size  # pyright: ignore[reportAttributeAccessIssue]
     ranks = expert_group().size()
@@ -241,14 +279,16 @@ def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
     return _Entry(tuple(names), tuple(shape), parameter.dtype)
 
 
-def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def _gather(
+    name: str, parameter: Tensor, kind: Callable[[str], Kind], read: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
     """The complete tensors of `_Entry.names` for a parameter of this stage."""
     weight = read(parameter).contiguous()
-    split = _split_of(name, parameter)
+    split = split_of(name, parameter)
     if split is not None:
         parts = [torch.empty_like(weight) for _ in range(split.size)]
         dist.all_gather(parts, weight, group=split.group)
-        weight = _glue(weight_names(shape, name).kind, parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
+        weight = _glue(kind(name), parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
     experts = expert_group()
     if not is_expert(name) or experts.size() == 1:
         return [weight]
@@ -257,10 +297,10 @@ def _gather(name: str, parameter: Tensor, shape: ModelShape, read: Callable[[Ten
     return parts
 
 
-def _split_of(name: str, parameter: Tensor) -> _Split | None:
+def split_of(name: str, parameter: Tensor) -> Split | None:
     """The group over which a parameter is split; None if every rank has the complete parameter."""
-    split = _Split.expert_tensor() if is_expert(name) else _Split.tensor()
-    return split if split.size > 1 and getattr(parameter, "tensor_model_parallel", False) else None
+    split = Split.expert_tensor() if is_expert(name) else Split.tensor()
+    return split if split.size > 1 and getattr(parameter, "partition_dim", -1) >= 0 else None
 
 
 def _expert_of(name: str) -> int:
@@ -295,7 +335,7 @@ class _Reader:
         if problems := list(weight_problems(shape, self._files)):
             raise CheckpointError(f"{self._checkpoint}: {'; '.join(problems)}")
 
-    def read(self, name: str, *, weight: Tensor, split: _Split | None, expert: int | None = None) -> Tensor:
+    def read(self, name: str, *, weight: Tensor, split: Split | None, expert: int | None = None) -> Tensor:
         """This rank's part of a saved tensor, for a parameter `weight` with split `split`.
 
         With `expert`, the complete part of this expert in a tensor of all experts.

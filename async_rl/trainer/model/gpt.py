@@ -26,6 +26,7 @@ from async_rl.trainer.model.attention import Rotary
 from async_rl.trainer.model.families import ModelShape, read_shape
 from async_rl.trainer.model.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
 from async_rl.trainer.model.layout import layout_problems
+from async_rl.trainer.model.lora import add_adapters
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.router_replay import RouterReplay
 
@@ -91,14 +92,11 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
         overlap_grad_reduce=False,
         check_for_nan_in_grad=False,  # the optimizer step refuses a gradient norm that is not finite
     )
+    inner = [Float16Module(megatron, chunk) if config.dtype == "bfloat16" else chunk for chunk in chunks]
+    if config.lora.rank:  # after the conversion to bfloat16, because adapters are float32
+        add_adapters(chunks, config=config.lora, shape=shape, seed=config.seed)
     wrapped = [
-        DistributedDataParallel(
-            megatron,
-            settings,
-            Float16Module(megatron, chunk) if config.dtype == "bfloat16" else chunk,
-            disable_bucketing=i > 0,
-        )
-        for i, chunk in enumerate(chunks)
+        DistributedDataParallel(megatron, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)
     ]
     _freeze_expert_bias(megatron, chunks)
     rotary = Rotary(shape.rope.frequencies(), amplitude=shape.rope.amplitude, length=shape.context_length)

@@ -24,6 +24,14 @@ class WholeLinear(torch.nn.Linear):
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
+    def forward(self, input: Tensor) -> Tensor:
+        """See torch.nn.Linear."""
+        return self._forward_impl(input=input, weight=self.weight)
+
+    def _forward_impl(self, *, input: Tensor, weight: Tensor) -> Tensor:
+        """The product, as in megatron's linear layers, whose weight LoRA replaces here."""
+        return torch.nn.functional.linear(input, weight)
+
 
 class LatentAttention(Attention):
     """Replaces megatron's MLASelfAttention, with the same parameter names.

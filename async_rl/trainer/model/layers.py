@@ -55,7 +55,7 @@ def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> b
         return False
     lacking = what_transformer_engine_lacks(device)
     if config.layer_spec == "auto":
-        return not lacking and config.dtype == "bfloat16"
+        return not lacking and not config.lora.rank and config.dtype == "bfloat16"
     if lacking:
         raise ValueError(f"trainer.layer_spec is transformer_engine, but {lacking}, or use layer_spec=auto or local")
     return True

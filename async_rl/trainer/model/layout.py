@@ -52,8 +52,37 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
             "trainer.layer_spec is transformer_engine, and the model has attention sinks and experts with biases, "
             "which the trainer builds in the local layers only; use trainer.layer_spec=local"
         )
+    if shape.family.local_only and config.lora.rank:
+        yield (
+            f"trainer.lora.rank is {config.lora.rank}, and the model's experts have biases, which LoRA does not adapt; "
+            "use trainer.lora.rank=0"
+        )
+    known = adapted_modules(shape)
+    if unknown := [name for name in config.lora.target_modules if name not in known]:
+        yield (
+            f"trainer.lora.target_modules has {', '.join(unknown)}, which the model does not have; use names of "
+            f"{', '.join(known)}, or [] for all"
+        )
     if not experts and config.router_replay != "none":
         yield f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
+
+
+def adapted_modules(shape: ModelShape) -> list[str]:
+    """Names of the linear layers that LoRA can adapt, as in trainer.lora.target_modules."""
+    query = ("linear_q_proj",) if shape.megatron.get("q_lora_rank") else ("linear_q_down_proj", "linear_q_up_proj")
+    tables = (shape.family.layer_weights, shape.family.expert_weights)
+    weights = [
+        entry
+        for table in tables
+        for layer, entry in table.items()
+        if ".linear_" in f".{layer}" and module_name(layer) not in query
+    ]
+    return list(dict.fromkeys(module_name(name) for entry in weights for name in entry.names))
+
+
+def module_name(weight: str) -> str:
+    """`model.layers.0.self_attn.q_proj.weight` -> `q_proj`."""
+    return weight.split(".")[-2]
 
 
 def weight_problems(shape: ModelShape, names: Collection[str]) -> Iterator[str]:

@@ -64,6 +64,35 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: a linear layer computes with W + alpha / rank * B A, and only A and B are trained.
+
+    With rank=8 and alpha=16, a weight [4096, 1024] has A [8, 1024] and B [4096, 8], whose product is multiplied by 2.
+    A, B and their optimizer state are float32. B starts at zero, so that the start policy is the start checkpoint.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field.
+    """
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = 32.0
+    """The product of the adapters is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] = ()
+    """Layers with an adapter, by the last part of their names in the checkpoint: `q_proj`, `k_proj`, `v_proj`,
+    `o_proj`, `gate_proj`, `up_proj`, `down_proj` (also of experts and shared experts) in most families. Empty for all
+    linear layers of attention, MLP and experts. Routers, norms, embedding and output head are never adapted."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"trainer.lora.rank is {self.rank}; must be >= 0 (0 trains all weights)")
+        if not self.alpha > 0:
+            raise ValueError(f"trainer.lora.alpha is {self.alpha}; must be > 0")
+        if repeated := sorted({name for name in self.target_modules if self.target_modules.count(name) > 1}):
+            raise ValueError(f"trainer.lora.target_modules has {repeated[0]} twice; name each once")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """Settings of the trainer ranks.
 
@@ -79,9 +108,12 @@ class TrainerConfig:
     """Compute logits in float32 if dtype is bfloat16; the engine should do the same."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallel layout."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters, trained instead of the weights."""
     layer_spec: LayerSpec = "auto"
     """`local`: modules of megatron and this package, for CPU and CUDA. `transformer_engine`: megatron's spec with
-    Transformer Engine, for bfloat16 on CUDA. `auto`: transformer_engine if it can be used, else local."""
+    Transformer Engine, for bfloat16 on CUDA. `auto`: transformer_engine if it can be used, and without LoRA, else
+    local."""
     recompute: Recompute = "none"
     """Activations that the backward pass recomputes: none, core attention (selective), or whole layers (full)."""
     packing: bool = True
@@ -137,6 +169,11 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.layer_spec is transformer_engine with trainer.dtype={self.dtype}, for which it has "
                 "no kernels for packed sequences; use dtype=bfloat16, or layer_spec=local"
+            )
+        if self.layer_spec == "transformer_engine" and self.lora.rank:
+            raise ValueError(
+                f"trainer.layer_spec is transformer_engine with trainer.lora.rank={self.lora.rank}, but adapters are "
+                "merged in the layers of the local spec only; use layer_spec=auto or local, or lora.rank=0"
             )
         if self.router_replay not in ("none", "R2", "R3"):
             raise ValueError(f"trainer.router_replay is {self.router_replay!r}; use none, R2 or R3")

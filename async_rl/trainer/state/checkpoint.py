@@ -5,7 +5,7 @@
                       megatron.core.dist_checkpointing (torch_dist)
 
 Tensors are stored under the names of megatron's modules, with global layer and expert numbers. Their global shapes are
-the same in every layout except for the padding of the vocabulary.
+the same in every layout except for the padding of the vocabulary. With LoRA, only the adapters are stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from async_rl.files.atomic_dir import partial_folder, publish_folder, recover_folder
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.model.families import ModelShape
+from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.shards import read_shards, write_shards
+from async_rl.weights.pretrained import sampled_digest
 
 Value = TypeVar("Value")
 FORMAT = 3
@@ -48,6 +50,8 @@ class Manifest:
     """Optimizer updates so far, as Adam counts them: without updates that had no gradient."""
     reference: bool
     """Whether the checkpoint contains the reference weights of a KL term."""
+    start: str | None = None
+    """Folder of the start checkpoint, whose weights LoRA adapters belong to; None without LoRA."""
 
 
 def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: ProcessGroups) -> None:
@@ -112,7 +116,7 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: ProcessGr
     ]
     if differing:
         raise TrainerCheckpointError(
-            f"{directory} is of another model: {'; '.join(differing)}; give a checkpoint of this model and dtype"
+            f"{directory} is of another model: {'; '.join(differing)}; give one of this model and these settings"
         )
     return manifest
 
@@ -131,6 +135,16 @@ def require_complete(directory: Path) -> None:
         )
 
 
+def start_of(directory: Path) -> Path | None:
+    """Folder of the start checkpoint of a checkpoint of LoRA adapters; None for one of all weights.
+
+    Raises:
+        TrainerCheckpointError: the folder or its manifest is missing or damaged.
+    """
+    manifest, _ = _read_manifest(directory)
+    return None if manifest.start is None else Path(manifest.start)
+
+
 def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Read the tensors of the shards in `state`, in the same nesting. Collective; call `read_manifest` first.
 
@@ -146,9 +160,18 @@ def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def fields_of(shape: ModelShape, *, dtype: str) -> dict[str, Any]:
-    """`Manifest.model` of a model; equal to its JSON round trip."""
-    fields = {**shape.megatron, "vocab_size": shape.vocab_size, "tied": shape.tied, "dtype": dtype}
+def fields_of(shape: ModelShape, *, config: TrainerConfig, start: Path) -> dict[str, Any]:
+    """`Manifest.model` of a model; equal to its JSON round trip.
+
+    Args:
+        shape: of the model.
+        config: of the trainer.
+        start: folder of the start checkpoint, whose weights count only with LoRA.
+    """
+    fields = {**shape.megatron, "vocab_size": shape.vocab_size, "tied": shape.tied, "dtype": config.dtype}
+    if config.lora.rank:
+        fields |= {f"trainer.lora.{name}": value for name, value in asdict(config.lora).items()}
+        fields["weights of the start checkpoint"] = sampled_digest(start)
     return msgspec.json.decode(msgspec.json.encode(fields, enc_hook=str))
 
 

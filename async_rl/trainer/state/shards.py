@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
@@ -21,16 +21,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from async_rl.trainer.model.layers import local_name
+from async_rl.trainer.model.convert import Split, named_adapters
+from async_rl.trainer.model.layers import is_expert, local_name
 
 Shard = ShardedTensor | ShardedTensorFactory
 
 
-def model_shards(chunks: Sequence[Any]) -> dict[str, Shard]:
+def model_shards(chunks: Sequence[Any], *, lora: bool) -> dict[str, Shard]:
     """`chunk.name` -> shard of every parameter and persistent buffer of this rank; `data` is the live tensor.
 
-    In a checkpoint a tensor has its name in the local spec, also with Transformer Engine.
+    In a checkpoint a tensor has its name in the local spec, also with Transformer Engine. With `lora` the shards are
+    those of the adapters alone, because the other weights remain those of the start checkpoint.
     """
+    if lora:
+        return {name: _adapter_shard(name, parameter) for name, parameter in named_adapters(chunks)}
     shards = {
         f"{i}.{name}": shard
         for i, chunk in enumerate(chunks)
@@ -40,6 +44,19 @@ def model_shards(chunks: Sequence[Any]) -> dict[str, Shard]:
     for shard in shards.values():
         shard.key = local_name(shard.key)
     return shards
+
+
+def _adapter_shard(name: str, parameter: Any) -> ShardedTensor:
+    """The part of an adapter's matrix on this rank, under its name with global layer and expert numbers."""
+    if is_expert(name):
+        split, copy = Split.expert_tensor(), parallel_state.get_expert_data_parallel_rank()
+    else:
+        split, copy = Split.tensor(), parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    is_split = parameter.partition_dim >= 0
+    offsets = [(parameter.partition_dim, split.rank, split.size)] if is_split else []
+    return ShardedTensor.from_rank_offsets(
+        name, parameter, *offsets, replica_id=(0, 0 if is_split else split.rank, copy)
+    )
 
 
 def live_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:

@@ -41,6 +41,12 @@ def test_a_dense_model_is_refused_once_with_routing_replay(tmp_path):
     assert problems(dense, "trainer.router_replay=none") == []
 
 
+def test_lora_targets_that_the_model_lacks_are_refused_with_those_that_it_has(checkpoint):
+    assert problems(checkpoint, "trainer.lora.rank=4", "trainer.lora.target_modules=[q_proj,down_proj]") == []
+    (problem,) = problems(checkpoint, "trainer.lora.rank=4", "trainer.lora.target_modules=[q_proj,gate,w1]")
+    assert "trainer.lora.target_modules has gate, w1" in problem and "q_proj, k_proj, v_proj, o_proj" in problem
+
+
 @pytest.mark.parametrize(("size", "named"), [(2, None), (3, "4 attention heads"), (4, None)])
 def test_the_tensor_parallel_size_of_an_engine_divides_the_heads(checkpoint, size, named):
     found = problems(checkpoint, f"engine.tensor_parallel={size}")  # 2 key-value heads, which an engine may repeat

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from async_rl.trainer.model.convert import _Reader, _Split, load_weights
+from async_rl.trainer.model.convert import Split, _Reader, load_weights
 from async_rl.trainer.model.families import read_shape
 from async_rl.weights.model_info import CheckpointError
 from tests.helpers import tiny_models
@@ -33,7 +33,7 @@ def reader(folder, tensors):
 
 
 def parts(of, name, weight, size):
-    return [of.read(name, weight=weight, split=_Split(None, size, rank)) for rank in range(size)]
+    return [of.read(name, weight=weight, split=Split(None, size, rank)) for rank in range(size)]
 
 
 @given(rows=st.integers(1, 9), columns=st.integers(1, 4), ranks=st.integers(1, 5), dim=st.integers(0, 1))

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from async_rl.inference.checkpoint_weights import digest_checkpoint
 from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.pretrained import keep_model_files, save_pretrained
+from async_rl.weights.pretrained import keep_model_files, sampled_digest, save_adapter, save_pretrained
 from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
 
 FILES = {"config.json", "tokenizer.json", "chat_template.jinja"}
@@ -116,6 +116,31 @@ def test_save_pretrained_that_fails_leaves_the_folder_unchanged(tmp_path, model)
     with pytest.raises(OSError, match="no space"):
         save_pretrained(tmp_path / "final", full_disk(), like=model)
     assert names(tmp_path) == {"model", "final"} and digest_checkpoint(tmp_path / "final") == digest_of(tensors())
+
+
+def test_sampled_digest_depends_on_names_and_values_and_not_on_files(tmp_path, model):
+    save_pretrained(tmp_path / "one", tensors(), like=model)
+    save_pretrained(tmp_path / "several", tensors(), like=model, max_shard_bytes=80)
+    save_pretrained(tmp_path / "trained", ((name, tensor + 1) for name, tensor in tensors()), like=model)
+    save_pretrained(tmp_path / "named", ((f"{name}.x", tensor) for name, tensor in tensors()), like=model)
+    digests = [sampled_digest(tmp_path / name) for name in ("one", "several", "trained", "named")]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_save_adapter_that_fails_leaves_the_folder_unchanged(tmp_path, model):
+    fields = {"rank": 2, "alpha": 4.0, "target_modules": ("q_proj",), "start": model}
+    save_adapter(tmp_path / "adapter", [("layers.0.q_proj.lora_A.weight", torch.ones(2, 3))], **fields)
+    before = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    def failing():
+        yield "layers.0.q_proj.lora_A.weight", torch.zeros(2, 3)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_adapter(tmp_path / "adapter", failing(), **fields)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == before
+    assert names(tmp_path) == {"adapter", "model"}
 
 
 def test_keep_model_files_keeps_all_but_weights_and_adds_generation(tmp_path):

@@ -1,0 +1,271 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) that are merged into the weights in every forward pass.
+
+An adapted layer computes with the merged weight W + alpha / rank * B A, rounded to the dtype of W, instead of adding a
+low-rank path to its output:
+
+- The engines serve the merged weight. The trainer uses the same numbers, also in bfloat16, so that a ratio of trainer
+  and engine compares the same distribution.
+- The gradients of A and B follow from the gradient of the merged weight, which megatron computes in every parallel
+  layout. Only their sum over the ranks that split the weight is added here.
+
+Merging multiplies rank x the size of the weight in the forward and again in the backward pass of a micro-batch: a share
+of rank / tokens of the layer's own multiplications. The merged weight and its gradient exist for one layer at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from async_rl.trainer.model.convert import (
+    LORA,
+    Split,
+    join_names,
+    named_adapters,
+    named_weights,
+    num_query_groups,
+    whole_tensors,
+)
+from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
+from async_rl.trainer.model.layers import is_expert
+from async_rl.trainer.model.layout import module_name
+from async_rl.trainer.model.model import LoraConfig
+
+
+class Adapter(nn.Module):
+    """The matrices of one projection: B A has the shape of its weight.
+
+    Args:
+        a: float32 [rank, inputs], this rank's part.
+        outputs: rows of the projection on this rank.
+    """
+
+    def __init__(self, a: Tensor, *, outputs: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(a)
+        self.b = nn.Parameter(a.new_zeros(outputs, len(a)))
+
+
+class LayerAdapters(nn.ModuleDict):
+    """Adapters of one linear layer, which has one or several projections (q, k and v; gate and up).
+
+    Args:
+        adapters: Hugging Face name of a projection -> its adapter.
+        names: tensors of the checkpoint that form the weight of the layer.
+        outputs: rows of each of these tensors on this rank.
+        query_groups: number of key-value heads on this rank.
+        scale: factor of B A.
+        split: ranks with parts of the weight, or of its rows of tokens.
+        dimension: of the weight, that is split; None if each rank has the complete weight for some of the tokens.
+    """
+
+    def __init__(
+        self,
+        adapters: Mapping[str, Adapter],
+        *,
+        names: WeightNames,
+        outputs: Sequence[int],
+        query_groups: int,
+        scale: float,
+        split: Split,
+        dimension: int | None,
+    ) -> None:
+        super().__init__(dict(adapters))
+        self._names, self._outputs, self._query_groups = names, outputs, query_groups
+        self._scale, self._split, self._dimension = scale, split, dimension
+
+    def merge(self, weight: Tensor) -> Tensor:
+        """The weight that the layer uses, in the shape and dtype of `weight`."""
+        products: list[Tensor] = []
+        for name, rows in zip(self._names.names, self._outputs, strict=True):
+            if module_name(name) in self:
+                products.append(self._product(cast(Adapter, self[module_name(name)])))
+            else:
+                products.append(weight.new_zeros(rows, weight.shape[1], dtype=torch.float32))
+        product = join_names(self._names, products, query_groups=self._query_groups)
+        return product.mul_(self._scale).add_(weight).to(weight.dtype)  # in place, because it is large
+
+    def _product(self, adapter: Adapter) -> Tensor:
+        """B A of this rank. A matrix that is equal on the ranks of the split gets the sum of their gradients."""
+        a = adapter.a if self._dimension == 1 else _summed(adapter.a, self._split)
+        b = adapter.b if self._dimension == 0 else _summed(adapter.b, self._split)
+        return b @ a
+
+
+def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: ModelShape, seed: int) -> None:
+    """Freeze all weights and add adapters to linear layers. Call this before gradient buffers are made.
+
+    Args:
+        chunks: model chunks of this rank.
+        config: rank, scale and layers.
+        shape: of the model.
+        seed: of the initial values, which are the same in every parallel layout.
+    """
+    layers: dict[int, Any] = {
+        id(module.weight): module
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if name.rpartition(".")[2].startswith("linear_")
+    }
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:
+            # A recomputed layer whose input needs no gradient would give none to its adapters.
+            chunk.embedding.register_forward_hook(_require_gradient)
+    for name, weight in list(named_weights(chunks, parameters_only=True)):
+        if (layer := layers.get(id(weight))) is None:
+            continue
+        adapters = _layer_adapters(name, weight, config=config, shape=shape, seed=seed, megatron=chunks[0].config)
+        if len(adapters):
+            layer.lora = cast(Any, weight).lora = adapters  # of the weight for export_weights
+            layer._forward_impl = _merging(layer._forward_impl, adapters)
+
+
+def export_adapters(
+    chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] = torch.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (`{Hugging Face name of a projection}.lora_A.weight`, complete tensor), and of lora_B. Collective.
+
+    Args:
+        chunks: model chunks of this rank.
+        shape: of the model.
+        read: returns the tensor to export for a parameter, in the shape of the parameter.
+    """
+    local = list(named_adapters(chunks))
+    for name, tensor in whole_tensors(local, chunks=chunks, kind=lambda _: "direct", read=read):
+        layer, _, rest = name.partition(LORA)
+        projection, _, matrix = rest.rpartition(".")
+        names = weight_names(shape, f"{layer}.weight").names
+        (found,) = [name for name in names if module_name(name) == projection]
+        yield f"{found.removesuffix('.weight')}.lora_{matrix.upper()}.weight", tensor.clone()
+
+
+def _layer_adapters(
+    name: str, weight: Any, *, config: LoraConfig, shape: ModelShape, seed: int, megatron: Any
+) -> LayerAdapters:
+    """Adapters of the layer with the weight `name`, on the device of the weight; none if its modules are no target."""
+    expert, names = is_expert(name), weight_names(shape, name)
+    dimension = None if weight.partition_dim < 0 else weight.partition_dim
+    split = Split.expert_tensor() if expert else Split.tensor()
+    groups = num_query_groups(megatron, split if dimension == 0 else None)
+    outputs = _outputs(names.kind, len(weight), key_rows=groups * megatron.kv_channels)
+    adapters: dict[str, Adapter] = {}
+    for full, rows in zip(names.names, outputs, strict=True):
+        if config.target_modules and module_name(full) not in config.target_modules:
+            continue
+        inputs = weight.shape[1] * (split.size if dimension == 1 else 1)
+        a = _initial(full, rank=config.rank, inputs=inputs, seed=seed)
+        if dimension == 1:
+            a = a.chunk(split.size, dim=1)[split.rank].contiguous()
+        adapter = adapters[module_name(full)] = Adapter(a.to(weight.device), outputs=rows)
+        _mark(adapter.a, dimension=1 if dimension == 1 else None, split=split, expert=expert)
+        _mark(adapter.b, dimension=0 if dimension == 0 else None, split=split, expert=expert)
+    return LayerAdapters(
+        adapters,
+        names=names,
+        outputs=outputs,
+        query_groups=groups,
+        scale=config.alpha / config.rank,
+        split=split,
+        dimension=dimension,
+    )
+
+
+def _outputs(kind: Kind, rows: int, *, key_rows: int) -> list[int]:
+    """Rows of each Hugging Face tensor in a weight with `rows` rows; `key_rows` are keys (only for qkv).
+
+    qkv with 4 query heads and 2 key-value heads of size 32, 256 rows: 128, 64, 64.
+    """
+    match kind:
+        case "qkv":
+            return [rows - 2 * key_rows, key_rows, key_rows]
+        case "gate_up":
+            return [rows // 2, rows // 2]
+        case "direct" | "vocabulary":
+            return [rows]
+
+
+def _initial(name: str, *, rank: int, inputs: int, seed: int) -> Tensor:
+    """A as in PEFT: uniform with bound 1 / sqrt(inputs). It depends on the name and the seed, not on the layout."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    return (torch.rand(rank, inputs, generator=generator) * 2 - 1) / inputs**0.5
+
+
+def _mark(parameter: Any, *, dimension: int | None, split: Split, expert: bool) -> None:
+    """Set megatron's marks, so that the gradient norm counts every entry once.
+
+    Megatron counts a parameter without `tensor_model_parallel` on the first tensor-parallel rank only. The ranks of an
+    expert are other ones, so that its duplicates are marked as shared instead.
+    """
+    parameter.partition_dim, parameter.partition_stride = -1 if dimension is None else dimension, 1
+    parameter.tensor_model_parallel = expert or dimension is not None
+    if expert:
+        parameter.allreduce = False
+        parameter.shared = dimension is None and split.rank > 0
+
+
+def _require_gradient(_module: object, _inputs: object, output: Tensor) -> None:
+    """Forward hook: let autograd follow the output of frozen weights."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+class _Merged(NamedTuple):
+    """Stands for a tensor in the memory of the merged weight, which the backward pass merges again."""
+
+    size: torch.Size
+    """Of the tensor."""
+    stride: tuple[int, ...]
+    """Of the tensor."""
+    offset: int
+    """Of the tensor in the memory."""
+
+
+def _merging(multiply: Callable[..., Tensor], adapters: LayerAdapters) -> Callable[..., Tensor]:
+    """The product of a layer with its merged weight, which is not kept until the backward pass."""
+
+    def merged(*, input: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+        whole = adapters.merge(weight)
+        memory = whole.untyped_storage().data_ptr()
+
+        def pack(saved: Tensor) -> Tensor | _Merged:
+            if saved.untyped_storage().data_ptr() != memory:
+                return saved
+            return _Merged(saved.size(), saved.stride(), int(saved.storage_offset()))
+
+        @torch.no_grad()
+        def unpack(saved: Tensor | _Merged) -> Tensor:
+            return adapters.merge(weight).as_strided(*saved) if isinstance(saved, _Merged) else saved
+
+        with saved_tensors_hooks(pack, unpack):
+            return multiply(input=input, weight=whole, **settings)
+
+    return merged
+
+
+def _summed(matrix: Tensor, split: Split) -> Tensor:
+    """The matrix; its gradient is summed over the ranks of the split."""
+    return matrix if split.size == 1 else cast(Tensor, _SumGradient.apply(matrix, split.group))
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose backward pass sums over ranks. Megatron's own loses the sum if the gradient is not contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return matrix.view_as(matrix)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        summed = gradient.contiguous()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
