@@ -8,7 +8,7 @@ import pytest
 from agent_loop.functions import FunctionReward, weighted
 from agent_loop.loop import Message, Prompt, RolloutError
 from agent_loop.reward import Completion, score_in_time
-from agent_loop.rewards import exact_match, in_processes, math_answer, overlong_penalty, regex_match
+from agent_loop.rewards import cosine_length, exact_match, in_processes, math_answer, overlong_penalty, regex_match
 from message_queue.tokens import StopReason
 
 
@@ -94,3 +94,29 @@ async def test_an_error_in_processes_names_the_line_of_the_user():
 def test_in_processes_needs_a_process():
     with pytest.raises(ValueError, match="processes"):
         in_processes(exact_match, processes=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "value"),
+    [("42", 0, 1.0), ("42", 50, 0.75), ("42", 100, 0.5), ("42", 300, 0.5), ("7", 0, -1.0), ("7", 100, -0.5)],
+)
+async def test_cosine_length_prefers_short_right_and_long_wrong_answers(text, num_tokens, value):
+    reward = FunctionReward(weighted(cosine_length(exact_match, max_tokens=100)))
+    prompt = Prompt(index=0, messages=(Message(role="user", content="?"),), target={"answer": "42"})
+    reward.check(prompt.target)
+    score = await reward.score(prompt, completion=completion(text, num_tokens=num_tokens))
+    assert score.value == pytest.approx(value)
+
+
+async def test_cosine_length_takes_a_reward_without_the_completion_and_an_async_one():
+    async def given(answer):
+        return answer == "42"
+
+    assert (await score(cosine_length(given, max_tokens=100), "", answer="42")).value == 1
+    with pytest.raises(ValueError, match="answer"):
+        FunctionReward(weighted(cosine_length(given, max_tokens=100))).check({"other": "42"})
+
+
+def test_cosine_length_needs_a_number_of_tokens():
+    with pytest.raises(ValueError, match="max_tokens"):
+        cosine_length(exact_match, max_tokens=0)
