@@ -23,7 +23,7 @@ from typing import Any, cast
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion, RewardError, RewardFunction, Score
 from agent_loop.tools import ToolError
-from agent_loop.user_errors import describe_error
+from agent_loop.user_errors import DescribedError, describe_error
 
 
 class FunctionTool:
@@ -163,10 +163,25 @@ def weighted(
 async def call_function(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, is_async: bool | None = None
 ) -> Any:
-    """The result of a function of the user; one that is not `async` runs in a thread."""
-    if inspect.iscoroutinefunction(function) if is_async is None else is_async:
-        return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+    """The result of a function of the user; one that is not `async` runs in a thread.
+
+    Raises:
+        DescribedError: it called `sys.exit`, which would end the event loop.
+    """
+    try:
+        if inspect.iscoroutinefunction(function) if is_async is None else is_async:
+            return await function(**arguments)
+        return await asyncio.to_thread(_call, function, arguments)
+    except SystemExit as error:
+        raise DescribedError(describe_error(error)) from error
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """In the thread: the result."""
+    try:
+        return function(**arguments)
+    except StopIteration as error:  # a future cannot hold it, so that the caller would wait until its time-out
+        raise DescribedError(describe_error(error)) from error
 
 
 def named_parameters(function: Callable[..., Any], *, name: str) -> dict[str, bool]:

@@ -147,7 +147,7 @@ def _run(function: bytes, arguments: Mapping[str, Any]) -> Any:
     """
     try:
         return cloudpickle.loads(function)(**arguments)
-    except Exception as error:  # noqa: BLE001 - an error of the user's function is described where its frames are
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - described here, as its frames do not travel
         return DescribedError(describe_error(error))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -81,14 +82,27 @@ class OwnError(Exception):
         super().__init__(text)
 
 
-async def test_an_error_in_processes_names_the_line_of_the_user():
+@pytest.mark.parametrize("where", [lambda function: function, in_processes], ids=["in_a_thread", "in_processes"])
+@pytest.mark.parametrize("name", ["OwnError: absent", "StopIteration:", "SystemExit: 3"])
+async def test_an_error_of_a_reward_names_the_line_of_the_user_and_the_prompt(name, where):
     def fails(completion):
-        raise OwnError("absent", 1)
+        if name[0] == "O":
+            raise OwnError("absent", 1)
+        return next(iter(())) if name[1] == "t" else sys.exit(3)
 
     with pytest.raises(RolloutError) as error:
-        await score(in_processes(fails), "")
-    line = f"{__file__}:{fails.__code__.co_firstlineno + 1} in fails"
-    assert f"OwnError: absent ({line})" in str(error.value) and "prompt 0" in str(error.value)
+        await score(where(fails), "")
+    assert f"{name} ({__file__}:" in str(error.value) and "in fails)" in str(error.value)
+    assert "reward fails of prompt 0" in str(error.value)
+
+
+async def test_the_end_of_a_process_by_the_reward_names_the_reward_and_the_prompt():
+    with pytest.raises(RolloutError, match=r"prompt 0 .*reward leaves died"):
+        await score(in_processes(leaves), "")
+
+
+def leaves(completion):
+    os._exit(3)
 
 
 def test_in_processes_needs_a_process():
