@@ -128,7 +128,9 @@ def _read_tests(tests: Any) -> list[_Test]:
             {"input": given, "output": expected}
             for given, expected in zip(columns.get("inputs") or (), columns.get("outputs") or (), strict=True)
         ]
-    listed: list[Any] = [tests] if isinstance(tests, str) else list(tests) if isinstance(tests, Sequence) else []
+    listed = (
+        [tests] if isinstance(tests, str) else list(cast(Sequence[Any], tests)) if isinstance(tests, Sequence) else []
+    )
     if not listed:
         raise ValueError(f"tests is {_shown(tests)}; give code with assert statements, or input and output")
     return [_read_test(each) for each in listed]
