@@ -1,13 +1,15 @@
 """One prompt becomes one trajectory: engines, chat templates, tools and rewards, and the loops that combine them."""
 
 from agent_loop.chat import Chat, ChatTemplateError
+from agent_loop.code_answer import code_answer
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.functions import FunctionReward, FunctionTool
 from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, StateLostError, TurnLimits
 from agent_loop.reward import Completion, Reward, RewardError, Score
-from agent_loop.rewards import exact_match, in_processes, math_answer, overlong_penalty, regex_match
+from agent_loop.rewards import cosine_length, exact_match, in_processes, math_answer, overlong_penalty, regex_match
+from agent_loop.sandbox import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.stateful import ToolClass
 from agent_loop.tool_use import ToolUseLoop
@@ -43,6 +45,9 @@ __all__ = [
     "RewardError",
     "RolloutError",
     "SamplingConfig",
+    "SandboxError",
+    "SandboxLimits",
+    "SandboxResult",
     "Score",
     "SegmentDecoder",
     "SingleTurnLoop",
@@ -57,6 +62,9 @@ __all__ = [
     "ToolUseLoop",
     "TurnLimits",
     "budget_left",
+    "check_sandbox",
+    "code_answer",
+    "cosine_length",
     "describe_tool",
     "exact_match",
     "in_processes",
@@ -65,5 +73,7 @@ __all__ = [
     "overlong_penalty",
     "parse_tool_calls",
     "regex_match",
+    "run_python",
+    "run_shell",
     "sampled_tokens",
 ]

@@ -23,7 +23,7 @@ from typing import Any, cast
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion, RewardError, RewardFunction, Score
 from agent_loop.tools import ToolError
-from agent_loop.user_errors import describe_error
+from agent_loop.user_errors import DescribedError, describe_error
 
 
 class FunctionTool:
@@ -48,12 +48,15 @@ class FunctionTool:
         from pydantic import TypeAdapter, validate_call
         from pydantic.errors import PydanticUserError
 
+        if not callable(function):
+            raise ValueError(f"tool {function!r} is no function, class or object with the interface of Tool")
         self.name = getattr(function, "__name__", type(function).__name__)
         doc = parse(inspect.getdoc(function) or "")
         self.description = (doc.description or "").strip()
         if not self.description:
             raise ValueError(f"tool {self.name} has no docstring; describe it to the model in one")
         described = cast(Any, function).__get__(object()) if is_method else function  # without the first parameter
+        named_parameters(described, name=f"tool {self.name}")
         for parameter in inspect.signature(described).parameters.values():
             if parameter.annotation is parameter.empty:
                 raise ValueError(f"parameter {parameter.name} of tool {self.name} has no annotation; write its type")
@@ -61,7 +64,11 @@ class FunctionTool:
             schema = TypeAdapter[Any](cast(Any, described)).json_schema()
             self._call = validate_call(function)
         except (PydanticUserError, NameError) as error:
-            raise ValueError(f"tool {self.name} has an annotation without a JSON schema: {error}") from error
+            cause = str(error).partition(". ")[0]
+            raise ValueError(
+                f"tool {self.name} has an annotation without a JSON schema: {cause}; use str, int, float, bool, list, "
+                "dict or a pydantic model"
+            ) from error
         texts = {parameter.arg_name: parameter.description for parameter in doc.params if parameter.description}
         for name, field in schema.get("properties", {}).items():
             field.pop("title", None)
@@ -116,6 +123,11 @@ class FunctionReward:
         """
         for name, parameters in self._parameters.items():
             check_columns(parameters, target, name=f"reward {name}", beside=("prompt", "completion"))
+            if parameters and not any(each in ("prompt", "completion", *target) for each in parameters):
+                raise ValueError(
+                    f"reward {name} uses neither the completion nor a column; its parameters are "
+                    f"{', '.join(parameters)}: call it if it makes a reward, as in math_answer()"
+                )
 
     async def score(self, prompt: Prompt, *, completion: Completion) -> Score:
         """See `agent_loop.reward.Reward`."""
@@ -144,6 +156,9 @@ def weighted(
         ValueError: nothing, two functions of one name, or a value that is no function.
     """
     found: dict[str, tuple[Any, Any]] = {}
+    given: Any = rewards  # of a user, who may have no type checker
+    if not callable(given) and (isinstance(given, str) or not isinstance(given, Mapping | Sequence)):
+        raise ValueError(f"rewards is {rewards!r}; give a function, a list of functions, or a mapping of names to them")
     if isinstance(rewards, Mapping):
         for name, value in cast(Mapping[str, Any], rewards).items():
             found[name] = value if isinstance(value, tuple) else (1.0, value)
@@ -163,10 +178,25 @@ def weighted(
 async def call_function(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, is_async: bool | None = None
 ) -> Any:
-    """The result of a function of the user; one that is not `async` runs in a thread."""
-    if inspect.iscoroutinefunction(function) if is_async is None else is_async:
-        return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+    """The result of a function of the user; one that is not `async` runs in a thread.
+
+    Raises:
+        DescribedError: it called `sys.exit`, which would end the event loop.
+    """
+    try:
+        if inspect.iscoroutinefunction(function) if is_async is None else is_async:
+            return await function(**arguments)
+        return await asyncio.to_thread(_call, function, arguments)
+    except SystemExit as error:
+        raise DescribedError(describe_error(error)) from error
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """In the thread: the result."""
+    try:
+        return function(**arguments)
+    except StopIteration as error:  # a future cannot hold it, so that the caller would wait until its time-out
+        raise DescribedError(describe_error(error)) from error
 
 
 def named_parameters(function: Callable[..., Any], *, name: str) -> dict[str, bool]:

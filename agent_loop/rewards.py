@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
+import math
 import multiprocessing
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
+from agent_loop.functions import call_function
 from agent_loop.loop import RolloutError
 from agent_loop.reward import Completion, RewardFunction
 from agent_loop.user_errors import DescribedError, describe_error
@@ -65,6 +68,45 @@ def overlong_penalty(*, max_tokens: int, buffer: int) -> RewardFunction:
     return overlong_penalty
 
 
+def cosine_length(
+    reward: RewardFunction,
+    *,
+    max_tokens: int,
+    right: tuple[float, float] = (1.0, 0.5),
+    wrong: tuple[float, float] = (-1.0, -0.5),
+) -> RewardFunction:
+    """A reward that depends on the number of sampled tokens: short right answers are worth more, short wrong ones less.
+
+    With max_tokens=1000 a right answer has 1.0 at 0 tokens, 0.75 at 500, and 0.5 at 1000 and beyond; a wrong one has
+    -1.0, -0.75 and -0.5. Cosine reward of "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373),
+    without its value for cut-off answers: add `overlong_penalty` for that.
+
+    Args:
+        reward: decides whether an answer is right: its result is above 0.
+        max_tokens: tokens at which the second value of each pair is reached.
+        right: values of a right answer at 0 tokens and at `max_tokens`.
+        wrong: values of a wrong answer.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; must be at least 1")
+    needed = inspect.signature(reward)
+    parameters = list(needed.parameters)
+
+    @functools.wraps(reward)
+    async def cosine_length(*, completion: Completion, **columns: Any) -> float:
+        given = {**columns, "completion": completion}
+        found = await call_function(reward, {name: given[name] for name in parameters if name in given})
+        first, last = right if found > 0 else wrong
+        progress = min(1.0, completion.num_tokens / max_tokens)
+        return last + 0.5 * (first - last) * (1.0 + math.cos(progress * math.pi))
+
+    own = [] if "completion" in parameters else [inspect.Parameter("completion", inspect.Parameter.KEYWORD_ONLY)]
+    shown: Any = cosine_length
+    shown.__signature__ = needed.replace(parameters=[*needed.parameters.values(), *own])
+    shown.__name__ = "cosine_length"
+    return shown
+
+
 def in_processes(function: Callable[..., Any], *, processes: int = 1) -> RewardFunction:
     """A reward function that runs in processes of its own, for one that needs the CPU for long.
 
@@ -105,7 +147,7 @@ def _run(function: bytes, arguments: Mapping[str, Any]) -> Any:
     """
     try:
         return cloudpickle.loads(function)(**arguments)
-    except Exception as error:  # noqa: BLE001 - an error of the user's function is described where its frames are
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - described here, as its frames do not travel
         return DescribedError(describe_error(error))
 
 

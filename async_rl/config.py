@@ -495,7 +495,12 @@ def _check_overrides(overrides: Sequence[str], config_dir: Path) -> None:
     for word in overrides:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(f"{word!r} is not an override; write key=value")
-        parsed = OverridesParser.create().parse_override(word)
+        try:
+            parsed = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise ConfigError(
+                f"{word!r} is not an override: {_one_line(error)}; quote the value, 'key=\"value\"'"
+            ) from error
         name, _, value = word.partition("=")
         if parsed.is_sweep_override():
             values = value.split(",") if isinstance(parsed.value(), ChoiceSweep) and "(" not in value else ["..."]

@@ -60,7 +60,7 @@ class _Problems:
         """The result of `call`; None and a problem if it raises. of: names the failed code of a user."""
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 - code of a user may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a user may raise anything
             if isinstance(error, ValueError) and not user_line(error):
                 self.found += f"{error}".splitlines()
             else:

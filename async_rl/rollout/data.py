@@ -57,8 +57,13 @@ class PromptFormat:
         if self._template is not None:
             try:
                 return (Message(role="user", content=self._template.format(**columns)),)
-            except (KeyError, IndexError) as error:
+            except KeyError as error:
                 raise ValueError(f"template needs the column {error}, and {there}") from error
+            except Exception as error:
+                raise ValueError(
+                    f"template is {self._template!r}, which cannot be filled: {error}; write a column as {{name}}, a "
+                    f"brace as {{{{, and {there}"
+                ) from error
         if isinstance(text := columns.get("prompt"), str):
             return (Message(role="user", content=text),)
         found = columns.get("messages", columns.get("prompt"))
@@ -114,7 +119,7 @@ class Stream:
             return self._recent[index]
         try:
             if self._next < 0 or index < self._next:
-                self._rows, self._next = iter(self._start()), 0
+                self._rows, self._next = self._started(), 0
             while self._next <= index:
                 self._recent[self._next] = next(self._rows)
                 self._recent.pop(self._next - CHECKED, None)
@@ -124,8 +129,14 @@ class Stream:
                 f"{self._name} ended after {self._next} rows; yield without end, or give a list, which is repeated"
             ) from None
         except Exception as error:
-            raise ValueError(f"{self._name} failed at row {self._next}: {describe_error(error)}") from error
+            raise ValueError(f"{self._name} failed at row {max(0, self._next)}: {describe_error(error)}") from error
         return self._recent[index]
+
+    def _started(self) -> Iterator[Any]:
+        rows: Any = self._start()
+        if not isinstance(rows, Iterator):
+            raise TypeError(f"the function returns a {type(rows).__name__}; yield rows, or give a list itself")
+        return cast(Iterator[Any], rows)
 
 
 def open_rows(source: Source, *, seed: int, name: str) -> Sequence[Any] | Stream:
@@ -227,7 +238,10 @@ def _read(source: str | Path, *, name: str) -> Sequence[Any]:
 
 def _read_json(path: Path) -> list[Any]:
     if path.suffix == ".json":
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, list):
+            raise ValueError(f"it is a {type(found).__name__}; give a list of rows")
+        return cast(list[Any], found)
     rows: list[Any] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():

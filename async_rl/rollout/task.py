@@ -90,6 +90,11 @@ class Task:
         self._validation = validation
         if isinstance(validation, Mapping):
             held_out_sets(validation)  # checks the names
+        _check_types(
+            texts={"template": template, "system": system, "end_of_turn": end_of_turn},
+            tools=tools,
+            max_prompt_tokens=max_prompt_tokens,
+        )
         self._reward = FunctionReward(weighted(rewards))
         self._tool_classes = [ToolClass(tool) for tool in tools if _is_class(tool)]
         self._tools: list[Tool] = [
@@ -308,6 +313,21 @@ class TaskConfig:
             raise ValueError(f"task.factory is {self.factory!r}; write it as 'module:name' or 'file.py:name'")
 
 
+def _check_types(*, texts: Mapping[str, Any], tools: Any, max_prompt_tokens: Any) -> None:
+    """Check arguments of `Task` from a user who may have no type checker.
+
+    Raises:
+        ValueError: one has another type; names it.
+    """
+    if max_prompt_tokens is not None and not (isinstance(max_prompt_tokens, int) and max_prompt_tokens > 0):
+        raise ValueError(f"max_prompt_tokens is {max_prompt_tokens!r}; give a whole number above 0, or None")
+    for name, text in texts.items():
+        if not isinstance(text, str | None):
+            raise ValueError(f"{name} is {text!r}; give a text, or None")
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ValueError(f"tools is {tools!r}; give a list")
+
+
 def held_out_sets(found: Sequence[T] | Mapping[str, Sequence[T]]) -> Mapping[str, Sequence[T]]:
     """Name -> held-out prompts of a set; the only set of a task may have the name `UNNAMED`.
 
@@ -336,7 +356,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     module, _, name = config.factory.rpartition(":")
     try:
         imported = _import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"task.factory is {config.factory!r}, which cannot be imported: {describe_error(error)}"
         ) from error
@@ -394,7 +414,7 @@ def _call_factory(factory: Any, config: TaskConfig, *, seed: int) -> Task:
         arguments["seed"] = seed
     try:
         task = factory(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ValueError) and f"{error}".startswith("task.options"):
             raise  # the task checks its options itself
         raise ValueError(f"task.factory {config.factory} failed: {describe_error(error)}") from error

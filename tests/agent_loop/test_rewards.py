@@ -2,13 +2,14 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
 from agent_loop.functions import FunctionReward, weighted
 from agent_loop.loop import Message, Prompt, RolloutError
 from agent_loop.reward import Completion, score_in_time
-from agent_loop.rewards import exact_match, in_processes, math_answer, overlong_penalty, regex_match
+from agent_loop.rewards import cosine_length, exact_match, in_processes, math_answer, overlong_penalty, regex_match
 from message_queue.tokens import StopReason
 
 
@@ -81,16 +82,55 @@ class OwnError(Exception):
         super().__init__(text)
 
 
-async def test_an_error_in_processes_names_the_line_of_the_user():
+@pytest.mark.parametrize("where", [lambda function: function, in_processes], ids=["in_a_thread", "in_processes"])
+@pytest.mark.parametrize("name", ["OwnError: absent", "StopIteration:", "SystemExit: 3"])
+async def test_an_error_of_a_reward_names_the_line_of_the_user_and_the_prompt(name, where):
     def fails(completion):
-        raise OwnError("absent", 1)
+        if name[0] == "O":
+            raise OwnError("absent", 1)
+        return next(iter(())) if name[1] == "t" else sys.exit(3)
 
     with pytest.raises(RolloutError) as error:
-        await score(in_processes(fails), "")
-    line = f"{__file__}:{fails.__code__.co_firstlineno + 1} in fails"
-    assert f"OwnError: absent ({line})" in str(error.value) and "prompt 0" in str(error.value)
+        await score(where(fails), "")
+    assert f"{name} ({__file__}:" in str(error.value) and "in fails)" in str(error.value)
+    assert "reward fails of prompt 0" in str(error.value)
+
+
+async def test_the_end_of_a_process_by_the_reward_names_the_reward_and_the_prompt():
+    with pytest.raises(RolloutError, match=r"prompt 0 .*reward leaves died"):
+        await score(in_processes(leaves), "")
+
+
+def leaves(completion):
+    os._exit(3)
 
 
 def test_in_processes_needs_a_process():
     with pytest.raises(ValueError, match="processes"):
         in_processes(exact_match, processes=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "value"),
+    [("42", 0, 1.0), ("42", 50, 0.75), ("42", 100, 0.5), ("42", 300, 0.5), ("7", 0, -1.0), ("7", 100, -0.5)],
+)
+async def test_cosine_length_prefers_short_right_and_long_wrong_answers(text, num_tokens, value):
+    reward = FunctionReward(weighted(cosine_length(exact_match, max_tokens=100)))
+    prompt = Prompt(index=0, messages=(Message(role="user", content="?"),), target={"answer": "42"})
+    reward.check(prompt.target)
+    score = await reward.score(prompt, completion=completion(text, num_tokens=num_tokens))
+    assert score.value == pytest.approx(value)
+
+
+async def test_cosine_length_takes_a_reward_without_the_completion_and_an_async_one():
+    async def given(answer):
+        return answer == "42"
+
+    assert (await score(cosine_length(given, max_tokens=100), "", answer="42")).value == 1
+    with pytest.raises(ValueError, match="answer"):
+        FunctionReward(weighted(cosine_length(given, max_tokens=100))).check({"other": "42"})
+
+
+def test_cosine_length_needs_a_number_of_tokens():
+    with pytest.raises(ValueError, match="max_tokens"):
+        cosine_length(exact_match, max_tokens=0)

@@ -106,8 +106,37 @@ def with_index(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
 
 
+HEAD = """
+from agent_loop import math_answer
+from async_rl import Task
+
+def exact(completion, answer):
+    return completion.text == answer
+
+def tool(*numbers: int):
+    "Adds."
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+"""
+BAD_CALLS = [  # arguments of Task, parts of the line
+    ("prompts=ROWS, rewards=exact, template='{prompt'", ["template is '{prompt'"]),
+    ("prompts=ROWS, rewards=exact, template='{prompt.x}'", ["template is '{prompt.x}'", "prompt, answer"]),
+    ("prompts=ROWS, rewards=exact, template='{}'", ["template is '{}'", "{name}"]),
+    ("prompts=ROWS, rewards=None", ["rewards is None", "give a function"]),
+    ("prompts=ROWS, rewards='exact'", ["rewards is 'exact'", "give a function"]),
+    ("prompts=ROWS, rewards=math_answer", ["reward math_answer", "call it"]),
+    ("prompts=ROWS, rewards=exact, tools=tool", ["tools is", "give a list"]),
+    ("prompts=ROWS, rewards=exact, tools=['tool']", ["tool 'tool'", "function"]),
+    ("prompts=ROWS, rewards=exact, tools=[tool]", ["tool tool", "*numbers"]),
+    ("prompts=lambda: ROWS, rewards=exact", ["prompts", "returns a list"]),
+    ("prompts='object.json', rewards=exact", ["object.json", "list of rows"]),
+    ("prompts=ROWS, rewards=exact, max_prompt_tokens='7'", ["max_prompt_tokens is '7'"]),
+    ("prompts=ROWS, rewards=exact, system=7", ["system is 7"]),
+    ("prompts=exit(3), rewards=exact", ["SystemExit: 3", "bad_call.py:13"]),
+]
 OWN = ["--task", "mine.py", "validation.prompts=1"]
 BAD_OVERRIDES = [
+    (["name={a"], ["'name={a'", "quote"]),
     (["nonsense"], ["nonsense", "key=value"]),
     (["wish=1"], ["wish", "known here: name"]),
     (["trainer.thread=2"], ["trainer.thread ", "trainer.threads"]),
@@ -198,6 +227,15 @@ def refused(arguments, folder, monkeypatch, capsys):
 @pytest.mark.parametrize(("arguments", "parts"), BAD_OVERRIDES + BAD_TASKS, ids=lambda value: " ".join(value)[:60])
 def test_bad_input_is_refused_with_one_line_and_no_process(arguments, parts, model, capsys, tmp_path, monkeypatch):
     given = [*arguments, *([f"model.checkpoint={model}"] if "--task" in arguments else [])]
+    (line,) = refused(given, tmp_path, monkeypatch, capsys)
+    assert [part for part in parts if part not in line] == [], line
+
+
+@pytest.mark.parametrize(("call", "parts"), BAD_CALLS, ids=[case[0] for case in BAD_CALLS])
+def test_a_bad_task_is_refused_with_one_line_and_no_process(call, parts, model, capsys, tmp_path, monkeypatch):
+    (tmp_path / "object.json").write_text("{}")
+    (tmp_path / "bad_call.py").write_text(f"{HEAD}\ntask = Task({call})\n")
+    given = ["--task", "bad_call.py", f"model.checkpoint={model}", "validation.prompts=0", "--check"]
     (line,) = refused(given, tmp_path, monkeypatch, capsys)
     assert [part for part in parts if part not in line] == [], line
 

@@ -59,6 +59,8 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
 def test_the_python_blocks_of_a_page_run(page, tmp_path):
     ran = run_blocks(page.read_text(), tmp_path)
+    if "SandboxError" in ran.stderr:
+        pytest.skip("programs cannot be isolated on this machine")
     assert ran.returncode == 0, ran.stderr
 
 

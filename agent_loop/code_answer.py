@@ -1,0 +1,154 @@
+"""A reward that runs the code of an answer against tests.
+
+rows = [{"prompt": "Write double(x).", "tests": ["assert double(2) == 4", "assert double(0) == 0"]}]
+Task(prompts=rows, rewards=code_answer())
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from agent_loop.reward import Completion, RewardFunction
+from agent_loop.sandbox import SandboxLimits, check_sandbox, run_python
+
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+# Only a test that ran to its end prints the mark: an answer that calls sys.exit(0) before it has failed.
+_HARNESS = """
+import json, os, sys
+answer, test, mark = json.load(sys.stdin)
+names = {"__name__": "answer"}
+exec(compile(answer, "answer", "exec"), names)
+exec(compile(test, "test", "exec"), names)
+os.write(1, mark.encode())
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Test:
+    """One test of a row."""
+
+    code: str = ""
+    """Python code that is run after the answer and fails by an exception; "" compares outputs."""
+    stdin: str = ""
+    """Input of the answer if outputs are compared."""
+    stdout: str = ""
+    """What the answer has to print, apart from space at the ends of lines and of the text."""
+
+
+def code_answer(
+    *, partial: bool = False, limits: SandboxLimits | None = None, at_once: int | None = None
+) -> RewardFunction:
+    """Whether the last code block of the last turn passes the tests of the row, in a sandbox (`agent_loop.sandbox`).
+
+    The column `tests` is Python code, such as `assert` statements; or a list of such texts, as in MBPP; or a list of
+    mappings with `input` and `output`, which are compared with stdin and stdout; or a mapping with the lists `inputs`
+    and `outputs`, as in APPS and TACO; or one of them as JSON.
+
+    Code and answer run in one process, one for each test. An answer that searches the interpreter for the test can
+    forge a result; one that only ends early cannot.
+
+    Args:
+        partial: whether the reward is the share of tests that pass. Otherwise it is 1 if all pass, else 0, and no test
+            is run after one that failed.
+        limits: of each test. `wall_s` is for all tests of a completion together: tests not run by then have failed.
+        at_once: completions that are tested at once in each rollout worker; None is the number of cores. Others wait,
+            and `rollout.limits.reward_timeout_s` includes the wait.
+
+    Raises:
+        SandboxError: programs cannot be isolated on this machine.
+    """
+    check_sandbox()
+    bounds = limits or SandboxLimits()
+    slots = asyncio.Semaphore(at_once or os.cpu_count() or 1)
+
+    async def code_answer(completion: Completion, tests: Any) -> float:
+        wanted = _read_tests(tests)
+        blocks = _BLOCK.findall(completion.text)
+        if not blocks:
+            return 0.0
+        async with slots:
+            passed = await _count_passed(blocks[-1], wanted, limits=bounds, all_tests=partial)
+        return passed / len(wanted) if partial else float(passed == len(wanted))
+
+    return code_answer
+
+
+async def _count_passed(answer: str, tests: Sequence[_Test], *, limits: SandboxLimits, all_tests: bool) -> int:
+    """Tests that pass; without `all_tests` none is run after the first that fails."""
+    clock = asyncio.get_running_loop().time
+    end, passed = clock() + limits.wall_s, 0
+    for test in tests:
+        if (left := end - clock()) <= 0:
+            break
+        if await _passes(answer, test, limits=replace(limits, wall_s=left)):
+            passed += 1
+        elif not all_tests:
+            break
+    return passed
+
+
+async def _passes(answer: str, test: _Test, *, limits: SandboxLimits) -> bool:
+    if test.code:
+        mark = secrets.token_hex(16)
+        result = await run_python(_HARNESS, stdin=json.dumps([answer, test.code, mark]), limits=limits)
+        return mark in result.stdout
+    result = await run_python(answer, stdin=test.stdin, limits=limits)
+    return result.exit_code == 0 and _lines(result.stdout) == _lines(test.stdout)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _read_tests(tests: Any) -> list[_Test]:
+    """The tests of a row.
+
+    Raises:
+        ValueError: the column has another form.
+    """
+    if isinstance(tests, str) and tests.lstrip().startswith(("[", "{")):
+        with contextlib.suppress(ValueError):  # it is code
+            tests = json.loads(tests)
+    if isinstance(tests, Mapping):
+        columns = cast(Mapping[str, Any], tests)
+        if columns.get("fn_name"):
+            raise ValueError("tests has fn_name, calls of a function; write them as assert statements")
+        if len(columns.get("inputs") or ()) != len(columns.get("outputs") or ()):
+            raise ValueError("tests has inputs and outputs of different number")
+        tests = [
+            {"input": given, "output": expected}
+            for given, expected in zip(columns.get("inputs") or (), columns.get("outputs") or (), strict=True)
+        ]
+    listed = (
+        [tests] if isinstance(tests, str) else list(cast(Sequence[Any], tests)) if isinstance(tests, Sequence) else []
+    )
+    if not listed:
+        raise ValueError(f"tests is {_shown(tests)}; give code with assert statements, or input and output")
+    return [_read_test(each) for each in listed]
+
+
+def _read_test(test: Any) -> _Test:
+    if isinstance(test, str) and test.strip():
+        return _Test(code=test)
+    if isinstance(test, Mapping) and {"input", "output"} <= set(cast(Mapping[str, Any], test)):
+        return _Test(stdin=_text(test["input"]), stdout=_text(test["output"]))
+    raise ValueError(f"a test is {_shown(test)}; give code with assert statements, or a mapping with input and output")
+
+
+def _text(value: Any) -> str:
+    """Text of an input or output; a list has its lines."""
+    return "\n".join(map(str, cast(list[Any], value))) if isinstance(value, list) else str(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

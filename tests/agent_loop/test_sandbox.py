@@ -1,0 +1,249 @@
+"""Programs that misbehave in a sandbox: each is bounded, and nothing of it remains."""
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agent_loop import sandbox
+from agent_loop.sandbox import SandboxError, SandboxLimits, check_sandbox, run_python, run_shell
+
+try:
+    check_sandbox()
+except SandboxError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+STAYS = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(0)
+"""
+
+
+def children():
+    """Processes below this one; a program that remains is one, as is its sandbox."""
+    return {(one.pid, one.create_time()) for one in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_remains(monkeypatch):
+    before, open_files = children(), len(list(Path("/proc/self/fd").iterdir()))
+    uids, unused_uid = [], sandbox._unused_uid
+    monkeypatch.setattr(sandbox, "_unused_uid", lambda: uids.append(unused_uid()) or uids[-1])
+    yield
+    remaining = [one.pid for one in psutil.process_iter(["uids"]) if one.info["uids"].real in uids]
+    assert not remaining and children() <= before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_files + 4  # of the event loop
+
+
+async def test_run_python_returns_output_and_exit_code():
+    result = await run_python("import sys\nprint(input() * 2)\nprint('bad', file=sys.stderr)\nsys.exit(3)", stdin="ab")
+    assert (result.exit_code, result.stopped, result.stdout, result.stderr) == (3, "", "abab\n", "bad\n")
+
+
+async def test_run_shell_returns_the_signal_that_ended_the_command():
+    assert (await run_shell("echo $((6 * 7))")).stdout == "42\n"
+    assert (await run_shell("kill -9 $$")).exit_code == 137
+
+
+async def test_a_program_may_import_the_packages_of_the_caller():
+    assert (await run_python("import numpy\nprint(numpy.ones(3).sum())")).stdout == "3.0\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ntime.sleep(1000)",
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)",
+        "input()\nwhile True: pass",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        STAYS + "time.sleep(1000)",
+    ],
+    ids=["sleeps", "ignores_sigterm", "computes", "fork_bomb", "leaves_the_session"],
+)
+async def test_a_program_without_end_is_stopped_with_its_descendants(source):
+    result = await run_python(source, stdin="go\n", limits=SandboxLimits(wall_s=1.5, processes=8, cpu_s=100))
+    assert result.stopped == "wall_s" and result.exit_code is None
+
+
+async def test_descendants_end_with_the_program():
+    result = await run_python(STAYS + "print('done')")
+    assert (result.exit_code, result.stdout) == (0, "done\n")
+
+
+async def test_descendants_that_keep_the_output_open_do_not_delay_the_end():
+    result = await run_shell("sleep 1000 & disown; echo done", limits=SandboxLimits(wall_s=60))
+    assert (result.stopped, result.stdout) == ("", "done\n")
+
+
+async def test_cpu_time_is_bounded():
+    result = await run_python("while True: pass", limits=SandboxLimits(cpu_s=1, wall_s=60))
+    assert result.stopped == "" and result.exit_code == 137
+
+
+async def test_the_number_of_processes_is_bounded():
+    source = "import os, time\nfor n in range(100):\n    print(n, flush=True)\n    os.fork() or time.sleep(1000)"
+    result = await run_python(source, limits=SandboxLimits(processes=5))
+    assert result.stdout.split()[-1] == "4" and "BlockingIOError" in result.stderr
+
+
+async def test_memory_is_bounded():
+    result = await run_python("data = bytearray(1 << 30)", limits=SandboxLimits(memory_mb=256))
+    assert result.exit_code == 1 and "MemoryError" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.memfd_create('a')",
+        "import os\nos.unshare",
+        "import ctypes\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.shmget(0, 1 << 20, 0o1600) == -1 and ctypes.get_errno() == 1\nraise PermissionError",
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.unshare(0x10000000) == -1\n"
+        "assert ctypes.get_errno() == 1\nraise PermissionError",
+    ],
+    ids=["memfd", "unshare_is_absent", "shared_memory", "user_namespace"],
+)
+async def test_memory_outside_of_the_address_space_is_refused(source):
+    result = await run_python(source)
+    assert result.exit_code == 1 and ("PermissionError" in result.stderr or "AttributeError" in result.stderr)
+
+
+async def test_threads_and_subprocesses_work():
+    source = (
+        "import subprocess, threading\n"
+        "thread = threading.Thread(target=lambda: print('thread', flush=True))\nthread.start()\nthread.join()\n"
+        "print(subprocess.run(['echo', 'process'], capture_output=True, text=True).stdout)"
+    )
+    assert (await run_python(source)).stdout.split() == ["thread", "process"]
+
+
+async def test_the_disk_is_bounded_in_size_and_number_of_files():
+    limits = SandboxLimits(disk_mb=2, files=20)
+    sizes = "data = b'x' * (1 << 20)\nfor n in range(9):\n    open(str(n), 'wb').write(data)\n    print(n, flush=True)"
+    result = await run_python(sizes, limits=limits)
+    assert result.stdout.split()[-1] == "1" and "No space left" in result.stderr
+    many = "for n in range(99):\n    open(str(n), 'w').close()\n    print(n, flush=True)"
+    result = await run_python(many, limits=limits)
+    assert result.stdout.split()[-1] == "19" and "No space left" in result.stderr
+
+
+async def test_no_other_place_can_be_written():
+    result = await run_shell(
+        "for d in / /dev /dev/shm /usr /usr/bin /etc /program /proc /proc/sys /run /var/tmp "
+        "$(dirname $(command -v python3)); do touch $d/x 2>/dev/null && echo $d; done; echo end"
+    )
+    assert result.stdout == "end\n"
+
+
+async def test_output_without_end_is_stopped():
+    result = await run_shell("yes", limits=SandboxLimits(output_bytes=1000, wall_s=60))
+    assert result.stopped == "output_bytes" and result.stdout == "y\n" * 500
+    result = await run_shell("yes >&2", limits=SandboxLimits(output_bytes=1000, wall_s=60))
+    assert result.stopped == "output_bytes" and result.stderr == "y\n" * 500
+
+
+async def test_a_program_has_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        local.bind("\0of the host")
+        local.listen()
+        source = (
+            "import socket\n"
+            f"for family, place in ((socket.AF_INET, ('127.0.0.1', {server.getsockname()[1]})),\n"
+            "                      (socket.AF_INET, ('1.1.1.1', 53)), (socket.AF_UNIX, '\\0of the host'),\n"
+            "                      (socket.AF_VSOCK, (2, 22))):\n"
+            "    try:\n        socket.socket(family).connect(place)\n"
+            "    except OSError as error:\n        print(error.errno)\n"
+            "    else:\n        print('open')"
+        )
+        assert (await run_python(source)).stdout.split() == ["111", "101", "111", "97"]
+
+
+async def test_a_program_sees_no_file_or_variable_of_the_caller(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("of the host")
+    (tmp_path / "secret").chmod(0o644)
+    monkeypatch.setenv("SECRET", "of the host")
+    result = await run_shell(
+        f"cat {tmp_path}/secret; cat /etc/passwd /etc/shadow; ls -A ~ /home /work/wt {tmp_path.parent}; env; "
+        "ls /proc/self/fd; cat /proc/*/environ; ls -d /proc/[0-9]*; cat /proc/1/root/etc/passwd; id -u"
+    )
+    assert "of the host" not in result.stdout + result.stderr and "root:" not in result.stdout
+    assert "SECRET" not in result.stdout and f"\n{tmp_path.name}" not in result.stdout
+    processes = [line for line in result.stdout.splitlines() if line.startswith("/proc/")]
+    assert 1 <= len(processes) <= 5
+
+
+async def test_a_program_has_no_capability_and_cannot_end_process_1():
+    source = (
+        "import os, signal\n"
+        "for number in (signal.SIGKILL, signal.SIGTERM):\n"
+        "    try: os.kill(1, number); os.kill(os.getppid(), number)\n"
+        "    except PermissionError: pass\n"
+        "print([line.split()[1] for line in open('/proc/self/status') if line.startswith(('Cap', 'NoNew'))])"
+    )
+    result = await run_python(source)
+    assert eval(result.stdout) == ["0" * 16] * 5 + ["1"]
+
+
+async def test_a_cancelled_caller_stops_the_program():
+    task = asyncio.create_task(run_python(STAYS + "time.sleep(1000)", limits=SandboxLimits(wall_s=1000)))
+    deadline = time.monotonic() + 60
+    while sum(psutil.Process(pid).name() == "python3.11" for pid, _ in children()) < 2:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_caller_may_be_cancelled_at_any_time(turns):
+    task = asyncio.create_task(run_python("import time\ntime.sleep(1000)", limits=SandboxLimits(wall_s=1000)))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_programs_run_side_by_side_and_do_not_see_each_other():
+    source = "import os\nopen(input(), 'w')\nprint(os.listdir('.'))"
+    results = await asyncio.gather(*(run_python(source, stdin=f"{n}\n") for n in range(4)))
+    assert [eval(result.stdout) for result in results] == [[str(n)] for n in range(4)]
+
+
+async def test_large_sources_and_inputs_arrive():
+    text = "é" * 300_000
+    result = await run_python(f"text = '{text}'\nprint(len(text), len(input()))", stdin=text)
+    assert result.stdout == "300000 300000\n"
+
+
+@pytest.mark.parametrize("command", ["false", "echo 'bwrap: No permissions to create new namespace' >&2; exit 1"])
+async def test_a_machine_without_isolation_is_refused_and_runs_nothing(command, tmp_path, monkeypatch):
+    broken = tmp_path / "bwrap"
+    broken.write_text(f"#!/bin/sh\n{command}\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SandboxError, match="isolated"):
+        sandbox.check_sandbox.__wrapped__()
+    with pytest.raises(SandboxError, match="isolated"):
+        await run_python("print('it ran')")
+
+
+async def test_a_machine_without_bubblewrap_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="bubblewrap"):
+        await run_shell("true")
+
+
+@pytest.mark.parametrize("name", ["wall_s", "memory_mb", "processes", "files"])
+def test_limits_are_positive(name):
+    with pytest.raises(ValueError, match=name):
+        SandboxLimits(**{name: 0})
