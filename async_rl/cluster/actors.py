@@ -103,9 +103,10 @@ class Placement:
     def shortage(self) -> str | None:
         """Resources of the run that the nodes of the cluster do not have together; None if they have all."""
         asked: dict[str, float] = {}
-        for name, amount in (item for bundle in self._bundles for item in bundle.items()):
-            asked[name] = asked.get(name, 0.0) + amount
-        there: dict[str, float] = ray.cluster_resources()
+        for bundle in self._bundles:
+            for name, amount in bundle.items():
+                asked[name] = asked.get(name, 0.0) + amount
+        there: Mapping[str, float] = ray.cluster_resources()
         missing = [
             f"{amount:g} {name}, of which the nodes have {there.get(name, 0.0):g}"
             for name, amount in asked.items()

@@ -81,8 +81,8 @@ def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, expert
 
     A bfloat16 weight has 2 bytes, its gradient 4, and AdamW's float32 copy and moments 12; of float32 weights 4, 4 and
     8. The distributed optimizer splits the state over the ranks that hold the same weights: those of dense weights over
-    `data_parallel` x context ranks, those of an expert over ranks / (pipeline x expert x expert_tensor). With LoRA, only
-    the weights are counted.
+    `data_parallel` x context ranks, those of an expert over ranks / (pipeline x expert x expert_tensor). With
+    LoRA, only the weights are counted.
 
     Args:
         cpu_offload: share of the optimizer state that is in CPU memory.

@@ -190,6 +190,8 @@ def _outputs(kind: Kind, rows: int, *, key_rows: int) -> list[int]:
             return [rows // 2, rows // 2]
         case "direct" | "vocabulary":
             return [rows]
+        case "stacked" | "stacked_gate_up":
+            raise AssertionError(f"{kind}: `layout_problems` refuses LoRA for experts in one tensor")
 
 
 def _initial(name: str, *, rank: int, inputs: int, seed: int) -> Tensor:
