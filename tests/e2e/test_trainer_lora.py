@@ -95,12 +95,13 @@ def test_gradients_of_adapters_equal_those_of_a_float64_reference(model, changes
     numerics.assert_within(abs(metrics["grad_norm"] - norm), expected.distance_bound * norm)
 
 
-def test_the_start_policy_is_the_start_checkpoint_bit_for_bit(model):
+def test_the_start_weights_are_those_of_the_checkpoint_bit_for_bit(model):
     trainer, plain = model.start(spread=False), start_trainer(model.checkpoint, router_replay=model.replay)
     ours, theirs = exported(trainer), exported(plain)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert torch.equal(trainer.logprobs(model.batch()), plain.logprobs(model.batch()))
+    batch = model.batch()  # the same weights elsewhere in memory may be added up in another order
+    assert_near(trainer.logprobs(batch), plain.logprobs(batch), bound=2 * model.expected(trainer, batch).logprob_bound)
 
 
 def test_updates_change_every_adapted_weight_and_no_base_weight(model):

@@ -210,7 +210,7 @@ def test_recorded_rollouts_are_what_was_sampled_and_trained(checkpoint, tmp_path
 
 def test_recorded_advantages_have_the_kl_of_the_reward(checkpoint, tmp_path):
     loss, batch = replace(LOSS, kl_coefficient=0.1, kl_in="reward"), prepared(groups())
-    recorder = RolloutRecorder(tmp_path, keep=1, tokenizer=Numbers())
+    recorder = RolloutRecorder(tmp_path, config=RecordConfig(steps=1), tokenizer=Numbers())
     trainer = start_trainer(checkpoint, recorder=recorder, **(OPTIONS | {"loss": loss}))
     reference = start_trainer(checkpoint, router_replay="none").logprobs(batch)
     trainer.train(batch)
