@@ -63,9 +63,8 @@ def prepare(
     """
     heads = batch.groups
     sound = [_without_failed(head) for head in heads]
-    mini_batches = mini_batches_of(
-        [head.group for head in heads], count=updates_per_batch, seed=seed, update=batch.update
-    )
+    groups = [head.group for head in heads]
+    mini_batches = mini_batches_of(groups, count=updates_per_batch, seed=seed, update=batch.update)
     rewards = batch_rewards(sound, advantage)
     advantages = rewards.advantages()
     made = training_batch(
@@ -80,12 +79,8 @@ def prepare(
         rewards=rewards,
     )
     lengths = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
-    staleness: dict[str, Any] = {
-        "update": batch.update,
-        "version_updates": version_updates,
-        "min_update": batch.min_update,
-        "mini_batches": mini_batches,
-    }
+    staleness: dict[str, Any] = {"update": batch.update, "version_updates": version_updates}
+    staleness |= {"min_update": batch.min_update, "mini_batches": mini_batches}
     return PreparedBatch(
         batch=made,
         gradient_tokens=_sums(made.num_loss_tokens, made.index[:, 0], len(heads)),

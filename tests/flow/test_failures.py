@@ -35,7 +35,11 @@ class Rewards:
 async def test_failed_reward_is_retried_without_sampling_again(tmp_path, max_retries):
     rewards = Rewards(times=2)
     harness = Harness(
-        tmp_path, reward_fail=rewards, failure=FailureConfig(max_retries=max_retries), trainer=FakeTrainer(step_s=0.01)
+        tmp_path,
+        reward_fail=rewards,
+        failure=FailureConfig(max_retries=max_retries),
+        trainer=FakeTrainer(step_s=0.01),
+        on_update="drain",  # a request that an update aborts before its first token is sent again
     )
     assert await harness.run()
     trained = {f"g{line['group']}-t1" for line in harness.groups("trained")}

@@ -10,7 +10,7 @@ from transformers import modeling_rope_utils
 from async_rl.trainer.model.families import FAMILIES, read_shape
 from async_rl.trainer.model.families.rope import Llama3
 from async_rl.trainer.model.layout import layout_problems
-from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
+from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
 from async_rl.weights.model_info import CheckpointError, read_model_info
 from tests.helpers import numerics, tiny_models
 
@@ -119,6 +119,8 @@ def test_sinks_and_experts_with_biases_are_refused_in_layouts_that_split_them(tm
         assert problem.startswith(f"trainer.parallel.{field} is 2") and f"{field}=1" in problem
     (problem,) = layout_problems(shape, TrainerConfig(layer_spec="transformer_engine", dtype="bfloat16"))
     assert problem.startswith("trainer.layer_spec is transformer_engine") and "layer_spec=local" in problem
+    (problem,) = layout_problems(shape, TrainerConfig(lora=LoraConfig(rank=4)))
+    assert problem.startswith("trainer.lora.rank is 4") and "rank=0" in problem
 
 
 @pytest.mark.parametrize(
