@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-from transformers import PreTrainedTokenizerFast
-
 from agent_loop.rewards import math_answer
 from async_rl.rollout.data import open_rows
-from async_rl.rollout.task import Demonstration, Task
+from async_rl.rollout.task import Task
 
 from .make_sample import SAMPLE
-from .model import build_tokenizer, save_tiny_checkpoint
+from .sample_task import SampleTask
 
 TEMPLATE = "{question}\nReason step by step. Write the answer on the last line after ####."
 
@@ -24,48 +21,22 @@ def math_task(
     train: str = str(SAMPLE / "train.jsonl"),
     validation: str = str(SAMPLE / "validation.jsonl"),
     max_prompt_tokens: int | None = None,
-) -> MathTask:
-    """The task of `--recipe math`.
+) -> Task:
+    """The task of `--recipe math`. Only the sample has a tiny model; other files need `model.checkpoint`.
 
     Args:
         train: `.jsonl` or `.parquet` file in the format of GSM8K.
         validation: another one, which is not trained.
         max_prompt_tokens: longer prompts are left out.
     """
-    return MathTask(
+    kind = SampleTask if Path(train).parent == SAMPLE else Task
+    return kind(
         prompts=read_gsm8k(train, name="task.options.train"),
         validation=read_gsm8k(validation, name="task.options.validation"),
         template=TEMPLATE,
         rewards=math_answer(),
         max_prompt_tokens=max_prompt_tokens,
     )
-
-
-class MathTask(Task):
-    """A Task that can also build a tiny model of its words, and show it the solutions of the training rows."""
-
-    def save_initial_checkpoint(self, path: Path) -> None:
-        """Write a randomly initialised model and tokenizer."""
-        save_tiny_checkpoint(path, tokenizer=self._words(), seed=self.seed)
-
-    def demonstrations(self, start: int, count: int) -> Sequence[Demonstration]:
-        """Prompts `start` to `start + count - 1`, each with its solution in the loss."""
-        tokenizer = self._words()
-        chat = self._chat(tokenizer)
-
-        def demonstrate(index: int) -> Demonstration:
-            prompt = self.train_prompt(index)
-            asked = chat.prompt(prompt.messages)
-            text = f"{prompt.target['solution']}{tokenizer.eos_token}"
-            written = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-            mask = np.arange(len(asked) + len(written)) >= len(asked)
-            return np.concatenate([asked, written]), mask
-
-        return [demonstrate(index) for index in range(start, start + count)]
-
-    def _words(self) -> PreTrainedTokenizerFast:
-        rows = cast(Sequence[Mapping[str, str]], self._prompts)
-        return build_tokenizer([TEMPLATE, *(row[column] for row in rows for column in ("question", "solution"))])
 
 
 def read_gsm8k(path: str, *, name: str) -> list[dict[str, str]]:

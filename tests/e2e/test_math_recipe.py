@@ -1,14 +1,18 @@
 """The math recipe on its sample, with the real engine and trainer."""
 
 import json
+import re
 import subprocess
 import sys
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.math.task import math_task
+from recipes.math.make_sample import SAMPLE
+from tests.conformance.reference import reference
 from tests.e2e.runs import check_records, check_rollouts
+from tests.helpers.numerics import FACTOR
 
 SMALL = (
     "warm_start.steps=60",
@@ -38,7 +42,6 @@ def test_the_math_recipe_trains_a_model_that_answers_in_the_format(tmp_path):
     run("run", "--recipe", "math", *SMALL, *folders)
     steps, groups = check_records(directory, steps=2, staleness=1)
     check_rollouts(directory, steps, groups)
-    assert all(step["reward/mean"] > 0 for step in steps)
 
     run("evaluate", str(directory))
     last = said(directory / "validation_rollouts.jsonl")
@@ -46,14 +49,40 @@ def test_the_math_recipe_trains_a_model_that_answers_in_the_format(tmp_path):
     run("evaluate", str(directory / "final"), "--recipe", "math", *SMALL[4:], "--out", str(tmp_path / "out"))
     assert said(tmp_path / "out" / "rollouts.jsonl") == last
 
-    tokenizer = AutoTokenizer.from_pretrained(directory / "final")
-    model = AutoModelForCausalLM.from_pretrained(directory / "final", dtype=torch.float32)
-    answers = []
-    for prompt in math_task().validation_prompts(8):
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-        asked = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    check_rewards(last)
+    check_transformers(directory / "final", last)
+
+
+def check_rewards(rollouts):
+    """Most answers have the format, and the reward is 1 for those with the number of the sample, else 0."""
+    rows = [json.loads(line) for line in (SAMPLE / "validation.jsonl").read_text().splitlines()]
+    solutions = {row["question"]: row["answer"] for row in rows}
+    stated = []
+    for prompt, response, reward in rollouts:
+        (solution,) = [text for question, text in solutions.items() if question in prompt]
+        number = re.search(r"#### (-?\d+)\b", response)
+        stated += [number] if number else []
+        assert reward == (number is not None and number[1] == solution.rpartition("#### ")[2])
+    assert len(stated) >= 6, rollouts
+
+
+def check_transformers(checkpoint, rollouts):
+    """Each token of the greedy rollouts is the most likely one for transformers too, or tied with it in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    compared = 0
+    for prompt, response, _ in rollouts:
+        asked = tokenizer.encode(prompt, add_special_tokens=False)
+        token_ids = np.array([*asked, *tokenizer.encode(response, add_special_tokens=False)], np.int32)
+        assert tokenizer.decode(token_ids) == prompt + response
+        expected = reference(model, token_ids)
+        tied_routes = np.flatnonzero((expected.margins <= FACTOR * expected.score_errors).any(1))
+        settled = tied_routes[0] if len(tied_routes) else len(token_ids)
+        rows = expected.logprobs[len(asked) - 1 : settled]
+        chosen = token_ids[len(asked) : len(asked) + len(rows), None]
+        gaps = rows.max(1, keepdims=True) - np.take_along_axis(rows, chosen, 1)
+        assert gaps.max(initial=0.0) <= 2 * expected.logprob_bound, tokenizer.decode(
+            chosen[: int(gaps.argmax()) + 1, 0]
         )
-        answer = model.generate(**asked, max_new_tokens=64, do_sample=False)[0, asked["input_ids"].shape[1] :]
-        answers.append(tokenizer.decode(answer, skip_special_tokens=True).rpartition("\n#### ")[2])
-    assert sum(answer.isdigit() for answer in answers) >= 6, answers
+        compared += len(rows)
+    assert compared > 100
