@@ -1,16 +1,12 @@
 """The wheel runs from any directory and installs no module with a common name."""
 
-import os
-import shutil
 import subprocess
 import sys
-import zipfile
 
 import pytest
 
-from tests.architecture.test_imports import ROOT
+from tests.helpers.wheel import environment_of, install_wheel
 
-CONTENT = ("message_queue", "agent_loop", "async_rl", "configs", "recipes", "pyproject.toml", "setup.py", "README.md")
 START = """
 import sys
 
@@ -30,15 +26,7 @@ for recipe in ("calculator", "math"):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """Folder with the content of the wheel."""
-    source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
-    for name in (*CONTENT, "LICENSE"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), "."]
-    subprocess.run(build, cwd=source, check=True, capture_output=True)
-    (wheel,) = wheels.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
-    return site
+    return install_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_has_three_packages_and_no_other_module(installed):
@@ -54,11 +42,11 @@ def test_an_installed_run_finds_its_configs_and_recipes(installed, tmp_path):
     found = subprocess.run(
         [sys.executable, "-c", START],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
+        env=environment_of(installed),
         capture_output=True,
         text=True,
     )
     assert found.returncode == 0, found.stderr
     config = str(installed / "async_rl" / "config.py")
-    modules = [f"async_rl.recipes.{recipe}.task" for recipe in ("calculator", "math")]
+    modules = ["async_rl.recipes.calculator.task", "async_rl.recipes.math.sample_task"]
     assert found.stdout.split() == [config, modules[0], config, modules[1]]
