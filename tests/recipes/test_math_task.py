@@ -8,7 +8,7 @@ import pytest
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.tools import PauseGate
-from async_rl.config import RECIPES, load_config, recipe_overrides
+from async_rl.config import RECIPES, ConfigError, load_config, recipe_overrides
 from async_rl.controller.preflight import check_run
 from message_queue.trajectory import Trajectory
 from recipes.math.make_sample import SAMPLE, write_sample
@@ -98,3 +98,10 @@ def test_the_reward_of_the_math_task_is_1_for_the_right_answer(said, reward):
 def test_the_math_recipe_can_start(tmp_path):
     config = load_config([*recipe_overrides(RECIPES / "math" / "recipe.yaml"), f"output_dir={tmp_path / 'run'}"])
     assert len(check_run(config).held_out[""]) == config.validation.prompts
+
+
+def test_the_math_recipe_needs_a_checkpoint_for_files_of_the_user(tmp_path):
+    path = write(tmp_path / "rows.jsonl", *({"question": f"{n}?", "answer": f"#### {n}"} for n in range(100)))
+    overrides = [*recipe_overrides(RECIPES / "math" / "recipe.yaml"), f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=r"model\.checkpoint is null"):
+        check_run(load_config([*overrides, f"task.options.train={path}"]))

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from async_rl.config import load_config
 from async_rl.controller.preflight import check_run
 from async_rl.controller.summary import parameters_of, rank_bytes, summary
+from async_rl.trainer.model.model import LoraConfig
 from tests.helpers import tokenizers_of_families
 
 H100 = 80e9  # bytes
@@ -87,3 +89,9 @@ def test_scale_preset_accepts_the_model_and_its_ranks_fit_an_h100(name, tmp_path
     assert trainer < 0.7 * H100  # the rest is for activations
     assert 2 * (dense + experts) / config.engine.tensor_parallel < 0.8 * H100
     assert f"{dense + experts:,} parameters" in summary(config)
+
+
+def test_rank_bytes_with_lora_are_those_of_the_frozen_weights():
+    config = load_config(["scale=qwen3_30b_a3b", "model.checkpoint=/m", "sync.directory=/w"])
+    adapted = replace(config.trainer, lora=LoraConfig(rank=8))
+    assert rank_bytes(adapted, cpu_offload=0.0, dense=200, experts=800) == 2 * (200 / 2 + 800 / 8)  # tensor 2, expert 8
