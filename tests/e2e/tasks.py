@@ -17,7 +17,9 @@ TURNS = 4  # of a slow rollout
 TURN_S = 0.8  # of the environment between them
 LATE_EVERY = 8  # one of so many uneven prompts is late
 LATE_STEPS = 3  # train steps between its two turns
-FIRST_TURN = 600  # tokens: decoding them takes longer than a train step, so that a publish finds rollouts in the engine
+LONG_EVERY = 4  # one of so many uneven prompts has a long first turn
+FIRST_TURN = {True: 600, False: 100}  # tokens, if long or not: decoding a long one takes longer than a train step
+LAST_TURN = 16  # tokens
 
 
 class EvenLength:
@@ -107,9 +109,10 @@ def gated_task(options, *, seed):
 
 
 def uneven_task(options, *, seed):
-    """A long turn and a short one; rollouts of some prompts last for several train steps, on any machine.
+    """Two turns; rollouts of some prompts last for several train steps, on any machine.
 
-    Option run_directory: of the run itself. Reward 1 for an odd sum of the tokens.
+    A publish finds those with a long first turn in the engine. Option run_directory: of the run itself. Reward 1 for an
+    odd sum of the tokens.
     """
     rest = dict(options)
     metrics = Path(rest.pop("run_directory")) / "metrics.jsonl"
@@ -119,14 +122,14 @@ def uneven_task(options, *, seed):
 
     async def turns(decode, trajectory, prompt, session):
         if len(trajectory.turns) == 1:
-            if (left := FIRST_TURN - trajectory.turns[0].num_sampled) > 0:
+            if (left := FIRST_TURN[prompt % LONG_EVERY == 3] - trajectory.turns[0].num_sampled) > 0:
                 await decode(left)
             if session.startswith("g") and prompt % LATE_EVERY == 1:
                 enough = num_steps() + LATE_STEPS
                 while num_steps() < enough:  # noqa: ASYNC110 - a file
                     await asyncio.sleep(0.05)
             trajectory.observe(REPLY)
-        await decode()
+        await decode(LAST_TURN)
         return trajectory.token_ids().sum() % 2
 
     return TurnsTask(rest, seed=seed, turns=turns)

@@ -142,11 +142,15 @@ async def test_run_of_every_setting_survives_a_kill(tmp_path, options, max_stale
 
 
 async def test_groups_in_flight_at_a_kill_continue(tmp_path):
-    first, second = await lives_of(tmp_path, [34], mean_length=40)
-    continued = [g for g, (_, _, tokens) in second.rolled.items() if tokens and g in second.delivered]
-    assert continued, "nothing was in flight"
-    assert set(first.delivered) - set(second.delivered), "nothing was ready"
-    check([first, second])
+    for writes in range(30, 46, 2):  # what is in flight or ready after so many writes depends on the machine
+        directory = tmp_path / str(writes)
+        directory.mkdir()
+        lives = first, second = await lives_of(directory, [writes], mean_length=40)
+        check(lives)
+        continued = [group for group, (_, _, tokens) in second.rolled.items() if tokens and group in second.delivered]
+        if continued and set(first.delivered) - set(second.delivered):
+            return
+    pytest.fail("no kill found a group in flight and one that was ready")
 
 
 async def test_stop_request_loses_no_token_and_samples_none_again(tmp_path):
