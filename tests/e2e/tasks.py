@@ -17,8 +17,10 @@ TURNS = 4  # of a slow rollout
 TURN_S = 0.8  # of the environment between them
 LATE_EVERY = 8  # one of so many uneven prompts is late
 LATE_STEPS = 3  # train steps between its two turns
-LONG_EVERY = 4  # one of so many uneven prompts has a long first turn
-FIRST_TURN = {True: 600, False: 100}  # tokens, if long or not: decoding a long one takes longer than a train step
+LONG_EVERY = 4  # one of so many uneven prompts decodes until a train step has ended
+FIRST_TURN = 100  # tokens
+LONG_TURN = 800  # most tokens of a long first turn
+PART = 50  # tokens of a first turn that are decoded at once
 LAST_TURN = 16  # tokens
 
 
@@ -122,8 +124,11 @@ def uneven_task(options, *, seed):
 
     async def turns(decode, trajectory, prompt, session):
         if len(trajectory.turns) == 1:
-            if (left := FIRST_TURN[prompt % LONG_EVERY == 3] - trajectory.turns[0].num_sampled) > 0:
-                await decode(left)
+            first, train_step = trajectory.turns[0], num_steps()
+            while first.num_sampled < FIRST_TURN or (
+                prompt % LONG_EVERY == 3 and num_steps() == train_step and first.num_sampled < LONG_TURN
+            ):
+                await decode(PART)
             if session.startswith("g") and prompt % LATE_EVERY == 1:
                 enough = num_steps() + LATE_STEPS
                 while num_steps() < enough:  # noqa: ASYNC110 - a file
