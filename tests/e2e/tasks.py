@@ -17,7 +17,7 @@ TURNS = 4  # of a slow rollout
 TURN_S = 0.8  # of the environment between them
 LATE_EVERY = 8  # one of so many uneven prompts is late
 LATE_STEPS = 3  # train steps between its two turns
-LONG_EVERY = 4  # one of so many uneven prompts decodes until a train step has ended
+LONG_EVERY = 3  # one of so many uneven prompts decodes until a train step has ended
 FIRST_TURN = 100  # tokens
 LONG_TURN = 800  # most tokens of a long first turn
 PART = 50  # tokens of a first turn that are decoded at once
@@ -126,7 +126,7 @@ def uneven_task(options, *, seed):
         if len(trajectory.turns) == 1:
             first, train_step = trajectory.turns[0], num_steps()
             while first.num_sampled < FIRST_TURN or (
-                prompt % LONG_EVERY == 3 and num_steps() == train_step and first.num_sampled < LONG_TURN
+                prompt % LONG_EVERY == 2 and num_steps() == train_step and first.num_sampled < LONG_TURN
             ):
                 await decode(PART)
             if session.startswith("g") and prompt % LATE_EVERY == 1:
