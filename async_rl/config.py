@@ -134,10 +134,10 @@ class SyncConfig:
 
     every: int = 1
     """Train steps per publish, a multiple of trainer.updates_per_batch."""
-    transport: Literal["shm", "disk"] = "shm"
-    """`shm`: shared memory of one node. `disk`: a shared directory."""
+    route: Literal["memory", "folder"] = "memory"
+    """`memory`: shared memory of one node. `folder`: a directory that all nodes see."""
     directory: Path | None = None
-    """Shared directory of `disk`."""
+    """Directory of `folder`."""
     timeout_s: float = 120.0
     """Bound in seconds on one publish of a replica, from pause to resume (with `drain`, the longest generation), and on
     the regular check that a replica answers."""
@@ -145,8 +145,8 @@ class SyncConfig:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"sync.every is {self.every}; must be >= 1")
-        if self.transport == "disk" and self.directory is None:
-            raise ValueError("sync.transport is 'disk' and sync.directory is null; give a directory all nodes see")
+        if self.route == "folder" and self.directory is None:
+            raise ValueError("sync.route is 'folder' and sync.directory is null; give a directory all nodes see")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -770,7 +770,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("tracking", tracking, "prometheus_address", "prometheus" in tracking.trackers, "prometheus in its trackers"),
         ("trainer.lora", lora, "alpha", lora.rank > 0, "trainer.lora.rank > 0"),
         ("trainer.lora", lora, "target_modules", lora.rank > 0, "trainer.lora.rank > 0"),
-        ("sync", config.sync, "directory", config.sync.transport == "disk", "sync.transport=disk"),
+        ("sync", config.sync, "directory", config.sync.route == "folder", "sync.route=folder"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("cluster", config.cluster, "num_cpus", config.cluster.address is None, "cluster.address=null"),

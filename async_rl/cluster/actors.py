@@ -126,17 +126,17 @@ class Placement:
             ) from error
 
     def require_shared_memory(self) -> None:
-        """Check that every replica is on the node of trainer rank 0, which writes the weights into shared memory there.
+        """Check that all ranks and replicas are on one node, in whose shared memory the ranks write the weights.
 
         Raises:
             PlacementError: one is not.
         """
         nodes = self._nodes()
-        away = [i for i in range(self._replicas) if nodes[self._ranks + i] != nodes[0]]
+        away = [self._name(i) for i in range(self._ranks + self._replicas) if nodes[i] != nodes[0]]
         if away:
             raise PlacementError(
-                f"sync.transport is 'shm', but of {self._replicas} replicas {len(away)} are on other nodes "
-                "than trainer rank 0, whose shared memory they cannot read; set sync.transport=disk "
+                f"sync.route is 'memory', but {len(away)} of the ranks and replicas ({', '.join(away[:3])}) are on "
+                "other nodes than trainer rank 0, whose shared memory they cannot use; set sync.route=folder "
                 "sync.directory=<a directory that all nodes see>"
             )
 

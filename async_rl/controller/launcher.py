@@ -135,7 +135,7 @@ class Launcher:
             PlacementError: a directory that a node does not see, or shared memory over several nodes.
         """
         config = self._config
-        if config.sync.transport == "shm":
+        if config.sync.route == "memory":
             placement.require_shared_memory()
         shared = {
             "output_dir": self._directory,
@@ -152,9 +152,9 @@ class Launcher:
 
     @property
     def _weights_directory(self) -> Path:
-        """Where trainer rank 0 writes published versions, on its node."""
+        """Where trainer ranks write published versions."""
         sync = self._config.sync
-        parent = Path("/dev/shm") if sync.transport == "shm" else sync.directory
+        parent = Path("/dev/shm") if sync.route == "memory" else sync.directory
         assert parent is not None
         name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
         return parent / f"async_rl-weights-{name}"

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.model_info import CheckpointError, is_carried
-from async_rl.weights.transport import read_update
+from async_rl.weights.transport import read_tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -70,7 +70,7 @@ def hash_checkpoint(checkpoint: Path, *, num_layers: int | None = None) -> Weigh
     """
     digest = WeightsDigest()
     for path in weight_files(checkpoint):
-        for name, tensor in read_update(path):
+        for name, tensor in read_tensors(path):
             if num_layers is None or not is_carried(name, num_layers=num_layers):
                 digest.update(name, tensor)
     return digest

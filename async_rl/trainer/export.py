@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -11,12 +12,14 @@ from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.layout import adapted_modules
 from async_rl.trainer.model.lora import export_adapters
 from async_rl.trainer.model.model import LoraConfig
+from async_rl.trainer.model.source import WeightSource
+from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.pretrained import save_adapter, save_pretrained
-from async_rl.weights.transport import WeightUpdate, discard_updates, write_update
+from async_rl.weights.transport import WeightUpdate, discard_updates, finish_update, version_folder, write_bucket
 
 
-def export_update(model: BuiltModel, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
-    """Write the weights for engines, after removing versions older than `keep_version`.
+def export_update(source: WeightSource, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
+    """Write the weights for engines, after removing versions older than `keep_version`. Each rank writes its buckets.
 
     Returns:
         the written version on rank 0, None on other ranks.
@@ -24,13 +27,16 @@ def export_update(model: BuiltModel, directory: Path, *, version: int, keep_vers
     Raises:
         OSError: `directory` has no free space or is not writable.
     """
-    tensors = export_weights(model.chunks, shape=model.shape)
     if dist.get_rank() == 0:
         discard_updates(directory, keep_version=keep_version)
-        return write_update(directory, version=version, tensors=tensors)
-    for _ in tensors:  # take part in the gathers
-        pass
-    return None
+    folder = version_folder(directory, version)
+    mine = {bucket.number: write_bucket(folder, bucket.number, tensors) for bucket, tensors in source.buckets()}
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, parts)
+    if parts is None:
+        return None
+    digests: dict[int, WeightsDigest] = {number: digest for part in parts for number, digest in part.items()}
+    return finish_update(folder, version=version, buckets=[digests[number] for number in sorted(digests)])
 
 
 def export_pretrained(model: BuiltModel, folder: Path, *, like: Path) -> None:

@@ -22,6 +22,7 @@ from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
 from async_rl.trainer.model.convert import load_weights
 from async_rl.trainer.model.gpt import BuiltModel, build_model, compute_head_in_float32
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
+from async_rl.trainer.model.source import WeightSource
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
 from async_rl.trainer.recording import RolloutRecorder, recorded_values
 from async_rl.trainer.state.checkpoint import Manifest, fields_of, load_state, read_manifest, save_state
@@ -77,6 +78,7 @@ class TrainerRank:
         self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
         self._snapshot: ReferenceWeights | None = None  # weights of `score`
+        self._source = WeightSource(self._model.chunks, shape=self._model.shape)
         self._planner = Planner(config=config, loss=loss)
         self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -191,7 +193,7 @@ class TrainerRank:
 
     def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
         """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
-        return export_update(self._model, directory, version=version, keep_version=keep_version)
+        return export_update(self._source, directory, version=version, keep_version=keep_version)
 
     def remove_updates(self, directory: Path) -> None:
         """Remove `directory` with all versions, on the machine of rank 0."""

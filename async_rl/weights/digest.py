@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
+
+from xxhash import xxh3_128
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +40,21 @@ class WeightsDigest:
         self._entries: dict[str, bytes] = {}
         self._dtypes: dict[str, str] = {}
 
+    @classmethod
+    def of(cls, parts: Iterable[WeightsDigest]) -> WeightsDigest:
+        """Digest of the tensors of all `parts`."""
+        total = cls()
+        for part in parts:
+            total._entries |= part._entries
+            total._dtypes |= part._dtypes
+        return total
+
     def update(self, name: str, tensor: torch.Tensor) -> None:
         """Hash name, dtype, shape and bytes of a CPU tensor."""
         import torch  # a configuration does without it
 
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        entry = hashlib.blake2b(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode(), digest_size=16)
+        entry = xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         entry.update(flat.numpy().data)
         self._entries[name] = entry.digest()
         self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
@@ -63,7 +74,7 @@ class WeightsDigest:
         }
 
     def _of(self, names: list[str]) -> str:
-        total = hashlib.blake2b(digest_size=16)
+        total = xxh3_128()
         for name in names:
             total.update(name.encode() + b"\0" + self._entries[name])
         return total.hexdigest()

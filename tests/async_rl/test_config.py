@@ -55,7 +55,7 @@ def test_every_choice_of_every_group_builds_a_run(group, choice, dense_checkpoin
         "warm_start.steps=0 rollout.on_update=keep rollout.failure.max_retries=0 validation.prompts=0",
         "rollout.failure.max_fills=2 rollout.failure.on_failed=fill",
         "staleness=recycle staleness.max_requeues=2 sync.every=2 resume=never",
-        "sync.directory=/tmp sync.transport=disk",
+        "sync.directory=/tmp sync.route=folder",
         "trainer.ranks=2 trainer.parallel.tensor=2 trainer.recompute=full trainer.packing=false",
         "loss.kl_estimator=k2 loss.kl_coefficient=0.1",
         "trainer.lora.rank=4 trainer.lora.alpha=8 trainer.lora.target_modules=[q_proj,v_proj]",
@@ -199,8 +199,8 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["schedule=plan", "rollout.workers=2"], ["rollout.workers is 2", "schedule"]),
         (["schedule=plan", "rollout.drop_without_spread=8"], ["rollout.drop_without_spread is 8", "schedule=plan"]),
         (["schedule=plan", "staleness=drop"], ["staleness.policy is 'drop'", "schedule=plan"]),
-        (["sync.transport=disk"], ["sync.transport", "sync.directory"]),
-        (["sync.directory=/tmp"], ["sync.directory", "/tmp", "sync.transport=disk"]),
+        (["sync.route=folder"], ["sync.route", "sync.directory"]),
+        (["sync.directory=/tmp"], ["sync.directory", "/tmp", "sync.route=folder"]),
         (["staleness.max_requeues=2"], ["staleness.max_requeues is 2", "staleness=recycle"]),
         (["staleness=drop", "staleness.max_requeues=2"], ["staleness.max_requeues is 2"]),
         (["rollout.failure.max_fills=2"], ["rollout.failure.max_fills is 2", "rollout.failure.on_failed=fill"]),
@@ -310,7 +310,7 @@ def test_the_documented_cluster_command_is_accepted():
     while command[-1] == "\\":
         command[-1:] = next(lines).split()
     config = load_config(command[3:])
-    assert config.sync.transport == "disk", "it asks for more GPUs than one node has"
+    assert config.sync.route == "folder", "it asks for more GPUs than one node has"
 
 
 def paths_of(config, prefix=""):
@@ -330,7 +330,7 @@ def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
         [
             *("model=hugging_face", "model.checkpoint=.", "trainer.router_replay=none", "engine=sglang"),
             *("output_dir=runs/one", "resume=.", "schedule=plan", "task.prompt_file=prompts.jsonl"),
-            *("sync.transport=disk", "sync.directory=weights", "warm_start.cache=warm", "engine.python=bin/python"),
+            *("sync.route=folder", "sync.directory=weights", "warm_start.cache=warm", "engine.python=bin/python"),
         ]
     )
     found = dict(paths_of(config))

@@ -12,7 +12,7 @@ from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.vllm import engine as vllm
 from async_rl.inference.vllm.engine import VllmBackend, VllmConfig, VllmReplica
 from async_rl.weights.model_info import read_model_info
-from async_rl.weights.transport import WeightUpdate, read_update, write_update
+from async_rl.weights.transport import WeightUpdate, read_tensors, write_update
 from message_queue.tokens import WeightVersion
 from tests.conformance.engines import VOCAB, EngineUnderTest, Exchange
 from tests.conformance.planted_vllm import EXTENSION
@@ -35,6 +35,9 @@ VLLM = VllmConfig(
 )
 
 
+BUCKET_BYTES = 64 << 10  # so that an update has several buckets
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
     """Checkpoints of one architecture with seeds 0 and 1: folders, transformers models, updates of version 0 and 1."""
@@ -48,7 +51,12 @@ def make_models(folder: Path, architecture: Any) -> Models:
     """Save both, and write both as updates."""
     first, second = (save_checkpoint(architecture, folder / str(seed), seed=seed) for seed in (0, 1))
     updates = [
-        write_update(folder / "updates", version=i, tensors=read_update(path / "model.safetensors"))
+        write_update(
+            folder / "updates",
+            version=i,
+            tensors=read_tensors(path / "model.safetensors"),
+            bucket_bytes=BUCKET_BYTES,
+        )
         for i, path in enumerate((first, second))
     ]
     models = spread_model(architecture, seed=0), spread_model(architecture, seed=1)

@@ -109,7 +109,7 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
         "warm",
         *APART,
         f"cluster.address={address}",
-        "sync.transport=disk",
+        "sync.route=folder",
         "sync.directory=weights",
         "+cluster.rank_env.ASYNC_RL_TEST=rank",
         "+cluster.replica_env.ASYNC_RL_TEST=replica",
@@ -134,14 +134,14 @@ def test_shared_memory_over_nodes_is_refused_before_any_part_starts(address, env
     output = finish(process)
     assert process.returncode == 1, output
     last = output.splitlines()[-1]
-    assert "sync.transport" in last and "sync.directory" in last, output
+    assert "sync.route" in last and "sync.directory" in last, output
     assert not (tmp_path / "run" / "processes.json").exists()
 
 
 def test_a_run_directory_that_other_nodes_do_not_see_is_refused(address, environment, tmp_path):
     own = f"/proc/self/cwd/{tmp_path.name}"  # each process has another
-    disk = ("sync.transport=disk", f"sync.directory={tmp_path}")
-    process = start(own, "warm", *APART, *disk, f"cluster.address={address}", cwd=tmp_path, env=environment)
+    shared = ("sync.route=folder", f"sync.directory={tmp_path}")
+    process = start(own, "warm", *APART, *shared, f"cluster.address={address}", cwd=tmp_path, env=environment)
     output = finish(process)
     assert process.returncode == 1, output
     assert "output_dir" in output.splitlines()[-1], output
@@ -158,7 +158,7 @@ GATED = (
     "rollout.workers=2",
     "engine.replicas=2",
     "validation.prompts=0",
-    "sync.transport=disk",
+    "sync.route=folder",
     "cluster.cpus_per_rank=4",
     "cluster.cpus_per_replica=2",
     "total_train_steps=6",

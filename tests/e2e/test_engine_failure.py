@@ -180,7 +180,7 @@ async def scenario(engine: str, checkpoint: Path, victim: str, ending: str) -> N
     schedulers = [process.pid for process in processes if process.name().endswith("scheduler")]
     os.kill(schedulers[0] if victim == "scheduler" else main, signal.SIGKILL)
     said |= {"running": await running, "held": await held}
-    update = WeightUpdate(checkpoint / "model.safetensors", WeightVersion(1, ""))
+    update = WeightUpdate(checkpoint, WeightVersion(1, ""))
     said |= {"later": await outcome(replica.generate(request("later", 4))), "load": await outcome(replica.load(update))}
     said |= {call: await outcome(getattr(replica, call)()) for call in ("resume", "pause", "freeze")}
     said["seconds"] = time.monotonic() - started

@@ -18,7 +18,7 @@ from async_rl.cluster.actors import Placement, PlacementError, start_ray
 from async_rl.cluster.clients import ReplicaClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment
-from async_rl.weights.transport import read_update, write_update
+from async_rl.weights.transport import read_tensors, write_update
 from message_queue.tokens import StopReason, TokenOutput
 from tests.conformance.engines import tokens
 from tests.conformance.reference import gap_with_rows, reference
@@ -55,7 +55,7 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    update = write_update(tmp_path / "updates", version=1, tensors=read_update(paths[1] / "model.safetensors"))
+    update = write_update(tmp_path / "updates", version=1, tensors=read_tensors(paths[1] / "model.safetensors"))
     with monkeypatch.context() as driver:
         driver.setattr(torch.cuda, "is_available", lambda: True)  # as on a node that is not the replica's
         replica = await ReplicaClient.start(

@@ -130,7 +130,7 @@ class FakeTrainer:
 
     async def export(self, directory, *, version, keep_version):
         self.exported.append(version)
-        return WeightUpdate(path=directory / f"weights-{version}.safetensors", weights=fake_weights(version))
+        return WeightUpdate(path=directory / f"weights-{version}", weights=fake_weights(version))
 
     async def snapshot_weights(self):
         self.held = self.exported[-1] if self.exported else 0

@@ -1,6 +1,7 @@
 """Runs trainer cases on several ranks, each a process of its own; a process runs all cases one after the other."""
 
 import contextlib
+import math
 import sys
 import traceback
 import warnings
@@ -8,6 +9,7 @@ import weakref
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.trainer.distributed import open_store
@@ -25,6 +27,7 @@ from tests.parallel.support import (
 )
 
 LIMIT_S = 500.0
+SMALL_BUCKET = 64 << 10  # bytes; a few tensors of the small models
 # A large eps keeps an update smooth in its gradient: entries near zero would else differ by their sign.
 ADAM = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
 
@@ -46,7 +49,30 @@ def run_case(trainer, batch, *, folder: Path | None = None):
     model = trainer.model
     grads = {} if model.wrapped[0].ddp_config.use_distributed_optimizer else gradients(trainer)
     weights = dict(export_weights(model.chunks, shape=model.shape))
+    check_source(model, weights)
     return {"logprobs": logprobs, "metrics": metrics, "gradients": grads, "weights": weights}
+
+
+def check_source(model, weights):
+    """Every tensor is sent by exactly one rank, in the bucket that the plan says, with the bits of an export."""
+    from async_rl.trainer.model.source import WeightSource
+
+    source = WeightSource(model.chunks, shape=model.shape, bucket_bytes=SMALL_BUCKET)
+    sent = [(bucket.number, [(n, t.clone()) for n, t in tensors]) for bucket, tensors in source.buckets()]
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (source.plan, sent))
+    assert all(plan == source.plan for plan, _ in ranks)
+    of_rank = {number: (rank, tensors) for rank, (_, sent) in enumerate(ranks) for number, tensors in sent}
+    assert sum(len(sent) for _, sent in ranks) == len(of_rank) == len(source.plan.buckets) > 1
+    for bucket in source.plan.buckets:
+        rank, tensors = of_rank[bucket.number]
+        assert rank == bucket.owner
+        assert bucket.num_bytes == sum(t.nbytes for _, t in tensors)
+        assert [(n, str(t.dtype), tuple(t.shape)) for n, t in tensors] == [
+            (spec.name, f"torch.{spec.dtype}", spec.shape) for spec in bucket.tensors
+        ]
+        assert all(torch.equal(t, weights[n]) for n, t in tensors)
+    assert sorted(spec.name for spec in source.plan.tensors) == sorted(weights)
 
 
 def assert_equal_cases(ours, theirs, expected):
@@ -85,15 +111,32 @@ def counted_reads():
 
 
 def look_at_export(trainer):
-    """Sizes in elements: the weights of this rank, and of an export the largest tensor, all, and most at one time."""
+    """Sizes in elements: the weights of this rank, and of an export the largest tensor, all, and most at one time.
+
+    bucket, unit, most_to_send: the largest bucket and unit of a source, and most at one time while buckets are sent.
+    """
     from async_rl.trainer.model.convert import export_weights, named_weights
+    from async_rl.trainer.model.source import WeightSource
 
     model = trainer.model
     weights = [weight for _, weight in named_weights(model.chunks)]
     held = sum(weight.numel() for weight in weights)
     with LiveTensors(known=weights) as live:
         sizes = [tensor.numel() for _, tensor in export_weights(model.chunks, shape=model.shape)]
-    return {"held": held, "largest": max(sizes), "whole": sum(sizes), "most_at_once": live.most}
+    source = WeightSource(model.chunks, shape=model.shape, bucket_bytes=SMALL_BUCKET)
+    with LiveTensors(known=weights) as sending:
+        for _ in source.buckets():
+            pass
+    units = [[sum(math.prod(t.shape) for t in unit.tensors) for unit in b.units] for b in source.plan.buckets]
+    return {
+        "bucket": max(map(sum, units)),
+        "unit": max(map(max, units)),
+        "most_to_send": sending.most,
+        "held": held,
+        "largest": max(sizes),
+        "whole": sum(sizes),
+        "most_at_once": live.most,
+    }
 
 
 def held_bytes(trainer):

@@ -171,6 +171,8 @@ def test_a_rank_reads_its_own_weights_and_exports_tensor_by_tensor(name, results
     assert ours["held"] < ours["whole"] or name.endswith("-context")  # which splits no weights
     # A tensor, its gathered parts, the copy that is handed out; experts come as many as there are ranks.
     assert ours["most_at_once"] <= 8 * ours["largest"] < ours["whole"] / 2
+    # A bucket that the caller still has and the next one, and the parts of a unit on their way into it.
+    assert ours["most_to_send"] <= 2 * (ours["bucket"] + ours["unit"])
 
 
 @pytest.mark.parametrize("layout", ["data", "data-distributed-optimizer", "tensor", "tensor-expert", "expert"])

@@ -41,7 +41,7 @@ from async_rl.inference.sglang.config import (
 from async_rl.inference.sglang.ids import PrefixFreeIds
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
-from async_rl.inference.sglang.update import Shapes, check_update, first_load, reported_load, shapes_of, update_folder
+from async_rl.inference.sglang.update import Shapes, check_update, first_load, reported_load, shapes_of
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate
@@ -173,9 +173,8 @@ class SglangBackend:
                 await self.pause_engine("retract")
             patience = 0 if self._frozen else self._config.load_timeout_s  # SGLang answers before it is idle
             await self.server.post(f"/flush_cache?timeout={patience}", {})
-        with update_folder(update, self.server.folder) as folder:
-            body = {"model_path": str(folder), "flush_cache": False}
-            return reported_load(await self.server.post("/update_weights_from_disk", body))
+        body = {"model_path": str(update.path.absolute()), "flush_cache": False}
+        return reported_load(await self.server.post("/update_weights_from_disk", body))
 
     async def label(self, label: str) -> None:
         await self.server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})

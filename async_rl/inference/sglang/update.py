@@ -6,17 +6,14 @@ SGLang silently skips tensors with unknown names and crashes on a wrong shape, s
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from async_rl.inference.replica import EngineLoad
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
 from message_queue.tokens import ContractError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,8 +53,8 @@ def check_update(update: WeightUpdate, expected: Shapes) -> None:
     """
     what = f"version {update.weights.version} in {update.path}"
     try:
-        found = shapes_of([update.path])
-    except (OSError, SafetensorError) as error:
+        found = shapes_of(update_files(update.path))
+    except (OSError, SafetensorError, UpdateError) as error:
         raise ContractError(f"cannot read version {update.weights.version} from {update.path}: {error}") from error
     if absent := sorted(expected.keys() - found.keys()):
         raise ContractError(
@@ -71,17 +68,6 @@ def check_update(update: WeightUpdate, expected: Shapes) -> None:
     for name, shape in found.items():
         if shape != expected[name]:
             raise ContractError(f"{what} has {name} of shape {list(shape)}; the checkpoint has {list(expected[name])}")
-
-
-@contextmanager
-def update_folder(update: WeightUpdate, parent: Path) -> Generator[Path]:
-    """A temporary folder with only the file of `update`, because SGLang loads all files of a folder."""
-    folder = Path(tempfile.mkdtemp(prefix="update-", dir=parent))
-    try:
-        (folder / "model.safetensors").symlink_to(update.path.absolute())
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def first_load(report: Mapping[str, Any]) -> EngineLoad:

@@ -30,7 +30,7 @@ from async_rl.inference.vllm.process import describe, engine_processes, is_engin
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import CheckpointError, is_carried
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ class VllmBackend:
     def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
         version = update.weights.version
         try:
-            absent = sorted(self._names - tensor_names([update.path]))
-        except CheckpointError as error:
+            absent = sorted(self._names - tensor_names(update_files(update.path)))
+        except (CheckpointError, UpdateError) as error:
             raise ContractError(f"version {version}: {error}") from error
         if absent:
             raise ContractError(

@@ -44,7 +44,7 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
         split = split_of(name, weight)
-        expert = _expert_of(name) if names.kind in STACKED else None
+        expert = expert_of(name) if names.kind in STACKED else None
         parts = [reader.read(n, weight=weight, split=split, expert=expert) for n in names.names]
         try:
             part = join_names(names, parts, query_groups=num_query_groups(chunks[0].config, split))
@@ -77,12 +77,14 @@ def export_weights(
     config = chunks[0].config
     stacks: dict[str, dict[int, Tensor]] = {}  # of a layer whose experts are in one tensor
     local = list(named_weights(chunks, parameters_only=read is not None))
-    whole = whole_tensors(local, chunks=chunks, kind=lambda name: weight_names(shape, name).kind, read=read or _value)
+    whole = whole_tensors(
+        local, chunks=chunks, kind=lambda name: weight_names(shape, name).kind, read=read or exported_value
+    )
     for name, weight in whole:
         names = weight_names(shape, name)
         if names.kind in STACKED:
             stack = stacks.setdefault(names.names[0], {})
-            (stack[_expert_of(name)],) = _split_names(names, weight, config)
+            (stack[expert_of(name)],) = split_names(names.kind, weight, config)
             if len(stack) == config.num_moe_experts:
                 yield names.names[0], torch.stack([stack[i] for i in sorted(stack)]).detach()
                 del stacks[names.names[0]]
@@ -91,7 +93,7 @@ def export_weights(
             continue
         if names.kind == "vocabulary":
             weight = weight[: shape.vocab_size]
-        for hf_name, part in zip(names.names, _split_names(names, weight, config), strict=True):
+        for hf_name, part in zip(names.names, split_names(names.kind, weight, config), strict=True):
             yield hf_name, part.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -181,9 +183,9 @@ def join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) 
             return tensors[0]
 
 
-def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor]:
+def split_names(kind: Kind, weight: Tensor, config: Any) -> list[Tensor]:
     """Inverse of `join_names` for a complete tensor."""
-    match names.kind:
+    match kind:
         case "qkv":
             grouped = weight.view(config.num_query_groups, -1, *weight.shape[1:])
             head = config.kv_channels
@@ -202,7 +204,7 @@ def _split_names(names: WeightNames, weight: Tensor, config: Any) -> list[Tensor
 # ---- parts on the ranks of a group -> one complete tensor
 
 
-def _glue(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
+def glue_parts(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
     """Concatenate the parts of all ranks. gate_up parts (g0, u0) and (g1, u1) become (g0, g1, u0, u1)."""
     if kind == "gate_up":
         halves = [part.chunk(2) for part in parts]
@@ -224,7 +226,7 @@ class _Entry:
 
 
 @torch.no_grad()
-def _value(weight: Tensor) -> Tensor:
+def exported_value(weight: Tensor) -> Tensor:
     """The value that a forward pass uses: that of the parameter, or the merged one of a layer with LoRA adapters."""
     adapters = getattr(weight, "lora", None)
     return weight.detach() if adapters is None else adapters.merge(weight.detach())
@@ -288,7 +290,7 @@ def _gather(
     if split is not None:
         parts = [torch.empty_like(weight) for _ in range(split.size)]
         dist.all_gather(parts, weight, group=split.group)
-        weight = _glue(kind(name), parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
+        weight = glue_parts(kind(name), parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
     experts = expert_group()
     if not is_expert(name) or experts.size() == 1:
         return [weight]
@@ -303,7 +305,7 @@ def split_of(name: str, parameter: Tensor) -> Split | None:
     return split if split.size > 1 and getattr(parameter, "partition_dim", -1) >= 0 else None
 
 
-def _expert_of(name: str) -> int:
+def expert_of(name: str) -> int:
     """Number of the expert that a local name belongs to."""
     found = _LOCAL_EXPERT.search(name)
     assert found is not None

@@ -1,0 +1,58 @@
+"""The plan of a publish: which tensor is in which bucket, from which rank."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.weights.plan import SyncPlan, TensorSpec, Unit
+
+
+def spec(name, *shape, dtype="bfloat16"):
+    return TensorSpec(name, dtype, shape)
+
+
+@st.composite
+def owned_units(draw):
+    """Units of up to four ranks, over up to six layers."""
+    owned = {rank: [] for rank in range(draw(st.integers(1, 4)))}
+    for number in range(draw(st.integers(1, 40))):
+        layer = draw(st.sampled_from(["embed_tokens", *(f"layers.{i}" for i in range(6)), "norm"]))
+        tensors = [
+            spec(f"model.{layer}.{number}.{i}", draw(st.integers(1, 50))) for i in range(draw(st.integers(1, 3)))
+        ]
+        owned[draw(st.sampled_from(sorted(owned)))].append(Unit(tuple(tensors)))
+    return owned
+
+
+@given(owned_units(), st.integers(1, 300), st.randoms())
+def test_plan_has_every_tensor_once_in_bounded_buckets_of_its_owner(owned, bucket_bytes, random):
+    plan = SyncPlan.of(owned, bucket_bytes=bucket_bytes)
+    names = [tensor.name for tensor in plan.tensors]
+    assert sorted(names) == sorted(t.name for units in owned.values() for unit in units for t in unit.tensors)
+    assert [bucket.number for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    for bucket in plan.buckets:
+        assert all(unit in owned[bucket.owner] for unit in bucket.units)
+        assert bucket.num_bytes <= bucket_bytes or len(bucket.units) == 1
+        places = [unit.tensors[0].place for unit in bucket.units]
+        assert places == sorted(places)
+    starts = [next(bucket.tensors).place for bucket in plan.buckets]
+    assert starts == sorted(starts)
+    for units in owned.values():
+        random.shuffle(units)
+    assert SyncPlan.of(dict(reversed(owned.items())), bucket_bytes=bucket_bytes) == plan
+
+
+def test_plan_follows_the_layers_by_number():
+    names = ["model.layers.10.a", "model.norm", "model.layers.9.a", "model.embed_tokens", "lm_head"]
+    plan = SyncPlan.of({0: [Unit((spec(name, 1),)) for name in names]}, bucket_bytes=1)
+    assert [t.name for t in plan.tensors] == [names[3], names[2], names[0], names[4], names[1]]
+
+
+def test_plan_refuses_a_tensor_with_two_owners():
+    with pytest.raises(ValueError, match=r"two ranks own model\.norm"):
+        SyncPlan.of({rank: [Unit((spec("model.norm", 4),))] for rank in range(2)})
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 24), ("bfloat16", 12), ("float8_e4m3fn", 6)])
+def test_size_of_a_tensor_follows_its_dtype(dtype, num_bytes):
+    assert spec("a", 2, 3, dtype=dtype).num_bytes == num_bytes
