@@ -17,7 +17,7 @@ from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
 from async_rl.controller.resume import Resume
 from async_rl.controller.warm_start import warm_start_folder
-from async_rl.inference.checkpoint_weights import tensor_names, weight_files
+from async_rl.inference.checkpoint_weights import tensor_shapes, weight_files
 from async_rl.inference.select import check_engine
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.sglang.server import interpreter
@@ -130,7 +130,7 @@ def model_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
     yield from layout_problems(shape, config.trainer)
     yield from _engine_problems(config, checkpoint)
     try:
-        names = tensor_names(weight_files(checkpoint))
+        names = tensor_shapes(weight_files(checkpoint))
     except CheckpointError as error:
         yield f"model.checkpoint: {error}"
     else:

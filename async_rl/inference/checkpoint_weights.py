@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,6 +12,7 @@ from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.model_info import CheckpointError, is_carried
 from async_rl.weights.transport import read_tensors
 
+Shapes = Mapping[str, tuple[int, ...]]
 INDEX = "model.safetensors.index.json"
 
 
@@ -37,20 +39,20 @@ def weight_files(checkpoint: Path) -> list[Path]:
     return files
 
 
-def tensor_names(files: list[Path]) -> frozenset[str]:
-    """Names of all tensors in `files`.
+def tensor_shapes(files: list[Path]) -> Shapes:
+    """Name -> shape of every tensor in safetensors `files`; reads their headers only.
 
     Raises:
         CheckpointError: a file is damaged or incomplete.
     """
-    names: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         try:
             with safe_open(path, "pt") as file:
-                names.update(file.keys())
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
-    return frozenset(names)
+    return shapes
 
 
 def digest_checkpoint(checkpoint: Path) -> str:

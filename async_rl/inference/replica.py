@@ -25,7 +25,7 @@ from agent_loop.engine import AnswerError, EngineError, GenerateRequest, Replica
 from async_rl.inference.checks import weight_label
 from async_rl.inference.serving import ServingConfig
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import WeightUpdate, damage
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
@@ -450,7 +450,8 @@ class EngineReplica(Generic[BackendT]):
             raise EngineError(f"{self.name}: {error}") from error
         self._gate.weights_unverified = f"{what} was not loaded whole"
         try:
-            self._verify(update, await self._control("load", self.backend.load(update, kv=kv, requests=requests)))
+            loaded = await self._control("load", self.backend.load(update, kv=kv, requests=requests))
+            await self._verify(update, loaded)
             await self._control("load", self.backend.label(weight_label(update.weights)))
         except EngineError:
             with contextlib.suppress(EngineError):
@@ -460,7 +461,7 @@ class EngineReplica(Generic[BackendT]):
         self._loaded.replace(update.weights, in_flight=bool(self._gate.in_flight))
         return update.weights
 
-    def _verify(self, update: WeightUpdate, loaded: EngineLoad) -> None:
+    async def _verify(self, update: WeightUpdate, loaded: EngineLoad) -> None:
         """Raise EngineError unless the engine loaded the published tensors and its parameters changed with them."""
         published = update.weights
         if loaded.digest != published.digest:
@@ -468,6 +469,7 @@ class EngineReplica(Generic[BackendT]):
             raise EngineError(
                 f"{self.name}: version {published.version} was published with digest {published.digest}, "
                 f"but the engine loaded {loaded.digest} from {update.path}"
+                f"{await asyncio.to_thread(damage, update.path)}"
             )
         if unchanged := self._live.replace(update.modules, loaded.checksums):
             raise EngineError(

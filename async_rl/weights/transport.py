@@ -146,6 +146,16 @@ def read_update(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from held
 
 
+def damage(folder: Path) -> str:
+    """What is wrong with the files of a version, after ": "; empty if each bucket is the published one."""
+    try:
+        for _ in read_update(folder):
+            pass
+    except UpdateError as error:
+        return f": {error}"
+    return ""
+
+
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, CPU tensor) of a safetensors file."""
     with safe_open(path, "pt") as file:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from agent_loop.engine import EngineError
 from async_rl.inference.replica import KVPolicy
-from async_rl.weights.transport import WeightUpdate, read_update, write_update
+from async_rl.weights.transport import WeightUpdate, read_tensors, read_update, update_files, write_update
 from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.checks import assert_true, assert_whole, sampled_of, versions_of
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, prompts, tokens
@@ -172,6 +175,44 @@ async def test_an_update_without_the_tensors_of_the_checkpoint_changes_nothing(t
         await tested.replica.load(WeightUpdate(tmp_path / "absent.safetensors", WeightVersion(9, "")))
     await tested.replica.resume()
     assert_true(tested, [await tested.ask("still", tokens(10))])
+
+
+def truncated(file: Path, tensors: dict[str, torch.Tensor], other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def stale(file: Path, tensors: dict[str, torch.Tensor], other: Path) -> None:
+    file.write_bytes((other / file.name).read_bytes())
+
+
+def other_dtype(file: Path, tensors: dict[str, torch.Tensor], other: Path) -> None:
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file)
+
+
+def two_swapped(file: Path, tensors: dict[str, torch.Tensor], other: Path) -> None:
+    first, second = next((a, b) for a, b in itertools.combinations(tensors, 2) if tensors[a].shape == tensors[b].shape)
+    save_file(tensors | {first: tensors[second], second: tensors[first]}, file)
+
+
+@pytest.mark.parametrize("fault", [truncated, stale, other_dtype, two_swapped], ids=lambda fault: fault.__name__)
+async def test_a_damaged_bucket_is_named_and_no_token_is_served_by_it(
+    tested: EngineUnderTest, tmp_path: Path, fault: Any
+):
+    versions = [
+        write_update(tmp_path, version=v, tensors=read_update(tested.update(v % 2).path), bucket_bytes=256 << 10)
+        for v in (2, 3)
+    ]
+    file = update_files(versions[1].path)[1]
+    fault(file, dict(read_tensors(file)), versions[0].path)
+    await tested.replica.pause()
+    with pytest.raises(EngineError, match=file.stem):
+        await tested.replica.load(versions[1])
+    if fault is not truncated:  # which is seen before the load
+        with pytest.raises(EngineError):
+            await tested.replica.resume()
+    await tested.load(1)
+    await tested.resume()
+    assert_true(tested, [await tested.ask("later", tokens(10))])
 
 
 async def test_requests_that_cannot_be_served_name_replica_and_request(tested: EngineUnderTest):

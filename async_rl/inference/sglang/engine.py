@@ -22,7 +22,7 @@ from typing import TypeAlias
 import aiohttp
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
-from async_rl.inference.checkpoint_weights import hash_checkpoint, weight_files
+from async_rl.inference.checkpoint_weights import Shapes, hash_checkpoint, tensor_shapes, weight_files
 from async_rl.inference.checks import weight_label
 from async_rl.inference.replica import (
     UNKNOWN_LABEL,
@@ -41,7 +41,7 @@ from async_rl.inference.sglang.config import (
 from async_rl.inference.sglang.ids import PrefixFreeIds
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
-from async_rl.inference.sglang.update import Shapes, check_update, first_load, reported_load, shapes_of
+from async_rl.inference.sglang.update import check_update, first_load, reported_load
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate
@@ -221,7 +221,7 @@ async def start_sglang(
     info = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
     shapes = {
         name: shape
-        for name, shape in shapes_of(weight_files(checkpoint)).items()
+        for name, shape in tensor_shapes(weight_files(checkpoint)).items()
         if not is_carried(name, num_layers=info.num_layers)
     }
     published = (await asyncio.to_thread(hash_checkpoint, checkpoint, num_layers=info.num_layers)).modules()

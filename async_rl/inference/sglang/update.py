@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes
 from async_rl.inference.replica import EngineLoad
+from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
 from message_queue.tokens import ContractError
 
-Shapes = Mapping[str, tuple[int, ...]]
 REPORTED = "loaded by rank: "  # marks the plugin's report in the server's answer; see `plugin/`
 HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/`
     "DefaultModelLoader.load_weights_only",
@@ -33,15 +31,6 @@ HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/
 )
 
 
-def shapes_of(files: list[Path]) -> Shapes:
-    """Name -> shape of every tensor in safetensors `files`; reads their headers only."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
-
-
 def check_update(update: WeightUpdate, expected: Shapes) -> None:
     """Refuse an update whose tensors differ from those of the served checkpoint in name or shape.
 
@@ -53,8 +42,8 @@ def check_update(update: WeightUpdate, expected: Shapes) -> None:
     """
     what = f"version {update.weights.version} in {update.path}"
     try:
-        found = shapes_of(update_files(update.path))
-    except (OSError, SafetensorError, UpdateError) as error:
+        found = tensor_shapes(update_files(update.path))
+    except (CheckpointError, UpdateError) as error:
         raise ContractError(f"cannot read version {update.weights.version} from {update.path}: {error}") from error
     if absent := sorted(expected.keys() - found.keys()):
         raise ContractError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
-from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_names, weight_files
+from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
 from async_rl.inference.replica import EngineLoad, EngineReplica, InflightRequest, KVPolicy, LoadedWeights
 from async_rl.inference.spans import continued, joined
@@ -152,7 +152,7 @@ class VllmBackend:
     def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
         version = update.weights.version
         try:
-            absent = sorted(self._names - tensor_names(update_files(update.path)))
+            absent = sorted(self._names - tensor_shapes(update_files(update.path)).keys())
         except (CheckpointError, UpdateError) as error:
             raise ContractError(f"version {version}: {error}") from error
         if absent:
@@ -265,7 +265,7 @@ async def start_vllm(
     files = weight_files(checkpoint)
     if problem := wrong_environment(config):
         raise EngineError(f"{name}: {problem}")
-    names = frozenset(name for name in tensor_names(files) if not is_carried(name, num_layers=model.info.num_layers))
+    names = frozenset(name for name in tensor_shapes(files) if not is_carried(name, num_layers=model.info.num_layers))
     args = engine_args(config, model, capture_routing=capture_routing, capture_support=capture_support)
     try:
         async with asyncio.timeout(config.start_timeout_s):
