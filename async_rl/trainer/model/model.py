@@ -24,7 +24,7 @@ class ParallelConfig:
     tensor: int = 1
     """Splits attention heads, dense layers and the vocabulary. A size above 1 includes sequence parallelism."""
     pipeline: int = 1
-    """Splits layers; see `layers_per_stage`."""
+    """Splits layers, as evenly as possible; see `layers_per_stage`."""
     virtual_pipeline: int = 1
     """Interleaved model chunks per pipeline rank."""
     expert: int = 1
