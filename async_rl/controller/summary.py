@@ -63,7 +63,13 @@ def _memory(config: RunConfig, checkpoint: Path) -> str:
     Activations are not counted.
     """
     engine, (dense, experts) = config.engine, parameters_of(checkpoint)
-    held = rank_bytes(config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts)
+    held = rank_bytes(
+        config.trainer,
+        cpu_offload=config.optimizer.cpu_offload,
+        dense=dense,
+        experts=experts,
+        layers=read_model_info(checkpoint).num_layers,
+    )
     frozen = config.trainer.lora.rank > 0
     kind = "frozen weights, plus adapters and" if frozen else "weights, gradients and optimizer state, plus"
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
@@ -76,8 +82,11 @@ def _memory(config: RunConfig, checkpoint: Path) -> str:
     )
 
 
-def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, experts: int) -> float:
-    """Bytes of weights, gradients and optimizer state of a trainer rank, on its GPU; an even share of the model.
+def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, experts: int, layers: int) -> float:
+    """Bytes of weights, gradients and optimizer state of a trainer rank, on its GPU.
+
+    The rank has an even share of the model if the pipeline stages have the same number of layers. Otherwise the rank
+    with most layers is meant: 3 layers on 2 stages are 2/3 of the model.
 
     A bfloat16 weight has 2 bytes, its gradient 4, and AdamW's float32 copy and moments 12; of float32 weights 4, 4 and
     8. The distributed optimizer splits the state over the ranks that hold the same weights: those of dense weights over
@@ -88,17 +97,19 @@ def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, expert
         cpu_offload: share of the optimizer state that is in CPU memory.
         dense: weights outside of experts, of the whole model.
         experts: weights in experts.
+        layers: of the model.
     """
     parallel = trainer.parallel
     width, state = (2, 12) if trainer.dtype == "bfloat16" else (4, 8)
+    stage = parallel.most_layers_per_rank(layers) / layers
     total = 0.0
     for weights, split in (
-        (dense, parallel.tensor * parallel.pipeline),
-        (experts, parallel.expert * parallel.expert_tensor_size * parallel.pipeline),
+        (dense, parallel.tensor),
+        (experts, parallel.expert * parallel.expert_tensor_size),
     ):
-        holders = trainer.ranks // split if trainer.distributed_optimizer else 1
+        holders = trainer.ranks // (split * parallel.pipeline) if trainer.distributed_optimizer else 1
         trained = 0.0 if trainer.lora.rank else 4 + state * (1 - cpu_offload) / holders
-        total += weights / split * (width + trained)
+        total += weights * stage / split * (width + trained)
     return total
 
 

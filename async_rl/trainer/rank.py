@@ -48,7 +48,7 @@ class TrainerRank:
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
-        ValueError: the parallel layout does not divide the model.
+        ValueError: the model cannot be split into the parallel layout.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ BAD_OVERRIDES = [
     (["engine=sglang", "engine.python=/bin/true"], ["mlp_only_layers=[0]", "engine=vllm"]),
     (["engine.max_model_len=2048"], ["engine.max_model_len is 2048", "1024", "lower it"]),
     (["engine.kv_cache_bytes=1000"], ["engine.kv_cache_bytes is 1000", "engine.max_model_len=256"]),
-    (["trainer.ranks=3", "trainer.parallel.pipeline=3"], ["pipeline x virtual_pipeline is 3", "4 layers"]),
+    (["trainer.ranks=5", "trainer.parallel.pipeline=5"], ["pipeline x virtual_pipeline is 5", "4 layers"]),
 ]
 BAD_TASKS = [
     (["task.prompt_file=/nowhere/prompts.jsonl"], ["task.prompt_file is /nowhere/prompts.jsonl", "No such file"]),

@@ -17,6 +17,7 @@ from tests.docs.pages import ROOT, module_of
 
 GUIDE = "docs/guides/cluster.md"
 PARAMETERS = {"qwen3_30b_a3b": (1_541_093_376, 28_991_029_248), "qwen3_235b_a22b": (7_997_238_784, 227_096_395_776)}
+LAYERS = {"qwen3_30b_a3b": 48, "qwen3_235b_a22b": 94}
 
 
 def locked(name):
@@ -56,7 +57,9 @@ def test_the_ray_job_has_the_gpus_of_its_preset():
 def test_the_memory_in_the_guide_is_that_of_the_preset(name):
     config = load_config([f"scale={name}", "model.checkpoint=/m", "sync.directory=/w"])
     dense, experts = PARAMETERS[name]
-    trainer = rank_bytes(config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts)
+    trainer = rank_bytes(
+        config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts, layers=LAYERS[name]
+    )
     engine = 2 * (dense + experts) / config.engine.tensor_parallel
     gpus = config.trainer.ranks + config.engine.replicas * config.engine.tensor_parallel
     (row,) = [line for line in (ROOT / GUIDE).read_text().splitlines() if line.startswith(f"| `{name}`")]

@@ -39,8 +39,14 @@ MODELS = {
     "qwen2_moe": tiny_models.qwen2_moe_config,
     "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
     "tied": lambda: tiny_models.qwen3_dense_config(tie_word_embeddings=True),
+    # Numbers of layers that the stages do not divide: (2, 1); (3, 2) and (1, 1, 2, 1).
+    "qwen3_moe_of_3": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0, num_hidden_layers=3),
+    "deepseek_v3_of_5": lambda: tiny_models.deepseek_v3_config(
+        **LATENT, num_hidden_layers=5, first_k_dense_replace=2, tie_word_embeddings=True
+    ),
 }
-ROUTED = {"mixtral": 2, "tied": 0}  # layers; 3 in the other families
+# Layers with experts; 3 in the other families.
+ROUTED = {"mixtral": 2, "tied": 0, "qwen3_moe_of_3": 2, "deepseek_v3_of_5": 3}
 LAYOUTS = {
     "data": {},
     "data-distributed-optimizer": {"distributed_optimizer": True},
@@ -65,6 +71,8 @@ FAMILY_LAYOUTS = {
     "qwen2_moe": ["tensor-expert", "pipeline"],
     "mixtral": ["tensor-expert"],
     "tied": ["tensor", "pipeline"],
+    "qwen3_moe_of_3": ["pipeline", "pipeline-recompute"],
+    "deepseek_v3_of_5": ["pipeline", "virtual-pipeline"],
 }
 OBJECTIVES = {
     # The geometric means of their ratios are from 0.006 to 0.07.
@@ -179,7 +187,7 @@ def test_a_rank_reads_its_own_weights_and_exports_tensor_by_tensor(name, results
 def test_rank_bytes_is_the_memory_that_a_rank_holds(layout, results, checkpoints):
     dense, experts = parameters_of(checkpoints["qwen3_moe"])
     config = replace(TRAINER, ranks=2, **LAYOUTS[layout])
-    expected = rank_bytes(config, cpu_offload=0.0, dense=dense, experts=experts)
+    expected = rank_bytes(config, cpu_offload=0.0, dense=dense, experts=experts, layers=4)
     held = result_of(results, f"qwen3_moe-{layout}")["bytes"]
     assert held == pytest.approx(expected, rel=0.05)  # norms and routers are on each rank, and buffers are padded
 

@@ -41,6 +41,7 @@ QWEN_LINKS = {
     "data-split": SPLIT,
     "virtual-pipeline": {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2)},
     "tensor-expert-split-fused": {"parallel": MIX, **SPLIT, "fused": True},
+    "uneven-pipeline": {"ranks": 3, "parallel": ParallelConfig(pipeline=3)},  # 4 layers: (1, 2, 1)
     "context": {"parallel": ParallelConfig(context=2)},
     "expert-tensor": {"parallel": ParallelConfig(expert_tensor=2)},
 }
@@ -49,6 +50,7 @@ BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": DecoupledPPO(kl_c
 DEEPSEEK_LINKS = {
     "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},
     "expert-fused": {"parallel": ParallelConfig(expert=2), "fused": True},
+    "uneven-pipeline": {"parallel": ParallelConfig(pipeline=2)},  # 3 layers: (2, 1)
     "expert-split": {"parallel": ParallelConfig(expert=2), **SPLIT},
 }
 MODELS = {

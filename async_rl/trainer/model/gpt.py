@@ -27,7 +27,7 @@ from async_rl.trainer.model.families import ModelShape, read_shape
 from async_rl.trainer.model.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
 from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.lora import add_adapters
-from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
 from async_rl.trainer.router_replay import RouterReplay
 
 
@@ -73,7 +73,7 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
 
     Raises:
         CheckpointError: the trainer does not support the model.
-        ValueError: the parallel layout does not divide the model; the message names the field.
+        ValueError: the model cannot be split into the parallel layout; the message names the field.
     """
     shape = read_shape(checkpoint)
     if problems := list(layout_problems(shape, config)):
@@ -196,6 +196,7 @@ def _megatron_config(
         sequence_parallel=parallel.tensor > 1,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        pipeline_model_parallel_layout=_pipeline_layout(parallel, layers=shape.megatron["num_layers"]),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
@@ -228,6 +229,19 @@ def _megatron_config(
         batch_p2p_comm=not interleaved,
         **_recompute(config),
     )
+
+
+def _pipeline_layout(parallel: ParallelConfig, *, layers: int) -> list[list[str]] | None:
+    """Megatron's description of the contents of each stage; None for its default, the same number on all stages.
+
+    3 layers on 2 stages: [["embedding", "decoder", "decoder"], ["decoder", "loss"]].
+    """
+    if layers % parallel.stages == 0:
+        return None
+    layout = [["decoder"] * number for number in parallel.layers_per_stage(layers)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 def _recompute(config: TrainerConfig) -> dict[str, Any]:

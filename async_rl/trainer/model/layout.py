@@ -10,7 +10,7 @@ from async_rl.weights.model_info import is_carried, layer_of
 
 
 def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
-    """Sizes of the layout that do not divide the model, and replay of a model without routers."""
+    """Sizes of the layout that the model cannot be split into, and replay of a model without routers."""
     parallel, model = config.parallel, shape.megatron
     experts = model.get("num_moe_experts") or 0
     expert_tensor = parallel.expert_tensor_size if experts else 1
@@ -19,12 +19,6 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
         ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
         ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
         *((("tensor", parallel.tensor, "columns of shared experts", shared),) if shared else ()),
-        (
-            "pipeline x virtual_pipeline",
-            parallel.pipeline * parallel.virtual_pipeline,
-            "layers",
-            model["num_layers"],
-        ),
         ("expert", parallel.expert, "experts", experts),
         ("expert_tensor", expert_tensor, "expert columns", model.get("moe_ffn_hidden_size", 0)),
     ):
@@ -32,6 +26,11 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
             yield (
                 f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
             )
+    if parallel.stages > model["num_layers"]:
+        yield (
+            f"trainer.parallel.pipeline x virtual_pipeline is {parallel.stages}, but the model has "
+            f"{model['num_layers']} layers and each stage needs one; use at most {model['num_layers']} stages"
+        )
     if parallel.tensor > 1 and shape.family.norms_all_heads:
         yield (
             f"trainer.parallel.tensor is {parallel.tensor}, and the model normalises queries and keys over all heads, "

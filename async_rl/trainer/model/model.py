@@ -24,7 +24,7 @@ class ParallelConfig:
     tensor: int = 1
     """Splits attention heads, dense layers and the vocabulary. A size above 1 includes sequence parallelism."""
     pipeline: int = 1
-    """Splits layers."""
+    """Splits layers, as evenly as possible; see `layers_per_stage`."""
     virtual_pipeline: int = 1
     """Interleaved model chunks per pipeline rank."""
     expert: int = 1
@@ -51,6 +51,30 @@ class ParallelConfig:
     def model_ranks(self) -> int:
         """Ranks per data-parallel replica."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the model; with a virtual pipeline, stage i is on pipeline rank i % pipeline."""
+        return self.pipeline * self.virtual_pipeline
+
+    def layers_per_stage(self, layers: int) -> tuple[int, ...]:
+        """Split `layers` layers over the stages as evenly as possible.
+
+        Each stage gets layers // stages layers. The remainder is one more layer for each of the last stages before the
+        last one, because the first stage also computes the embedding and the last one the logits. The first stage gets
+        one more layer only if all stages before the last one do.
+
+        61 layers on 4 stages are (15, 15, 16, 15); 94 layers are (23, 24, 24, 23). 61 layers with pipeline=4 and
+        virtual_pipeline=2 are (7, 7, 8, 8, 8, 8, 8, 7), so that the pipeline ranks have 15, 15, 16 and 15 layers.
+        """
+        each, remainder = divmod(layers, self.stages)
+        last = self.stages - 1
+        return tuple(each + (last - remainder <= stage < last) for stage in range(self.stages))
+
+    def most_layers_per_rank(self, layers: int) -> int:
+        """Layers of the pipeline rank that has most, with a virtual pipeline in all its stages."""
+        per_stage = self.layers_per_stage(layers)
+        return max(sum(per_stage[rank :: self.pipeline]) for rank in range(self.pipeline))
 
     @property
     def expert_tensor_size(self) -> int:

@@ -12,7 +12,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from async_rl.config import load_config
 from async_rl.controller.preflight import check_run
 from async_rl.controller.summary import parameters_of, rank_bytes, summary
-from async_rl.trainer.model.model import LoraConfig
+from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
+from async_rl.weights.model_info import read_model_info
 from tests.helpers import tokenizers_of_families
 
 H100 = 80e9  # bytes
@@ -85,7 +86,10 @@ def test_scale_preset_accepts_the_model_and_its_ranks_fit_an_h100(name, tmp_path
     check_run(config)
     dense, experts = parameters_of(checkpoint)
     assert dense + experts == PARAMETERS[name]
-    trainer = rank_bytes(config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts)
+    layers = read_model_info(checkpoint).num_layers
+    trainer = rank_bytes(
+        config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts, layers=layers
+    )
     assert trainer < 0.7 * H100  # the rest is for activations
     assert 2 * (dense + experts) / config.engine.tensor_parallel < 0.8 * H100
     assert f"{dense + experts:,} parameters" in summary(config)
@@ -94,4 +98,16 @@ def test_scale_preset_accepts_the_model_and_its_ranks_fit_an_h100(name, tmp_path
 def test_rank_bytes_with_lora_are_those_of_the_frozen_weights():
     config = load_config(["scale=qwen3_30b_a3b", "model.checkpoint=/m", "sync.directory=/w"])
     adapted = replace(config.trainer, lora=LoraConfig(rank=8))
-    assert rank_bytes(adapted, cpu_offload=0.0, dense=200, experts=800) == 2 * (200 / 2 + 800 / 8)  # tensor 2, expert 8
+    held = rank_bytes(adapted, cpu_offload=0.0, dense=200, experts=800, layers=48)
+    assert held == 2 * (200 / 2 + 800 / 8)  # tensor 2, expert 8
+
+
+def test_rank_bytes_are_those_of_the_pipeline_rank_with_most_layers():
+    def held(*, layers, **parallel):
+        config = TrainerConfig(ranks=2, parallel=ParallelConfig(pipeline=2, **parallel))
+        return rank_bytes(config, cpu_offload=0.0, dense=600, experts=0, layers=layers)
+
+    whole = 600 * (4 + 4 + 8)
+    assert held(layers=4) == whole / 2
+    assert held(layers=3) == pytest.approx(whole * 2 / 3)
+    assert held(layers=5, virtual_pipeline=2) == pytest.approx(whole * 3 / 5)

@@ -110,6 +110,16 @@ def test_a_model_that_is_not_built_is_refused_by_field_and_value(tmp_path, famil
     assert str(tmp_path / "config.json") in str(error.value)
 
 
+def test_more_pipeline_stages_than_layers_are_refused(tmp_path):
+    shape = read_shape(write(tmp_path, "gpt_oss"))
+    layers = shape.megatron["num_layers"]
+    for parallel in (ParallelConfig(pipeline=layers), ParallelConfig(pipeline=layers - 1)):
+        assert list(layout_problems(shape, TrainerConfig(ranks=parallel.pipeline, parallel=parallel))) == []
+    for parallel in (ParallelConfig(pipeline=layers + 1), ParallelConfig(pipeline=layers, virtual_pipeline=2)):
+        (problem,) = layout_problems(shape, TrainerConfig(ranks=parallel.pipeline, parallel=parallel))
+        assert f"pipeline x virtual_pipeline is {parallel.stages}" in problem and f"{layers} layers" in problem
+
+
 def test_sinks_and_experts_with_biases_are_refused_in_layouts_that_split_them(tmp_path):
     shape = read_shape(write(tmp_path, "gpt_oss"))
     sound = TrainerConfig(ranks=4, parallel=ParallelConfig(pipeline=2, expert=2))

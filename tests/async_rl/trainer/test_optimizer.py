@@ -57,6 +57,39 @@ def test_a_bad_value_of_the_trainer_is_refused_by_field(kind, changes, field):
         kind(**changes)
 
 
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "virtual_pipeline", "expected"),
+    [
+        (4, 2, 1, (2, 2)),
+        (3, 2, 1, (2, 1)),
+        (5, 2, 2, (1, 1, 2, 1)),
+        (61, 4, 1, (15, 15, 16, 15)),  # DeepSeek-V3
+        (61, 8, 1, (7, 7, 8, 8, 8, 8, 8, 7)),
+        (61, 4, 2, (7, 7, 8, 8, 8, 8, 8, 7)),
+        (61, 16, 1, (3, 3, *[4] * 13, 3)),
+        (92, 8, 1, (11, 11, 11, 12, 12, 12, 12, 11)),  # GLM-4.5
+        (92, 4, 2, (11, 11, 11, 12, 12, 12, 12, 11)),
+        (94, 4, 1, (23, 24, 24, 23)),  # Qwen3-235B-A22B
+        (94, 4, 2, (11, *[12] * 6, 11)),
+    ],
+)
+def test_layers_are_spread_with_fewer_on_the_first_and_last_stage(layers, pipeline, virtual_pipeline, expected):
+    parallel = ParallelConfig(pipeline=pipeline, virtual_pipeline=virtual_pipeline)
+    assert parallel.layers_per_stage(layers) == expected
+
+
+@given(pipeline=st.integers(2, 32), virtual_pipeline=st.integers(1, 4), more=st.integers(0, 200))
+def test_stages_and_ranks_differ_by_one_layer_at_most(pipeline, virtual_pipeline, more):
+    parallel = ParallelConfig(pipeline=pipeline, virtual_pipeline=virtual_pipeline)
+    layers = parallel.stages + more
+    per_stage = parallel.layers_per_stage(layers)
+    assert len(per_stage) == parallel.stages and sum(per_stage) == layers
+    assert min(per_stage) >= 1 and max(per_stage) - min(per_stage) <= 1
+    assert per_stage[-1] == min(per_stage) and per_stage[0] <= min(per_stage[:-1])
+    most = parallel.most_layers_per_rank(layers)
+    assert layers / pipeline <= most < layers / pipeline + 1
+
+
 def test_ranks_that_the_model_does_not_use_are_data_parallel():
     config = TrainerConfig(ranks=16, parallel=ParallelConfig(tensor=2, pipeline=2, context=2))
     assert config.data_parallel == 2
