@@ -87,6 +87,9 @@ class FakeWorker:
     async def resume_tools(self):
         self._answer("resume_tools")
 
+    async def avoid(self, names):
+        self._answer("avoid", sorted(names))
+
     async def forget(self, groups):
         self._answer("forget", list(groups))
 
