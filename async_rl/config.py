@@ -31,7 +31,7 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from async_rl.files.rollouts import RecordConfig
 from async_rl.files.validation import explain
-from async_rl.inference.publisher import OnUpdate
+from async_rl.inference.publisher import OnUpdate, SyncMode
 from async_rl.inference.replica import KVPolicy
 from async_rl.inference.select import EngineConfig, own_variables
 from async_rl.inference.serving import known_device
@@ -138,6 +138,11 @@ class SyncConfig:
     """`memory`: shared memory of one node. `folder`: a directory that all nodes see."""
     directory: Path | None = None
     """Directory of `folder`."""
+    mode: SyncMode = "at_once"
+    """`at_once`: all replicas load at the same time, and no tool starts meanwhile. `rolling`: at most `max_paused`
+    replicas are paused at a time, the others serve, and tools start."""
+    max_paused: int = 1
+    """With `rolling`: most replicas that are paused at a time."""
     timeout_s: float = 120.0
     """Bound in seconds on one publish of a replica, from pause to resume (with `drain`, the longest generation), and on
     the regular check that a replica answers."""
@@ -145,6 +150,8 @@ class SyncConfig:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"sync.every is {self.every}; must be >= 1")
+        if self.max_paused < 1:
+            raise ValueError(f"sync.max_paused is {self.max_paused}; must be >= 1")
         if self.route == "folder" and self.directory is None:
             raise ValueError("sync.route is 'folder' and sync.directory is null; give a directory all nodes see")
 
@@ -748,6 +755,11 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
     ):
         if taken := sorted(own & set(given)):
             yield f"cluster.{name} sets {', '.join(taken)}, which the run sets itself; leave out {taken[0]}"
+    if config.sync.mode == "rolling" and config.sync.max_paused >= engine.replicas:
+        yield (
+            f"sync.max_paused is {config.sync.max_paused} with sync.mode=rolling and engine.replicas="
+            f"{engine.replicas}: a publish may pause every replica; lower it, or set sync.mode=at_once"
+        )
     device = known_device(engine, on_this_machine=cluster.address is None)
     if config.captures_routing and isinstance(engine, VllmConfig) and not engine.enforce_eager and device == "cpu":
         yield (
@@ -771,6 +783,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("trainer.lora", lora, "alpha", lora.rank > 0, "trainer.lora.rank > 0"),
         ("trainer.lora", lora, "target_modules", lora.rank > 0, "trainer.lora.rank > 0"),
         ("sync", config.sync, "directory", config.sync.route == "folder", "sync.route=folder"),
+        ("sync", config.sync, "max_paused", config.sync.mode == "rolling", "sync.mode=rolling"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("cluster", config.cluster, "num_cpus", config.cluster.address is None, "cluster.address=null"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,6 +207,9 @@ class RolloutsHere:
 
     async def resume(self) -> None:
         self._gate.resume()
+
+    async def avoid(self, replicas: Collection[str]) -> None:
+        pass
 
 
 async def roll_groups(

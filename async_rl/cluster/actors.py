@@ -374,6 +374,9 @@ class RolloutHost:
     async def resume_tools(self) -> None:
         await self._worker.resume_tools()
 
+    async def avoid(self, names: Collection[str]) -> None:
+        await self._worker.avoid(names)
+
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
         return await self._worker.validate(prompts, number=number)
 

@@ -241,6 +241,9 @@ class WorkerClient:
     async def resume_tools(self) -> None:
         await self._answer("resume_tools", self._actor.resume_tools.remote(), timeout_s=self._timeout_s)
 
+    async def avoid(self, names: Collection[str]) -> None:
+        await self._answer("avoid", self._actor.avoid.remote(names), timeout_s=self._timeout_s)
+
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
         return await self._answer("validate", self._actor.validate.remote(prompts, number=number))
 

@@ -90,6 +90,7 @@ def supervised(
         on_update=config.rollout.on_update,
         kv=config.rollout.kv,
         rollouts=rollouts,
+        max_paused=config.sync.max_paused if config.sync.mode == "rolling" else None,
         timeout_s=config.sync.timeout_s,
     )
     supervisor = Supervisor(pool, publisher, start=start, config=config.supervision, note=note)

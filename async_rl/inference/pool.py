@@ -10,7 +10,7 @@ The first caller that detects a hanging replica thereby releases all others, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -83,6 +83,7 @@ class ReplicaPool:
         self._to_restart: asyncio.Queue[Member] | None = None
         self.changed = Notifier()
         self._live = self._members
+        self._avoided: frozenset[str] = frozenset()
         self._lost: dict[str, str] = {}
         self._notes: list[str] = []
         self._on_lost = on_lost
@@ -112,15 +113,19 @@ class ReplicaPool:
         """All replicas, including failed ones."""
         return self._members
 
+    def avoid(self, names: Collection[str]) -> None:
+        """Leave these replicas out of `serving` from now on, unless no other is live; replaces the earlier names."""
+        self._avoided = frozenset(names)
+
     async def serving(self) -> tuple[Member, ...]:
-        """Live replicas, as soon as there is one.
+        """Replicas for new requests, as soon as there is one: the live ones without those to avoid, if any is left.
 
         Raises:
             ReplicaLostError: none is left, and none is being started.
         """
         while not self.live:
             await self.changed.wait()
-        return self._live
+        return tuple(member for member in self._live if member.name not in self._avoided) or self._live
 
     def supervise(self) -> None:
         """Declare that a supervisor takes each `next_lost` replica and answers with `join` or `give_up`."""

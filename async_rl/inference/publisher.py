@@ -4,11 +4,18 @@ resume: pause -> abort (partial segments return to their agent loops)  -> load -
 keep:   pause -> freeze (requests stay in the engine)                  -> load -> resume (each in a new segment)
 drain:  pause -> wait until in-flight requests have finished           -> load -> resume
 
-Replicas load concurrently, so for a short time some serve the new version and others the previous one. If a replica
-dies in that time, its rollouts may continue on a replica with the previous version: 4 tokens of version 7 are then
-followed by tokens of version 6. The data contract allows this, because every token records its own version. The
-staleness bound holds too: a group is admitted with version v only after all replicas serve v, so a replica that serves
-the group has at least v.
+at_once: all replicas load concurrently, and no tool starts until the last has resumed
+rolling: at most `max_paused` replicas are paused at a time; new and aborted requests go to the others, and tools start
+
+    three replicas, max_paused=1      replica-0  | load |
+                                      replica-1         | load |
+                                      replica-2                | load |
+
+Some replicas serve the new version while others serve the previous one, for a short time with `at_once` and for most of
+a publish with `rolling`. An aborted rollout, or one of a replica that dies, may continue on a replica with the previous
+version: 4 tokens of version 7 are then followed by tokens of version 6. The data contract allows this, because every
+token records its own version. The staleness bound holds too: a group is admitted with version v only after all replicas
+serve v, so a replica that serves the group has at least v.
 """
 
 from __future__ import annotations
@@ -16,18 +23,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, assert_never
+from typing import Literal, Protocol, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import KVPolicy
 from async_rl.weights.transport import WeightUpdate
 
-T = TypeVar("T")
 OnUpdate = Literal["resume", "keep", "drain"]
+SyncMode = Literal["at_once", "rolling"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +60,6 @@ class PublishReport:
 class _Load:
     """One replica's part of a publish."""
 
-    replica: str
-    """Name of the replica."""
-    checksum: str
-    """Checksum of all parameters after the load."""
     pause_seconds: float
     """Seconds from pause to resume."""
     aborted: int
@@ -75,9 +79,13 @@ class Rollouts(Protocol):
         """Start tool calls again."""
         ...
 
+    async def avoid(self, replicas: Collection[str]) -> None:
+        """Send requests to these replicas only if no other is live; replaces the earlier names."""
+        ...
+
 
 class Publisher:
-    """Loads a version on all replicas concurrently.
+    """Loads a version on all replicas, concurrently or a few at a time.
 
     A replica that dies, or does not load the version within `timeout_s`, leaves the pool. The publish continues with
     the remaining replicas.
@@ -86,7 +94,9 @@ class Publisher:
         replicas: the replicas that serve the run.
         on_update: how requests in flight are treated; see the top of this module.
         kv: K/V of the requests that are frozen with `keep`; see `async_rl.inference.replica.EngineReplica.load`.
-        rollouts: paused during a publish, so that they start no tool.
+        rollouts: `at_once` pauses their tools during a publish; `rolling` has them avoid the paused replicas.
+        max_paused: most replicas that a publish pauses at a time, so that of N live replicas N - max_paused serve; None
+            for `at_once`.
         timeout_s: bound on the whole publish of one replica, from pause to resume.
     """
 
@@ -97,22 +107,24 @@ class Publisher:
         on_update: OnUpdate,
         kv: KVPolicy = "recompute",
         rollouts: Rollouts,
+        max_paused: int | None = None,
         timeout_s: float,
     ) -> None:
         self._pool = ReplicaPool.of(replicas)
         self._rollouts = rollouts
         self._on_update: OnUpdate = on_update
         self._kv: KVPolicy = kv
+        self._max_paused = max_paused
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()  # a replica must not join during a publish
         self._newest: WeightUpdate | None = None
-        self._first_load: _Load | None = None  # first load of the newest version, which later loads must equal
+        self._first_load: tuple[str, str] | None = None  # replica and checksum of the newest version's first load
 
     async def publish(self, update: WeightUpdate, *, probe: Callable[[Member], None] | None = None) -> PublishReport:
         """Return when every remaining replica serves `update`.
 
-        If the caller is cancelled, the publish finishes before the cancellation is raised: an interrupted load would
-        leave a replica with a mixture of weights.
+        If the caller is cancelled, the replicas that are paused finish before the cancellation is raised, because an
+        interrupted load would leave a replica with a mixture of weights. No further replica is paused.
 
         Args:
             update: the version.
@@ -125,8 +137,17 @@ class Publisher:
             ReplicaLostError: no replica remains.
         """
         async with self._turn:
-            self._newest = update
-            return await _to_its_end(self._publish(update, probe))
+            self._newest, self._first_load = update, None
+            waiting = deque(self._pool.live)
+            publish = asyncio.create_task(self._publish(update, waiting, probe))
+            try:
+                return await asyncio.shield(publish)
+            except asyncio.CancelledError:
+                waiting.clear()
+                await asyncio.wait({publish})
+                if not publish.cancelled():
+                    publish.exception()  # retrieved, so that asyncio does not log it: the cancellation takes precedence
+                raise
 
     async def bring_up(self, replica: PoolReplica, *, slot: int) -> None:
         """Load the newest version on a started replica and add it to the pool.
@@ -143,8 +164,7 @@ class Publisher:
             if (update := self._newest) is not None:
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        loaded = await self._load(replica, update)
-                        self._require_alike([loaded], update)
+                        await self._load(replica, update)
                 except TimeoutError as error:
                     raise ReplicaLostError(
                         f"{replica.name} did not load version {update.weights.version} (sync.timeout_s) within "
@@ -181,24 +201,63 @@ class Publisher:
             async with self._pool.calling(member, timeout_s=self._timeout_s, late=f"{what} (sync.timeout_s)"):
                 await call()
 
-    async def _publish(self, update: WeightUpdate, probe: Callable[[Member], None] | None) -> PublishReport:
+    async def _publish(
+        self, update: WeightUpdate, waiting: deque[Member], probe: Callable[[Member], None] | None
+    ) -> PublishReport:
+        """Publish to the members in `waiting`, and remove each from it before its pause."""
         started = time.monotonic()
-        self._first_load = None
-        await self._rollouts.pause()
-        try:
-            async with asyncio.TaskGroup() as loads:
-                tasks = [loads.create_task(self._load_or_lose(member, update, probe)) for member in self._pool.live]
-        finally:
-            await self._rollouts.resume()
-        done = [load for task in tasks if (load := task.result()) is not None]
+        if self._max_paused is None:
+            work = self._all_at_once(update, waiting, probe)
+        else:
+            work = self._rolling(update, waiting, probe, max_paused=self._max_paused)
+        done = [load for load in await work if load is not None]
         self._pool.require_any()
-        self._require_alike(done, update)
         return PublishReport(
             seconds=time.monotonic() - started,
             pause_seconds=max((load.pause_seconds for load in done), default=0.0),
             aborted=sum(load.aborted for load in done),
             frozen=sum(load.frozen for load in done),
         )
+
+    async def _all_at_once(
+        self, update: WeightUpdate, waiting: deque[Member], probe: Callable[[Member], None] | None
+    ) -> list[_Load | None]:
+        members = list(waiting)
+        await self._rollouts.pause()
+        try:
+            async with asyncio.TaskGroup() as loads:
+                tasks = [loads.create_task(self._load_or_lose(member, update, probe)) for member in members]
+        finally:
+            await self._rollouts.resume()
+        return [task.result() for task in tasks]
+
+    async def _rolling(
+        self,
+        update: WeightUpdate,
+        waiting: deque[Member],
+        probe: Callable[[Member], None] | None,
+        *,
+        max_paused: int,
+    ) -> list[_Load | None]:
+        """Pause the next replica when one of `max_paused` has ended: with the new version, or lost."""
+        done: list[_Load | None] = []
+        paused: set[str] = set()
+
+        async def load_one_after_another() -> None:
+            while waiting:
+                member = waiting.popleft()
+                paused.add(member.name)
+                await self._rollouts.avoid(paused)  # first, so that an aborted request does not come back
+                done.append(await self._load_or_lose(member, update, probe))
+                paused.remove(member.name)
+
+        try:
+            async with asyncio.TaskGroup() as loads:
+                for _ in range(max_paused):
+                    loads.create_task(load_one_after_another())
+        finally:
+            await self._rollouts.avoid(())
+        return done
 
     async def _load_or_lose(
         self, member: Member, update: WeightUpdate, probe: Callable[[Member], None] | None
@@ -233,39 +292,19 @@ class Publisher:
         loaded = await replica.load(update, kv=kv)
         if loaded != update.weights:
             raise EngineError(f"{replica.name} loaded {loaded}, but {update.weights} was published")
-        checksum = await replica.checksum()
+        self._require_alike(replica.name, await replica.checksum(), update)
         await replica.resume()
-        return _Load(
-            replica=replica.name,
-            checksum=checksum,
-            pause_seconds=time.monotonic() - started,
-            aborted=aborted,
-            frozen=frozen,
-        )
+        return _Load(pause_seconds=time.monotonic() - started, aborted=aborted, frozen=frozen)
 
-    def _require_alike(self, loads: Sequence[_Load], update: WeightUpdate) -> None:
-        """Compare the parameters of the replicas, which must be equal because all have the same configuration.
+    def _require_alike(self, replica: str, checksum: str, update: WeightUpdate) -> None:
+        """Compare the parameters of a replica with those of the first one, before it resumes.
 
         Raises:
-            EngineError: two replicas have different parameters.
+            EngineError: they differ, although all replicas have the same configuration.
         """
-        for load in loads:
-            first = self._first_load = self._first_load or load
-            if load.checksum != first.checksum:
-                raise EngineError(
-                    f"{load.replica} has parameters with checksum {load.checksum} for version "
-                    f"{update.weights.version}, but {first.replica} has {first.checksum}; one replica does not serve "
-                    "the published weights"
-                )
-
-
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`. If the caller is cancelled, `work` finishes before the cancellation is raised."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it: the cancellation takes precedence
-        raise
+        first, expected = self._first_load = self._first_load or (replica, checksum)
+        if checksum != expected:
+            raise EngineError(
+                f"{replica} has parameters with checksum {checksum} for version {update.weights.version}, but {first} "
+                f"has {expected}; one replica does not serve the published weights"
+            )

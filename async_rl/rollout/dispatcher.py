@@ -58,6 +58,7 @@ class Worker(Protocol):
     async def forget(self, groups: Collection[int]) -> None: ...
     async def pause_tools(self) -> None: ...
     async def resume_tools(self) -> None: ...
+    async def avoid(self, names: Collection[str]) -> None: ...
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]: ...
     async def follow(self, replicas: Sequence[PoolReplica]) -> None: ...
     async def events(self) -> list[WorkerEvent]: ...
@@ -134,6 +135,7 @@ class Dispatcher:
         self._num_writers = self._num_awaited = 0
         self._handouts = itertools.count()
         self._tools_paused = False
+        self._avoided: frozenset[str] = frozenset()
         self._ending = asyncio.Event()
         self._cancels: set[asyncio.Task[None]] = set()
         self.tokens = TokenCount()
@@ -199,15 +201,20 @@ class Dispatcher:
     async def pause(self) -> None:
         """No tool starts until `resume`."""
         self._tools_paused = True
-        await self._tools(lambda worker: worker.pause_tools())
+        await self._control(lambda worker: worker.pause_tools())
 
     async def resume(self) -> None:
         """Tools start again."""
         self._tools_paused = False
-        await self._tools(lambda worker: worker.resume_tools())
+        await self._control(lambda worker: worker.resume_tools())
+
+    async def avoid(self, replicas: Collection[str]) -> None:
+        """Return once every worker sends requests to these replicas only if no other is live."""
+        self._avoided = frozenset(replicas)
+        await self._control(lambda worker: worker.avoid(self._avoided))
 
     def end_soon(self) -> None:
-        """Note that `end` follows: a `pause` or `resume` waits for a blocked worker no longer than `flush` does."""
+        """Note that `end` follows: `pause`, `resume` and `avoid` wait for a blocked worker as long as `flush` does."""
         self._ending.set()
 
     async def validate(
@@ -355,7 +362,7 @@ class Dispatcher:
                 if self._place is not None:
                     number, self._num_writers = self._num_writers, self._num_writers + 1
                     await worker.open(self._place, writer=writer_name(number))
-                await self._adopt_pause(worker)
+                await self._adopt_publish(worker)
             except WorkerLostError as error:
                 self._note(f"rollout worker {name} did not start: {with_notes(error)}")
                 lost.may_restart = False
@@ -368,12 +375,16 @@ class Dispatcher:
             return member
         return None
 
-    async def _adopt_pause(self, worker: Worker) -> None:
-        """Pause the tools of a new worker if they are paused; a `resume` may come before it has answered."""
-        paused = False
-        while paused != self._tools_paused:
-            paused = self._tools_paused
-            await (worker.pause_tools() if paused else worker.resume_tools())
+    async def _adopt_publish(self, worker: Worker) -> None:
+        """Pause the tools of a new worker and have it avoid replicas, as the others do; both may change meanwhile."""
+        paused, avoided = False, frozenset[str]()
+        while (paused, avoided) != (self._tools_paused, self._avoided):
+            if paused != self._tools_paused:
+                paused = self._tools_paused
+                await (worker.pause_tools() if paused else worker.resume_tools())
+            else:
+                avoided = self._avoided
+                await worker.avoid(avoided)
 
     async def _read(self, groups: Mapping[int, Admission]) -> None:
         if self._place is not None:
@@ -390,7 +401,7 @@ class Dispatcher:
         """Call all live workers."""
         await asyncio.gather(*(self._call(member, call) for member in list(self._live)))
 
-    async def _tools(self, call: Callable[[Worker], Awaitable[None]]) -> None:
+    async def _control(self, call: Callable[[Worker], Awaitable[None]]) -> None:
         """Call all live workers; after `end_soon`, one that does not answer a `flush` either is lost."""
 
         async def ask(member: _Member) -> None:

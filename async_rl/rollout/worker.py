@@ -150,6 +150,10 @@ class RolloutWorker:
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:
         """Use exactly these replicas; no effect here, because a worker in the driver's process shares its pool."""
 
+    async def avoid(self, names: Collection[str]) -> None:
+        """Send requests to these replicas only if no other is live."""
+        self._pool.avoid(names)
+
     async def events(self) -> list[WorkerEvent]:
         """Events since the last call, as soon as there is one."""
         events = [await self._events.get()]

@@ -94,6 +94,7 @@ class SimulatedReplica:
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
         self._gate.weights_unverified = f"version {update.weights.version} was not loaded whole"
+        self._world.judge(self._world.oracle.loads, self.name, live=self._world.live_replicas)
         kind, late_s = self._world.fault(f"load/{self.name}")
         await asyncio.sleep(self._world.scenario.load_s + late_s)
         match kind:

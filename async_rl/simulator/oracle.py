@@ -46,6 +46,7 @@ class Oracle:
         self._steps: dict[int, str] = {}  # train step -> digest
         self._served = self._published = 0
         self._loaded: dict[str, int] = {}  # replica -> version
+        self._loading: set[str] = set()
         self._taken: list[GroupHead] = []
         self._rollouts: dict[str, Rollout] = {}  # by session
         self._state = RunState()  # of the checkpoint that the journal is opened with
@@ -58,6 +59,7 @@ class Oracle:
         """With new replicas. No older driver may be heard any more."""
         self._loaded = {}
         self._new_driver = True
+        self._loading = set()
 
     def queue_starts(self, state: RunState) -> None:
         """It is about to open its journal, with the checkpoint of `state`."""
@@ -130,6 +132,13 @@ class Oracle:
         require("exactly once", same, "step {} again gives {}, not {}", train_step, digest, known)
         self._steps[train_step] = digest
 
+    def loads(self, replica: str, *, live: Collection[str]) -> None:
+        """A replica starts a load; of the live ones, a rolling publish leaves all but a few serving."""
+        self._loading = (self._loading | {replica}) & set(live)
+        sync = self._config.sync
+        held = sync.mode != "rolling" or len(self._loading) <= sync.max_paused
+        require("versions", held, "{} load at the same time, of at most {}", sorted(self._loading), sync.max_paused)
+
     def loaded_by(self, replica: str, weights: WeightVersion) -> None:
         """A replica took a version."""
         before = self._loaded.get(replica, -1)
@@ -137,6 +146,7 @@ class Oracle:
         known = self._digests.get(weights.version)
         require("versions", weights.digest == known, "{} loaded {}; exported was {}", replica, weights, known)
         self._loaded[replica] = weights.version
+        self._loading.discard(replica)
 
     def asked(self, request: GenerateRequest) -> None:
         """An engine is to continue: not before the kept tokens, and with rows that some version gave."""

@@ -236,11 +236,14 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     max_staleness = draw.choice((0, 1, 1, 2, 4)) * per_batch + publish_every - 1 + beyond_batches
     policy = policies.choice((draw.choice(("wait", "drop")), "recycle", "mask"))
     max_requeues = policies.choice((1, 1, 3))
+    max_paused = random.Random(f"publishes {seed}").choice((None, 1, replicas - 1)) if replicas > 1 else None
     settings = {
         "seed": seed,
         "total_train_steps": steps,
         "trainer.updates_per_batch": per_batch,
         "sync.every": publish_every,
+        **({"sync.mode": "rolling", "sync.max_paused": max_paused} if max_paused is not None else {}),
+        "engine.replicas": replicas,
         "advantage": AdvantageConfig(name="reinforce_plus_plus") if group_size == 1 else AdvantageConfig(),
         "staleness.max_staleness": max_staleness,
         "staleness.policy": policy,

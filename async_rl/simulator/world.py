@@ -90,6 +90,11 @@ class World:
         """Whether a group may have been dropped for a failed rollout by now."""
         return any(KINDS[fault.kind].drops_group for fault in self.fired)
 
+    @property
+    def live_replicas(self) -> Collection[str]:
+        """Names of the replicas in the pool of the run."""
+        return () if self.run is None else [member.name for member in self.run.pool.live_or_none]
+
     # ---- calls of the parts
 
     def fault(self, point: str) -> tuple[str, float]:

@@ -201,6 +201,12 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["schedule=plan", "staleness=drop"], ["staleness.policy is 'drop'", "schedule=plan"]),
         (["sync.route=folder"], ["sync.route", "sync.directory"]),
         (["sync.directory=/tmp"], ["sync.directory", "/tmp", "sync.route=folder"]),
+        (["sync.max_paused=2"], ["sync.max_paused", "2", "sync.mode=rolling"]),
+        (["sync.max_paused=0"], ["sync.max_paused", "0", ">= 1"]),
+        (
+            ["sync.mode=rolling", "sync.max_paused=2", "engine.replicas=2"],
+            ["sync.max_paused is 2", "engine.replicas=2", "sync.mode=at_once"],
+        ),
         (["staleness.max_requeues=2"], ["staleness.max_requeues is 2", "staleness=recycle"]),
         (["staleness=drop", "staleness.max_requeues=2"], ["staleness.max_requeues is 2"]),
         (["rollout.failure.max_fills=2"], ["rollout.failure.max_fills is 2", "rollout.failure.on_failed=fill"]),

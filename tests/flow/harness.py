@@ -243,6 +243,7 @@ class Harness:
         mean_length: int = 12,
         on_update: str = "resume",
         kv: str = "recompute",
+        max_paused: int | None = None,
         max_failed_groups: int = 4,
         drop_without_spread: int = 0,
         order=None,
@@ -333,7 +334,12 @@ class Harness:
             self.workers, pool=self.pool, note=self.spy.note, record_failed=self.recorder.failed_rollout
         )
         publisher = Publisher(
-            self.pool, on_update=on_update, kv=kv, rollouts=self.rollouts, timeout_s=publish_timeout_s
+            self.pool,
+            on_update=on_update,
+            kv=kv,
+            rollouts=self.rollouts,
+            max_paused=max_paused,
+            timeout_s=publish_timeout_s,
         )
         self._pipeline_options = {
             "config": ControllerConfig(

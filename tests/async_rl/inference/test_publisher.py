@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import functools
+import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools import PauseGate
@@ -156,9 +159,11 @@ async def test_publish_that_is_cancelled_waits_no_longer_than_a_publish_may():
 
 async def test_replicas_that_hold_different_parameters_stop_the_publish():
     good, bad = ScriptedReplica("good"), ScriptedReplica("bad", holds="c2")
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(ExceptionGroup) as caught:
         await make_publisher([good, bad]).publish(UPDATE)
-    assert all(text in str(caught.value) for text in ("good", "bad", "version 1", "c1", "c2"))
+    (error,) = caught.value.exceptions
+    assert isinstance(error, EngineError) and "resume" not in bad.calls
+    assert all(text in str(error) for text in ("good", "bad", "version 1", "c1", "c2"))
 
 
 async def test_new_replica_that_holds_other_parameters_is_not_brought_up():
@@ -171,3 +176,161 @@ async def test_new_replica_that_holds_other_parameters_is_not_brought_up():
     assert [member.name for member in pool.live] == ["good"]
     good.results["checksum"] = "c2"
     await publisher.publish(UPDATE)  # replicas are compared within one version only
+
+
+# ---- rolling
+
+
+class Service:
+    """Counts the replicas that are paused; `most` is the largest number at one time."""
+
+    def __init__(self):
+        self.paused, self.most = set(), 0
+
+    def changed(self, name, *, paused):
+        (self.paused.add if paused else self.paused.discard)(name)
+        self.most = max(self.most, len(self.paused))
+
+
+class TimedReplica(ScriptedReplica):
+    """Each call takes `turns` iterations of the event loop; it dies or hangs at `fails_at`."""
+
+    def __init__(self, name, *, service, turns=0, **options):
+        super().__init__(name, **options)
+        self._service, self._turns = service, turns
+
+    async def call(self, name, *args, **options):
+        if name == "pause":
+            self._service.changed(self.name, paused=True)
+        try:
+            for _ in range(self._turns):
+                await asyncio.sleep(0)
+            result = await super().call(name, *args, **options)
+        except BaseException:
+            self._service.changed(self.name, paused=False)  # it left the pool
+            raise
+        if name == "resume":
+            self._service.changed(self.name, paused=False)
+        return result
+
+
+def timed_replicas(chance, count, service, *, failing):
+    calls = ("pause", "abort", "load", "checksum", "resume")
+    return [
+        TimedReplica(
+            f"replica-{i}",
+            service=service,
+            turns=chance.randrange(4),
+            **({chance.choice(("dies_at", "hangs_at")): chance.choice(calls)} if chance.random() < failing else {}),
+        )
+        for i in range(count)
+    ]
+
+
+def check_published(pool, replicas):
+    """Every replica that is left loaded once, and every other one was tried once at most."""
+    live = {member.name for member in pool.live}
+    for replica in replicas:
+        assert replica.calls.count("pause") <= 1
+        if replica.name in live:
+            assert replica.calls[-3:] == ["load", "checksum", "resume"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32), count=st.integers(2, 12), data=st.data())
+def test_rolling_publish_never_pauses_more_than_it_may(seed, count, data):
+    max_paused, chance, service = data.draw(st.integers(1, count)), random.Random(seed), Service()
+
+    async def run():
+        replicas = timed_replicas(chance, count, service, failing=0.2)
+        replicas[chance.randrange(count)].dies_at = None
+        pool, rollouts = ReplicaPool(replicas), RolloutsHere()
+        publisher = Publisher(pool, on_update="resume", rollouts=rollouts, max_paused=max_paused, timeout_s=0.005)
+        publish = asyncio.create_task(publisher.publish(UPDATE))
+        for _ in range(chance.randrange(20)):
+            await asyncio.sleep(0)
+        if len(pool.live) > 1 and chance.random() < 0.5:
+            pool.lose(chance.choice(pool.live), reason="died in a decode")
+        with contextlib.suppress(ReplicaLostError):
+            await publish
+            check_published(pool, replicas)
+        assert rollouts.avoided == frozenset()
+
+    asyncio.run(run())
+    assert service.most <= max_paused
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 1 << 32), max_paused=st.sampled_from([1, 7, 64, 512]))
+def test_rolling_publish_of_1024_replicas_keeps_the_others_serving(seed, max_paused):
+    service = Service()
+
+    async def run():
+        replicas = timed_replicas(random.Random(seed), 1024, service, failing=0.0)
+        pool = ReplicaPool(replicas)
+        publisher = Publisher(pool, on_update="resume", rollouts=RolloutsHere(), max_paused=max_paused, timeout_s=60)
+        await publisher.publish(UPDATE)
+        assert len(pool.live) == 1024
+        check_published(pool, replicas)
+
+    asyncio.run(run())
+    assert service.most == max_paused, "and no fewer, so that a publish takes no longer than it must"
+
+
+@pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
+async def test_rolling_publish_moves_requests_before_a_pause_and_lets_tools_start(on_update):
+    rollouts, noted = RolloutsHere(), []
+
+    class Watching(ScriptedReplica):
+        async def call(self, name, *args, **options):
+            noted.append((rollouts.avoided, rollouts.gate._open.is_set()))
+            assert self.name in rollouts.avoided
+            return await super().call(name, *args, **options)
+
+    replicas = [Watching(f"replica-{i}") for i in range(3)]
+    publisher = Publisher(replicas, on_update=on_update, rollouts=rollouts, max_paused=1, timeout_s=1)
+    await publisher.publish(UPDATE)
+    assert all(len(avoided) == 1 and tools for avoided, tools in noted)
+    assert len(noted) == 15 and rollouts.avoided == frozenset()
+
+
+async def test_rolling_publish_touches_no_replica_after_a_wrong_one():
+    replicas = [ScriptedReplica("a"), ScriptedReplica("b", holds="c2"), ScriptedReplica("c")]
+    rollouts = RolloutsHere()
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="b has .*c2")):
+        await Publisher(replicas, on_update="resume", rollouts=rollouts, max_paused=1, timeout_s=1).publish(UPDATE)
+    assert replicas[1].calls[-1] == "checksum" and not replicas[2].calls
+    assert rollouts.avoided == frozenset()
+
+
+async def test_rolling_publish_that_is_cancelled_finishes_the_paused_replicas_only():
+    reached, may_continue = asyncio.Event(), asyncio.Event()
+
+    class Slow(ScriptedReplica):
+        async def call(self, name, *args, **options):
+            if name == "load":
+                reached.set()
+                await may_continue.wait()
+            return await super().call(name, *args, **options)
+
+    replicas = [Slow("a"), Slow("b")]
+    publisher = make_publisher(replicas, max_paused=1)
+    publish = asyncio.create_task(publisher.publish(UPDATE))
+    await reached.wait()
+    publish.cancel()
+    await asyncio.sleep(0)
+    may_continue.set()
+    with pytest.raises(asyncio.CancelledError):
+        await publish
+    assert replicas[0].calls[-1] == "resume" and not replicas[1].calls
+
+
+async def test_time_limit_of_a_rolling_publish_holds_for_each_replica():
+    class Slow(ScriptedReplica):
+        async def call(self, name, *args, **options):
+            await asyncio.sleep(0.04 if name == "load" else 0)
+            return await super().call(name, *args, **options)
+
+    pool = ReplicaPool([Slow(f"replica-{i}") for i in range(4)])
+    await make_publisher(pool, max_paused=1, timeout_s=0.1).publish(UPDATE)
+    assert len(pool.live) == 4

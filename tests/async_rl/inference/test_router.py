@@ -53,6 +53,23 @@ def test_pool_refuses_no_replica_and_two_of_one_name():
         ReplicaPool(fakes(1) + fakes(1))
 
 
+async def test_router_sends_nothing_to_an_avoided_replica_unless_it_is_the_last():
+    replicas = fakes(2)
+    pool = ReplicaPool(replicas)
+    router = ReplicaRouter(pool)
+    await router.generate(request("a"))
+    pool.avoid(["fake-0"])
+    for session in "ab":
+        await router.generate(request(session))
+    pool.avoid([])
+    await router.generate(request("a"))
+    assert served(replicas) == [["a"], ["a", "b", "a"]], "its prefix is cached at its new replica"
+    pool.avoid(["fake-0"])
+    replicas[1].die()
+    await router.generate(request("c"))
+    assert served(replicas)[0] == ["a", "c"]
+
+
 # ---- failed replicas
 
 

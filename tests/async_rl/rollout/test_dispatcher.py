@@ -87,6 +87,9 @@ class FakeWorker:
     async def resume_tools(self):
         self._answer("resume_tools")
 
+    async def avoid(self, names):
+        self._answer("avoid", sorted(names))
+
     async def forget(self, groups):
         self._answer("forget", list(groups))
 
@@ -231,6 +234,17 @@ async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
             ("pause_tools",),
             ("resume_tools",),
         ]
+
+
+async def test_all_workers_and_a_new_one_avoid_the_same_replicas():
+    async with Started("worker-0", "worker-1") as run:
+        await run.dispatcher.avoid({"replica-1"})
+        assert all(("avoid", ["replica-1"]) in worker.calls for worker in run.workers.values())
+        run.workers["worker-0"].die()
+        await turns(200)
+        assert ("avoid", ["replica-1"]) in run.workers["worker-2"].calls
+        await run.dispatcher.avoid(())
+        assert run.workers["worker-2"].calls[-1] == ("avoid", [])
 
 
 async def test_held_out_prompts_of_a_dead_worker_wait_until_its_requests_are_gone():

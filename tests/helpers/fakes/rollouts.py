@@ -8,9 +8,13 @@ class RolloutsHere:
 
     def __init__(self, gate: PauseGate | None = None) -> None:
         self.gate = gate or PauseGate()
+        self.avoided = frozenset()
 
     async def pause(self):
         self.gate.pause()
 
     async def resume(self):
         self.gate.resume()
+
+    async def avoid(self, replicas):
+        self.avoided = frozenset(replicas)
