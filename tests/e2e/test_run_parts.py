@@ -39,9 +39,9 @@ def test_vllm_on_two_workers_and_two_trainer_ranks_under_drop(tmp_path):
     assert expired and all(g["tokens"] > 0 for g in expired)
 
 
-def test_vllm_and_two_pipeline_stages_under_recycle(tmp_path):
-    stages = ("trainer.ranks=2", "trainer.parallel.pipeline=2")
-    steps, groups = run(tmp_path, *stages, "staleness=recycle", "rollout.on_update=keep")
+def test_rolling_publishes_to_two_vllm_replicas_from_two_pipeline_stages_under_recycle(tmp_path):
+    parts = ("trainer.ranks=2", "trainer.parallel.pipeline=2", "engine.replicas=2", "sync.mode=rolling")
+    steps, groups = run(tmp_path, *parts, "staleness=recycle", "rollout.on_update=keep")
     requeued = [g for g in groups if g["outcome"] == "dropped" and g["reason"].startswith("requeued")]
     assert requeued and steps[-1]["ledger/requeued"] >= 1
 
