@@ -1,0 +1,130 @@
+"""Speed and memory of a version that travels through shared memory, against a copy of the same bytes.
+
+A process writes the bfloat16 layers of a model in buckets, as an owner does. Then it reads, verifies and copies them
+into parameters, as the worker of an engine does. Each round also copies the bytes once from tensors into parameters.
+The ratio of a copy over a write and a read is the median over rounds, with its 95 % bootstrap interval. Extra memory is
+the growth of the process's own memory while it writes, without the files in shared memory.
+
+python benchmarks/publish_files.py [--mb 100 1000] [--bucket-mb 64] [--rounds 9] [--directory /dev/shm]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from async_rl.weights.transport import discard_updates, read_update, write_update
+from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
+
+COLUMNS = 4096  # of a weight, which has a quarter of a bucket
+
+
+def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int) -> list[str]:
+    """Rates and extra memory of a model with about `num_bytes`."""
+    rows = bucket_bytes // 4 // (2 * COLUMNS)
+    number = max(1, round(num_bytes / (rows * COLUMNS * 2)))
+    weights = [
+        (f"model.layers.{i:04}.weight", torch.randn(rows, COLUMNS).to(torch.bfloat16).contiguous())
+        for i in range(number)
+    ]
+    parameters = {name: torch.zeros_like(tensor) for name, tensor in weights}
+    total, seconds, extra = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]](), 0
+    for version in range(rounds + 1):  # the first is not counted
+        copied = timed(lambda: put(iter(weights), parameters))
+        with own_memory() as growth:
+            written = timed(
+                lambda v=version: write_update(directory, version=v, tensors=weights, bucket_bytes=bucket_bytes)
+            )
+        folder = directory / f"weights-{version}"
+        read = timed(lambda f=folder: put(read_update(f), parameters))
+        discard_updates(directory, keep_version=version)
+        say(f"{total / 1e6:.0f} MB, round {version}: copy {copied:.3f} s, write {written:.3f} s, read {read:.3f} s")
+        if version:
+            seconds.append((copied, written, read))
+            extra = max(extra, growth[0])
+    times = np.array(seconds)
+    rates = total / np.median(times, axis=0) / 1e9
+    ratios = times[:, 0] / (times[:, 1] + times[:, 2])
+    found = bootstrap(lambda drawn: medians(ratios, drawn), units=rounds)
+    return [
+        f"{total / 1e6:.0f} MB",
+        *(f"{rate:.1f}" for rate in rates),
+        f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]",
+        f"{extra / bucket_bytes:.1f}",
+    ]
+
+
+def put(tensors: Iterator[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:
+    """Copy tensors into the parameters of the same name."""
+    for name, tensor in tensors:
+        parameters[name].copy_(tensor)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of `work`."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def medians(values: FloatArray, drawn: FloatArray) -> FloatArray:
+    """Median of each row of draws [B, units] of the values [units]."""
+    return np.array([float(np.median(np.repeat(values, row.astype(int)))) for row in drawn])
+
+
+@contextmanager
+def own_memory() -> Generator[list[int]]:
+    """Largest growth inside the block, in bytes, of the memory that only this process has; sampled each millisecond."""
+    process, ended, found = psutil.Process(), threading.Event(), [0]
+
+    def now() -> int:
+        held = process.memory_info()
+        return held.rss - held.shared
+
+    start = now()
+
+    def sample() -> None:
+        while not ended.wait(0.001):
+            found[0] = max(found[0], now() - start)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, nargs="+", default=[100, 1000], help="of the models")
+    parser.add_argument("--bucket-mb", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        rows = [
+            table_row(Path(directory), num_bytes=mb * 1_000_000, bucket_bytes=args.bucket_mb << 20, rounds=args.rounds)
+            for mb in args.mb
+        ]
+    header = ["model", "copy GB/s", "write GB/s", "read GB/s", "copy / (write + read)", "extra memory, buckets"]
+    show(markdown_table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
