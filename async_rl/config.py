@@ -140,7 +140,8 @@ class SyncConfig:
     """Directory of `folder`."""
     mode: SyncMode = "at_once"
     """`at_once`: all replicas load at the same time, and no tool starts meanwhile. `rolling`: at most `max_paused`
-    replicas are paused at a time, the others serve, and tools start."""
+    replicas are paused at a time, the others serve, and tools start. `staged`: as `at_once`, but the replicas load
+    beside the weights that serve, with twice their memory, and are paused for the exchange only."""
     max_paused: int = 1
     """With `rolling`: most replicas that are paused at a time."""
     timeout_s: float = 120.0

@@ -134,6 +134,9 @@ class ReplicaClient:
     async def freeze(self) -> int:
         return await self._call(EngineReplica.freeze)
 
+    async def stage(self, update: WeightUpdate) -> None:
+        await self._call(EngineReplica.stage, update)
+
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         return await self._call(EngineReplica.load, update, kv=kv)
 

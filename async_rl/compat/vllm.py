@@ -21,7 +21,6 @@ from vllm.distributed.aux_output_connector.worker import (
     get_aux_output_connector,
 )
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -76,14 +75,6 @@ class RoutingCPUModelRunner(CPUModelRunner):
         """See `ForcedRouting.pin`."""
         if self._forced is not None:
             self._forced.pin(rows)
-
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Load weights, and pack a tied lm_head again, because vLLM packs only modules with tensors in the update."""
-        super().reload_weights(*args, **kwargs)
-        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            for head in self.get_model().modules():
-                if isinstance(head, ParallelLMHead):
-                    head.quant_method.process_weights_after_loading(head)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass with the forced experts of this step; a warm-up run has no requests."""

@@ -91,6 +91,7 @@ def supervised(
         kv=config.rollout.kv,
         rollouts=rollouts,
         max_paused=config.sync.max_paused if config.sync.mode == "rolling" else None,
+        staged=config.sync.mode == "staged",
         timeout_s=config.sync.timeout_s,
     )
     supervisor = Supervisor(pool, publisher, start=start, config=config.supervision, note=note)

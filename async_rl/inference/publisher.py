@@ -6,6 +6,7 @@ drain:  pause -> wait until in-flight requests have finished           -> load -
 
 at_once: all replicas load concurrently, and no tool starts until the last has resumed
 rolling: at most `max_paused` replicas are paused at a time; new and aborted requests go to the others, and tools start
+staged:  all replicas load beside the weights that serve, while they generate; then all exchange the weights at once
 
     three replicas, max_paused=1      replica-0  | load |
                                       replica-1         | load |
@@ -35,7 +36,7 @@ from async_rl.inference.replica import KVPolicy
 from async_rl.weights.transport import WeightUpdate
 
 OnUpdate = Literal["resume", "keep", "drain"]
-SyncMode = Literal["at_once", "rolling"]
+SyncMode = Literal["at_once", "rolling", "staged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class PublishReport:
     """Durations and counts of one publish."""
 
     seconds: float
-    """Seconds from the first pause to the last resume."""
+    """Seconds from the first pause, or from the start of the staging, to the last resume."""
     pause_seconds: float
     """Seconds of the longest pause of one replica."""
     aborted: int
@@ -96,7 +97,8 @@ class Publisher:
         kv: K/V of the requests that are frozen with `keep`; see `async_rl.inference.replica.EngineReplica.load`.
         rollouts: `at_once` pauses their tools during a publish; `rolling` has them avoid the paused replicas.
         max_paused: most replicas that a publish pauses at a time, so that of N live replicas N - max_paused serve; None
-            for `at_once`.
+            for `at_once` and `staged`.
+        staged: whether the replicas load a version before their pause.
         timeout_s: bound on the whole publish of one replica, from pause to resume.
     """
 
@@ -108,6 +110,7 @@ class Publisher:
         kv: KVPolicy = "recompute",
         rollouts: Rollouts,
         max_paused: int | None = None,
+        staged: bool = False,
         timeout_s: float,
     ) -> None:
         self._pool = ReplicaPool.of(replicas)
@@ -115,6 +118,7 @@ class Publisher:
         self._on_update: OnUpdate = on_update
         self._kv: KVPolicy = kv
         self._max_paused = max_paused
+        self._staged = staged
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()  # a replica must not join during a publish
         self._newest: WeightUpdate | None = None
@@ -206,6 +210,8 @@ class Publisher:
     ) -> PublishReport:
         """Publish to the members in `waiting`, and remove each from it before its pause."""
         started = time.monotonic()
+        if self._staged:
+            await self._stage(update, waiting)
         if self._max_paused is None:
             work = self._all_at_once(update, waiting, probe)
         else:
@@ -218,6 +224,21 @@ class Publisher:
             aborted=sum(load.aborted for load in done),
             frozen=sum(load.frozen for load in done),
         )
+
+    async def _stage(self, update: WeightUpdate, waiting: deque[Member]) -> None:
+        """Return when the members in `waiting` have staged the version; those that are lost leave it."""
+        late = f"did not stage version {update.weights.version} (sync.timeout_s)"
+
+        async def stage_or_lose(member: Member) -> None:
+            try:
+                async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
+                    await member.replica.stage(update)
+            except ReplicaLostError:
+                waiting.remove(member)
+
+        async with asyncio.TaskGroup() as stages:
+            for member in list(waiting):
+                stages.create_task(stage_or_lose(member))
 
     async def _all_at_once(
         self, update: WeightUpdate, waiting: deque[Member], probe: Callable[[Member], None] | None

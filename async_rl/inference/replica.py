@@ -313,8 +313,16 @@ class EngineBackend(Protocol):
         """
         ...
 
+    async def stage(self, update: WeightUpdate) -> None:
+        """Load an update beside the weights that serve, while requests run; the next `load` of it exchanges both.
+
+        Raises:
+            ContractError: the update lacks tensors.
+        """
+        ...
+
     async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> EngineLoad:
-        """Load a checked update while no request runs.
+        """Load a checked update while no request runs. If it is staged, exchange the weights.
 
         Args:
             kv: see `Replica.load`.
@@ -425,6 +433,16 @@ class EngineReplica(Generic[BackendT]):
         if self._gate.in_flight:
             await self._control("freeze", self.backend.freeze())
         return self._gate.freeze()
+
+    async def stage(self, update: WeightUpdate) -> None:
+        """Load new weights beside the ones that serve; requests continue, and `load` of the same update is short.
+
+        Memory of the weights is needed twice.
+
+        Raises:
+            EngineError: the update is incomplete or damaged, or the engine is dead. The replica continues to serve.
+        """
+        await self._control("stage", self.backend.stage(update))
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         """Load new weights while the replica is paused and every request in flight is frozen.

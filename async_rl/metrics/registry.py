@@ -155,7 +155,7 @@ METRICS: dict[str, Metric] = {
     "idle/rollout": Metric("mean", "share", "time of the step that replicas had no request in flight"),
     "queue/ready": Metric("mean", "groups", "finished groups that wait for the trainer"),
     "queue/open": Metric("mean", "groups", "groups that are being generated"),
-    "sync/seconds": Metric("mean", "s", "newest publish, first pause to last resume"),
+    "sync/seconds": Metric("mean", "s", "newest publish, first pause (or staging) to last resume"),
     "sync/pause_seconds": Metric("mean", "s", "newest publish, longest pause of a replica"),
     "throughput/tokens_per_s": Metric("mean", "tokens/s", "sampled tokens trained per second of wall time"),
     "ledger/admitted": Metric("last", "groups", "admitted since the start of the run"),

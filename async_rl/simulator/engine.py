@@ -62,6 +62,7 @@ class SimulatedReplica:
         self.name = name
         self._world = world
         self._weights = WeightVersion(0, INITIAL)
+        self._staged: WeightVersion | None = None
         self._token_s = token_s
         self._gate = RequestGate(name)
         self._decodes: dict[str, _Decode] = {}
@@ -91,12 +92,19 @@ class SimulatedReplica:
         self._wake()
         return frozen
 
+    async def stage(self, update: WeightUpdate) -> None:
+        self._gate.check_alive()
+        await asyncio.sleep(self._world.scenario.load_s)
+        self._gate.check_alive()
+        self._staged = update.weights
+
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
         self._gate.weights_unverified = f"version {update.weights.version} was not loaded whole"
         self._world.judge(self._world.oracle.loads, self.name, live=self._world.live_replicas)
         kind, late_s = self._world.fault(f"load/{self.name}")
-        await asyncio.sleep(self._world.scenario.load_s + late_s)
+        staged, self._staged = self._staged == update.weights, None
+        await asyncio.sleep(late_s if staged else self._world.scenario.load_s + late_s)
         match kind:
             case "weights never loaded":
                 await asyncio.Event().wait()

@@ -237,12 +237,14 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
     policy = policies.choice((draw.choice(("wait", "drop")), "recycle", "mask"))
     max_requeues = policies.choice((1, 1, 3))
     max_paused = random.Random(f"publishes {seed}").choice((None, 1, replicas - 1)) if replicas > 1 else None
+    staged = max_paused is None and random.Random(f"staging {seed}").random() < 0.4
     settings = {
         "seed": seed,
         "total_train_steps": steps,
         "trainer.updates_per_batch": per_batch,
         "sync.every": publish_every,
         **({"sync.mode": "rolling", "sync.max_paused": max_paused} if max_paused is not None else {}),
+        **({"sync.mode": "staged"} if staged else {}),
         "engine.replicas": replicas,
         "advantage": AdvantageConfig(name="reinforce_plus_plus") if group_size == 1 else AdvantageConfig(),
         "staleness.max_staleness": max_staleness,

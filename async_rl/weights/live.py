@@ -7,7 +7,8 @@ sides are compared by module, whose names all engines share:
     published   model.layers.3.self_attn.{q,k,v,o}_proj.weight          digest of names, shapes and values
     live        model.layers.3.self_attn.{qkv,o}_proj.weight            checksum of every rank's part
 
-If the digest of a module differs from the previous load, its live checksum must differ too. A module with unchanged
+If the digest of a module differs from one of the two loads before, its live checksum must differ too (a staged version
+replaces the weights of the load before the previous one). A module with unchanged
 tensors (frozen layers, learning rate 0) is not checked, nor is one that was published in other dtypes than before, such
 as the first version of a float32 trainer that started from bfloat16. Swapped tensors change the checksum as well, so
 this check does not find them; the comparison with other replicas and `async_rl.controller.probe` do.
@@ -16,6 +17,7 @@ this check does not find them; the comparison with other replicas and `async_rl.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from async_rl.weights.digest import WHOLE_MODEL, ModuleDigest, module_of
@@ -35,16 +37,16 @@ class LiveWeights:
         self, *, dtype: str, published: Mapping[str, ModuleDigest], ranks: Sequence[Mapping[str, str]]
     ) -> None:
         self._dtype = dtype
-        self._published = published
-        self._live = _by_module(ranks)
+        # A staged version replaces the weights of the load before the previous one.
+        self._loads = deque([(published, _by_module(ranks))], maxlen=2)
 
     @property
     def checksum(self) -> str:
         """Checksum of all parameters on all ranks, equal for replicas with the same configuration and version."""
-        return self._live[WHOLE_MODEL]
+        return self._loads[-1][1][WHOLE_MODEL]
 
     def replace(self, published: Mapping[str, ModuleDigest], ranks: Sequence[Mapping[str, str]]) -> list[str]:
-        """Compare a load with the recorded previous load, then record it.
+        """Compare a load with the two recorded loads before it, then record it.
 
         Returns:
             the modules whose parameters should have changed but did not. If there are any, the load is not recorded.
@@ -53,12 +55,13 @@ class LiveWeights:
         unchanged = [
             module
             for module, given in published.items()
-            if module in self._published and _differs(given, self._published[module])
-            if module in live and live[module] == self._live.get(module) and self._keeps_all_bits(given)
+            for before, was in self._loads
+            if module in before and _differs(given, before[module])
+            if module in live and live[module] == was.get(module) and self._keeps_all_bits(given)
         ]
         if not unchanged:
-            self._published, self._live = published, live
-        return unchanged
+            self._loads.append((published, live))
+        return sorted(set(unchanged))
 
     def _keeps_all_bits(self, given: ModuleDigest) -> bool:
         return self._dtype == "float32" or self._dtype in given.dtypes

@@ -1,4 +1,4 @@
-"""One server of every real engine for the whole package, and two sets of weights.
+"""One server of every real engine for the whole package, and three sets of weights.
 
 The scenarios (test_scenarios_*.py) run on `tested`: the fake, vLLM and SGLang, one after the other. vLLM serves a model
 whose first layer is dense. SGLang ignores dense layers in this family, so its replica refuses such a model, and serves
@@ -47,7 +47,7 @@ async def engine(models: Models, environment: None) -> AsyncIterator[VllmReplica
 
 @pytest.fixture(scope="package")
 def sglang_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Two checkpoints of an architecture that SGLang serves too: no dense layer."""
+    """Checkpoints of an architecture that SGLang serves too: no dense layer."""
     sglang_support.require_sglang()
     return make_models(tmp_path_factory.mktemp("sglang"), sglang_support.qwen3_moe())
 

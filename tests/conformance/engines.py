@@ -93,7 +93,8 @@ class EngineUnderTest:
     """A replica that records its requests and answers.
 
     Args:
-        updates: the two sets of weights; version v is set v % 2.
+        updates: sets of weights, which the versions take in turn. Staged versions need three, because each replaces
+            the weights of the version before the last.
         exchanges: list of the answers, in order of completion; replicas share it if trajectories move between them.
     """
 
@@ -102,7 +103,7 @@ class EngineUnderTest:
         replica: PoolReplica,
         *,
         routing: RoutingSpec | None,
-        updates: tuple[WeightUpdate, WeightUpdate],
+        updates: Sequence[WeightUpdate],
         truth: Truth,
         probe: Probe,
         exchanges: list[Exchange] | None = None,
@@ -208,7 +209,7 @@ class EngineUnderTest:
 
     def update(self, version: int) -> WeightUpdate:
         """A version as the trainer would publish it."""
-        source = self._updates[version % 2]
+        source = self._updates[version % len(self._updates)]
         return replace(source, weights=WeightVersion(version, source.weights.digest))
 
     async def freeze(self) -> int:
@@ -227,15 +228,18 @@ class EngineUnderTest:
         await self.full_speed()
 
     async def publish(
-        self, mode: str = "resume", *, version: int | None = None, stays_slow: bool = False
+        self, mode: str = "resume", *, version: int | None = None, stays_slow: bool = False, staged: bool = False
     ) -> PublishReport:
         """Load the next version, or a given one, by the publisher of a run.
 
-        stays_slow: another publish follows that must find the requests in flight.
+        stays_slow: another publish follows that must find the requests in flight. staged: the requests continue during
+        the load, and pause for the exchange.
         """
         on_update, kv = MODES[mode]
         self._version = self._version + 1 if version is None else version
-        publisher = Publisher([self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), timeout_s=TIMEOUT_S)
+        publisher = Publisher(
+            [self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), staged=staged, timeout_s=TIMEOUT_S
+        )
         report = await publisher.publish(self.update(self._version))
         if not stays_slow:
             await self.full_speed()

@@ -22,13 +22,13 @@ from tests.helpers.fakes import FakeEngine, fake_logprob, fake_row
 
 
 class TransformersTruth:
-    """Two transformers models; version v is model v % 2."""
+    """Transformers models; version v is one of them after the other."""
 
-    def __init__(self, models: tuple[Any, Any]) -> None:
+    def __init__(self, models: Sequence[Any]) -> None:
         self._models = models
 
     def __call__(self, parts: Sequence[tuple[int, int]], token_ids: Any, *, forced: Any) -> Reference:
-        models = [(self._models[version % 2], end) for version, end in parts]
+        models = [(self._models[version % len(self._models)], end) for version, end in parts]
         return reference_of_parts(models, token_ids, forced=forced)
 
 

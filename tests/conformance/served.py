@@ -40,27 +40,27 @@ BUCKET_BYTES = 64 << 10  # so that an update has several buckets
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Checkpoints of one architecture with seeds 0 and 1: folders, transformers models, updates of version 0 and 1."""
+    """Checkpoints of one architecture with seeds 0, 1, 2: folders, transformers models, updates of versions 0 to 2."""
 
-    paths: tuple[Path, Path]
-    models: tuple[Any, Any]
-    updates: tuple[WeightUpdate, WeightUpdate]
+    paths: tuple[Path, ...]
+    models: tuple[Any, ...]
+    updates: tuple[WeightUpdate, ...]
 
 
 def make_models(folder: Path, architecture: Any) -> Models:
-    """Save both, and write both as updates."""
-    first, second = (save_checkpoint(architecture, folder / str(seed), seed=seed) for seed in (0, 1))
-    updates = [
+    """Save them, and write them as updates."""
+    seeds = range(3)
+    paths = tuple(save_checkpoint(architecture, folder / str(seed), seed=seed) for seed in seeds)
+    updates = tuple(
         write_update(
             folder / "updates",
             version=i,
             tensors=read_tensors(path / "model.safetensors"),
             bucket_bytes=BUCKET_BYTES,
         )
-        for i, path in enumerate((first, second))
-    ]
-    models = spread_model(architecture, seed=0), spread_model(architecture, seed=1)
-    return Models((first, second), models, (updates[0], updates[1]))
+        for i, path in enumerate(paths)
+    )
+    return Models(paths, tuple(spread_model(architecture, seed=seed) for seed in seeds), updates)
 
 
 def under_test(

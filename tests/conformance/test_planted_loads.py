@@ -41,9 +41,14 @@ async def plant(tested: EngineUnderTest, request: pytest.FixtureRequest) -> Asyn
     await plant("")
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
 @pytest.mark.parametrize("fault", ["none", "half", "stale"])
-async def test_a_load_that_changed_no_parameters_is_refused(tested: EngineUnderTest, plant: Plant, fault: str):
+async def test_a_load_that_changed_no_parameters_is_refused(
+    tested: EngineUnderTest, plant: Plant, fault: str, staged: bool
+):
     await plant(fault)
+    if staged:
+        await tested.replica.stage(tested.update(1))
     await tested.replica.pause()
     with pytest.raises(EngineError, match=r"replica-0.*version 1"):
         await tested.load(1)

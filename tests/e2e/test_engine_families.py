@@ -78,12 +78,12 @@ async def test_a_family_agrees_free_forced_updated_and_resumed(
         ids = whole(tested.exchanges[0])
         assert_forced(tested, await tested.ask("forced", ids, forced_experts=odd_rows(tested, len(ids) - 1)))
         rollouts, tasks = tested.start_rollouts(prompts(2, length=50), max_new_tokens=160)
-        for mode in ("keep-recompute", "resume"):
+        for mode, staged in (("keep-recompute", False), ("keep-recompute", True), ("resume", True)):
             await tested.until_more(20)
-            await tested.publish(mode, stays_slow=mode != "resume")
+            await tested.publish(mode, stays_slow=mode != "resume", staged=staged)
         await asyncio.gather(*tasks)
         for rollout in rollouts:
-            assert [versions_of(exchange) for exchange in tested.of_session(rollout.name)] == [[0, 1], [2]]
+            assert [versions_of(exchange) for exchange in tested.of_session(rollout.name)] == [[0, 1, 2], [3]]
         assert_whole(tested, *rollouts)
 
 
@@ -121,7 +121,7 @@ async def test_a_dense_model_is_updated_in_flight(
         first, second = await running
     finally:
         await replica.close()
-    old, new = models.models
+    old, new, _ = models.models
     so_far = np.concatenate([tokens(40), first.token_ids])
     ids = np.concatenate([so_far, second.token_ids])
     assert logprob_gap(reference(old, so_far), so_far, first.logprobs, start=40) <= 1
@@ -159,8 +159,10 @@ async def test_tensor_parallel_ranks_agree_load_alike_and_end_together(
     architecture = tiny_models.qwen3_moe_config() if engine == "vllm" else sglang_support.qwen3_moe()
     async with serving(engine, make_models(tmp_path, architecture), monkeypatch, tensor_parallel=2) as tested:
         await tested.ask("before", tokens(40))
-        await tested.publish()
-        assert_true(tested, [*tested.exchanges, await tested.ask("after", tokens(40))])
+        for staged in (False, True, True):
+            await tested.publish(staged=staged)
+            await tested.ask(f"after-{len(tested.exchanges)}", tokens(40))
+        assert_true(tested, tested.exchanges)
         assert_forced(tested, await tested.ask("forced", tokens(90), forced_experts=odd_rows(tested, 60)))
         backend: Any = tested.replica.backend
         pid = backend.processes[0].pid if engine == "vllm" else backend.server.pid

@@ -33,8 +33,8 @@ def run(directory, *overrides):
     return steps, groups
 
 
-def test_vllm_on_two_workers_and_two_trainer_ranks_under_drop(tmp_path):
-    _, groups = run(tmp_path, "engine.tensor_parallel=2", "trainer.ranks=2", "staleness=drop")
+def test_staged_publishes_to_two_workers_of_vllm_and_two_trainer_ranks_under_drop(tmp_path):
+    _, groups = run(tmp_path, "engine.tensor_parallel=2", "trainer.ranks=2", "sync.mode=staged", "staleness=drop")
     expired = [g for g in groups if g["outcome"] == "dropped" and "expired" in g["reason"]]
     assert expired and all(g["tokens"] > 0 for g in expired)
 
@@ -46,9 +46,11 @@ def test_rolling_publishes_to_two_vllm_replicas_from_two_pipeline_stages_under_r
     assert requeued and steps[-1]["ledger/requeued"] >= 1
 
 
-def test_sglang_and_two_tensor_parallel_ranks_under_mask(tmp_path):
+def test_staged_publishes_to_sglang_from_two_tensor_parallel_ranks_under_mask(tmp_path):
     ranks = ("trainer.ranks=2", "trainer.parallel.tensor=2", "task.options.dense_first_layer=false")
-    steps, groups = run(tmp_path, "engine=sglang", "engine.kv_cache_tokens=16384", *ranks, "staleness=mask")
+    steps, groups = run(
+        tmp_path, "engine=sglang", "engine.kv_cache_tokens=16384", *ranks, "sync.mode=staged", "staleness=mask"
+    )
     assert max(s["staleness/masked_tokens"] for s in steps) > 0
     masked = [g for g in groups if g["outcome"] == "trained" and g["masked_tokens"] > 0]
     assert masked and all(g["masked_tokens"] < g["tokens"] for g in masked)

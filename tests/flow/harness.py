@@ -244,6 +244,7 @@ class Harness:
         on_update: str = "resume",
         kv: str = "recompute",
         max_paused: int | None = None,
+        staged: bool = False,
         max_failed_groups: int = 4,
         drop_without_spread: int = 0,
         order=None,
@@ -339,6 +340,7 @@ class Harness:
             kv=kv,
             rollouts=self.rollouts,
             max_paused=max_paused,
+            staged=staged,
             timeout_s=publish_timeout_s,
         )
         self._pipeline_options = {

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import aiohttp
 
@@ -41,7 +41,7 @@ from async_rl.inference.sglang.config import (
 from async_rl.inference.sglang.ids import PrefixFreeIds
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
-from async_rl.inference.sglang.update import check_update, first_load, reported_load
+from async_rl.inference.sglang.update import STAGED, check_update, first_load, reported_load
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate
@@ -51,6 +51,7 @@ __all__ = ["SglangBackend", "SglangConfig", "SglangReplica", "check_engine", "st
 
 ABORT_AGAIN_S = 0.05  # an abort misses requests that have not reached the server
 SUPPORT_REFUSED = "sampling support"  # in the server's error if too many tokens are kept
+STAGED_AGAIN_S = 0.05  # between two questions whether a version is staged
 DEATH_NOTICE_S = 2.0  # from a broken connection to the death of the server
 
 
@@ -82,6 +83,7 @@ class SglangBackend:
         self._routing = info.routing if capture_routing else None
         self._shapes = shapes
         self._frozen = False  # whether SGLang's scheduler is paused
+        self._staged: WeightVersion | None = None  # version that waits in the twins of the ranks' models
         self._ids = PrefixFreeIds(name)
         self._closed = False
         self._abandoned: set[asyncio.Task[None]] = set()
@@ -165,7 +167,15 @@ class SglangBackend:
         await self.server.post("/pause_generation", {"mode": mode})
 
     def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
+        if update.weights != self._staged:
+            check_update(update, self._shapes)
+
+    async def stage(self, update: WeightUpdate) -> None:
         check_update(update, self._shapes)
+        await self._plugin(f"stage {update.path.absolute()}")
+        while (await self._plugin("staged"))["message"] != STAGED:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(STAGED_AGAIN_S)
+        self._staged = update.weights
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> EngineLoad:
         if kv == "recompute":  # before the load: a failed flush must leave the weights
@@ -173,8 +183,15 @@ class SglangBackend:
                 await self.pause_engine("retract")
             patience = 0 if self._frozen else self._config.load_timeout_s  # SGLang answers before it is idle
             await self.server.post(f"/flush_cache?timeout={patience}", {})
+        staged, self._staged = self._staged, None
+        if update.weights == staged:
+            return reported_load(await self._plugin("commit"))
         body = {"model_path": str(update.path.absolute()), "flush_cache": False}
         return reported_load(await self.server.post("/update_weights_from_disk", body))
+
+    async def _plugin(self, action: str) -> Any:
+        """Answer of the plugin to an action; see `plugin/async_rl_sglang/loading.py`."""
+        return await self.server.post("/weights_checker", {"action": action})
 
     async def label(self, label: str) -> None:
         await self.server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})

@@ -16,11 +16,13 @@ from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
 from message_queue.tokens import ContractError
 
 REPORTED = "loaded by rank: "  # marks the plugin's report in the server's answer; see `plugin/`
+STAGED = "staged"  # the plugin's answer when all ranks have staged a version
 HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/`
     "DefaultModelLoader.load_weights_only",
     "Scheduler.get_init_info",
     "Scheduler.flush_cache",
     "SchedulerWeightUpdaterManager.update_weights_from_disk",
+    "SchedulerWeightUpdaterManager.check_weights",
     "ModelConfig._get_hf_eos_token_id",
     "schedule_batch.release_req",
     "Scheduler.send_abort_output",
@@ -78,7 +80,7 @@ def first_load(report: Mapping[str, Any]) -> EngineLoad:
 
 
 def reported_load(answer: Any) -> EngineLoad:
-    """The server's load, from its answer to /update_weights_from_disk.
+    """The server's load, from its answer to /update_weights_from_disk, or to the plugin's action `commit`.
 
     Raises:
         ContractError: the server loaded nothing, the ranks loaded different weights, or a rank reports no checksums.

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmBackend", "VllmConfig", "VllmReplica", "check_engine", "engine_environment", "start_vllm"]
 
+STAGED_AGAIN_S = 0.05  # between two questions whether a version is staged
+
 
 class VllmBackend:
     """Calls to one vLLM engine; see `async_rl.inference.replica.EngineBackend`.
@@ -58,6 +60,7 @@ class VllmBackend:
         self._model = model
         self._names = names
         self._frozen = False
+        self._staged: WeightVersion | None = None  # version that waits in the twins of the workers' models
         self._loop = asyncio.get_running_loop()
 
     # ---- generating
@@ -150,6 +153,17 @@ class VllmBackend:
             self._frozen = False
 
     def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
+        if update.weights != self._staged:
+            self._check_names(update)
+        recorded = in_flight and self._model.routing is not None
+        if kv == "recompute" and recorded and self._model.unforcible is not None:
+            raise ContractError(
+                "K/V in flight cannot be computed again under the experts that were recorded, because "
+                f"{self._model.unforcible}; use rollout.kv=keep, or abort first"
+            )
+
+    def _check_names(self, update: WeightUpdate) -> None:
+        """Raise ContractError if a published version lacks a tensor of the checkpoint."""
         version = update.weights.version
         try:
             absent = sorted(self._names - tensor_shapes(update_files(update.path)).keys())
@@ -160,15 +174,16 @@ class VllmBackend:
                 f"version {version} in {update.path} lacks {len(absent)} tensors of the "
                 f"checkpoint ({', '.join(absent[:3])}, ...); export every tensor"
             )
-        recorded = in_flight and self._model.routing is not None
-        if kv == "recompute" and recorded and self._model.unforcible is not None:
-            raise ContractError(
-                "K/V in flight cannot be computed again under the experts that were recorded, because "
-                f"{self._model.unforcible}; use rollout.kv=keep, or abort first"
-            )
+
+    async def stage(self, update: WeightUpdate) -> None:
+        self._check_names(update)
+        await self.engine.collective_rpc("start_staging", args=(str(update.path),))
+        while not all(await self.engine.collective_rpc("is_staged")):  # noqa: ASYNC110 - vLLM has no event for it
+            await asyncio.sleep(STAGED_AGAIN_S)
+        self._staged = update.weights
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> EngineLoad:
-        """Load a version.
+        """Load a version, or exchange the weights if the version is staged.
 
         With kv="recompute", frozen requests leave the engine. After `resume` they are sent again with all tokens so
         far and with the recorded experts forced. With kv="keep", they stay in the engine. If the engine runs out of
@@ -177,7 +192,11 @@ class VllmBackend:
         """
         if kv == "recompute":
             await self._evict(requests)
-        ranks: Any = await self.engine.collective_rpc("load_update", args=(str(update.path),))
+        staged, self._staged = self._staged, None
+        if update.weights == staged:
+            ranks: Any = await self.engine.collective_rpc("commit_staged")
+        else:
+            ranks = await self.engine.collective_rpc("load_update", args=(str(update.path),))
         if kv == "keep":
             await self._pin_routing()
         elif not await self.engine.reset_prefix_cache():

@@ -105,6 +105,41 @@ async def test_replica_that_loaded_other_weights_is_refused_and_serves_nothing()
 
 
 @pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
+async def test_staged_publish_pauses_no_replica_and_no_tool_before_all_have_staged(on_update):
+    tools, slow = PauseGate(), asyncio.Event()
+
+    class Slow(ScriptedReplica):
+        async def stage(self, update):
+            self.calls.append("stage")
+            await slow.wait()
+
+    replicas = [ScriptedReplica("fast"), Slow("slow")]
+    publish = asyncio.create_task(
+        make_publisher(replicas, on_update=on_update, tools=tools, staged=True).publish(UPDATE)
+    )
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [r.calls for r in replicas] == [["stage"], ["stage"]]
+    await asyncio.wait_for(tools.passed(), 1)  # open
+    slow.set()
+    report = await publish
+    assert all(r.calls[:2] == ["stage", "pause"] and r.calls[-1] == "resume" for r in replicas)
+    assert report.pause_seconds < report.seconds
+
+
+@pytest.mark.parametrize("how", ["dies_at", "hangs_at"])
+async def test_replica_that_fails_in_a_staging_leaves_and_the_others_load(how):
+    good, bad = ScriptedReplica("good"), ScriptedReplica("bad", **{how: "stage"})
+    notes = []
+    pool = ReplicaPool([bad, good], on_lost=notes.append)
+    await make_publisher(pool, staged=True, timeout_s=0.05).publish(UPDATE)
+    assert [member.name for member in pool.live] == ["good"] and good.calls[-1] == "resume"
+    assert bad.calls == ["stage"]
+    (note,) = notes
+    assert "bad" in note and ("died" if how == "dies_at" else "did not stage version 1 (sync.timeout_s)") in note
+
+
+@pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
 @pytest.mark.parametrize("hangs_at", [None, "load"])
 async def test_publish_lets_no_tool_start_until_replicas_resumed(hangs_at, on_update):
     tools, passed_at = PauseGate(), []

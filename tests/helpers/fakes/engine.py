@@ -86,6 +86,7 @@ class FakeEngine:
     ) -> None:
         self.name = name
         self.requests: list[GenerateRequest] = []
+        self.staged: list[int] = []
         self.loads: list[tuple[int, str]] = []  # (version, kv)
         self.weights = fake_weights(version)
         self.num_tokens = 0
@@ -148,6 +149,11 @@ class FakeEngine:
         for decode in self._running.values():
             decode.moving.clear()
         return len(self._running)
+
+    async def stage(self, update: WeightUpdate) -> None:
+        """Hold other weights beside those that serve."""
+        await self._answering()
+        self.staged.append(update.weights.version)
 
     async def load(self, update: WeightUpdate | WeightVersion, *, kv: str = "recompute") -> WeightVersion:
         """Serve other weights from now on.

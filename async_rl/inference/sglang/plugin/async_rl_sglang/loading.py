@@ -1,4 +1,4 @@
-"""Reports each load: a digest of the tensors, and checksums of the parameters after the load.
+"""Reports each load: a digest of the tensors, and checksums of the parameters after the load. Stages versions.
 
 SGLang silently skips tensors with unknown names. Therefore the first load is checked on the model: every parameter is
 set to NaN before the load, and a parameter that is still NaN after the load is an error.
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized parameters are not checked
 REPORT = "async_rl"  # key of the report in /server_info
 LOADED = "loaded by rank: "  # precedes the JSON report in the message of an update
+STAGED = "staged"  # message when all ranks have loaded a version beside the model
 
 
 @cache
@@ -38,6 +40,8 @@ class _Loads:
 
     digest: str = ""
     """Digest of the last load; empty before the first load."""
+    staging: Any = None
+    """`async_rl.weights.twin.Staging`, whose loads return the report of this rank; None before the first."""
 
 
 def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: Any, target_device: Any) -> None:
@@ -69,6 +73,61 @@ def report_update(answer: Any, updater: Any, request: Any) -> Any:
     return answer
 
 
+def stage(check: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Hook around SchedulerWeightUpdaterManager.check_weights, which runs beside requests: adds three actions.
+
+    `stage FOLDER` starts to load a version into a twin of the model. `staged` tells whether all ranks have loaded it.
+    `commit` exchanges the weights and reports the load in the message.
+    """
+    action, _, folder = request.action.partition(" ")
+    if action not in ("stage", "staged", "commit"):
+        return check(updater, request)
+    io: Any = importlib.import_module("sglang.srt.managers.io_struct")
+    try:
+        message = {"stage": _start, "staged": _is_staged, "commit": _commit}[action](updater, folder)
+        return io.CheckWeightsReqOutput(success=True, message=message)
+    except Exception as error:  # noqa: BLE001 - an error in the scheduler would end the server
+        return io.CheckWeightsReqOutput(success=False, message=f"{type(error).__name__}: {error}")
+
+
+def _start(updater: Any, folder: str) -> str:
+    _Loads.staging = _Loads.staging or _weights_module("twin").Staging()
+    loader: Any = importlib.import_module("sglang.srt.model_loader.loader").DefaultModelLoader
+    runner = updater.tp_worker.model_runner
+    device = torch.device(runner.device)
+
+    def load(twin: Any) -> dict[str, Any]:
+        loader.restore_weights_before_loading(twin.model, device)
+        loader.load_weights_and_postprocess(twin.model, _tensors(Path(folder)), device)
+        return {"digest": _Loads.digest, "checksums": _weights_module("checksum").model_checksums(twin.model)}
+
+    _Loads.staging.start(runner.model, load)
+    return "started"
+
+
+def _is_staged(updater: Any, _: str) -> str:
+    """STAGED if all ranks have loaded. Collective; raises the error of any rank on all."""
+    try:
+        here = (_Loads.staging.done(), "")
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        here = (True, f"{type(error).__name__}: {error}")
+    ranks = _gathered(here, group=updater.tp_cpu_group)
+    if errors := [error for _, error in ranks if error]:
+        raise RuntimeError(errors[0])
+    return STAGED if all(done for done, _ in ranks) else "not yet"
+
+
+def _commit(updater: Any, _: str) -> str:
+    return f"{LOADED}{json.dumps(_gathered(_Loads.staging.commit(), group=updater.tp_cpu_group))}"
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, file.get_tensor(name)
+
+
 def flush_pools_only(scheduler: Any, empty_cache: bool = True) -> tuple[tuple[Any, ...], dict[str, bool]]:
     """Hook before Scheduler.flush_cache: keep the allocator's cache; flushing it takes 0.4 s on the CPU."""
     del empty_cache
@@ -83,14 +142,23 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
         report_update,
         "AFTER",
     ),
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights": (
+        stage,
+        "AROUND",
+    ),
 }
 
 
 def _load_by_rank(worker: Any, *, group: Any) -> list[dict[str, Any]]:
     """For each tensor-parallel rank: digest of the last load, and checksums of its parameters. Collective."""
     checksums = _weights_module("checksum").model_checksums(worker.model_runner.model)
+    return _gathered({"digest": _Loads.digest, "checksums": checksums}, group=group)
+
+
+def _gathered(value: Any, *, group: Any) -> list[Any]:
+    """Value of each tensor-parallel rank. Collective."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(ranks, {"digest": _Loads.digest, "checksums": checksums}, group=group)
+    torch.distributed.all_gather_object(ranks, value, group=group)
     return ranks
 
 

@@ -1,0 +1,53 @@
+"""Loads weights into a twin of vLLM's model, by vLLM's own reload, and packs a tied lm_head after every reload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,  # pyright: ignore[reportPrivateUsage]
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
+
+from async_rl.weights.twin import Twin
+
+
+def reload_twin(twin: Twin, tensors: Iterable[tuple[str, torch.Tensor]], *, config: VllmConfig) -> None:
+    """Load tensors with Hugging Face names into a twin, while the model decodes."""
+    for module, copy in twin.modules:
+        _share_reload_metadata(module, copy)
+    with set_current_vllm_config(config):
+        reload_weights(config, twin.model, weights_iterator=tensors, weights_path=None, is_checkpoint_format=True)
+    pack_tied_head(twin.model, config)
+
+
+def _share_reload_metadata(module: torch.nn.Module, copy: torch.nn.Module) -> None:
+    """Give a copy the metadata with which vLLM reloads a module; its weight loaders are methods of the copy."""
+    known, ours = get_layerwise_info(module), get_layerwise_info(copy)
+    ours.restore_device = known.restore_device
+    parameters, buffers = known.restore_metadata
+
+    def described(tensor: torch.Tensor) -> torch.Tensor:
+        meta: Any = to_meta_tensor(tensor)
+        meta.weight_loader = _get_original_loader(meta)  # a load of the module leaves its own wrapper
+        return sanitize_layer_refs(meta, module)
+
+    ours.restore_metadata = (
+        {name: described(tensor) for name, tensor in parameters.items()},
+        {name: described(tensor) for name, tensor in buffers.items()},
+    )
+
+
+def pack_tied_head(model: torch.nn.Module, config: VllmConfig) -> None:
+    """Pack a tied lm_head again for its CPU kernel, because vLLM packs only modules with tensors in the update."""
+    if getattr(config.model_config.hf_text_config, "tie_word_embeddings", False):
+        for head in model.modules():
+            if isinstance(head, ParallelLMHead):
+                head.quant_method.process_weights_after_loading(head)
