@@ -23,6 +23,7 @@ from tests.parallel.support import (
     assert_equal_steps,
     assert_near,
     checkpoint_names,
+    exported,
     gradients,
     live_routing,
     load_reference,
@@ -114,12 +115,6 @@ def case(request, tmp_path_factory):
     case = Case(request.param, tmp_path_factory.mktemp("families") / request.param)
     yield case
     case.trainer.close()
-
-
-def exported(trainer):
-    from async_rl.trainer.model.convert import export_weights
-
-    return dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
 
 
 def saved(folder):

@@ -173,14 +173,12 @@ def test_a_layout_gives_the_result_of_one_rank(name, results, alone):
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _) in CASES.items() if family != "qwen3_moe"])
-def test_a_rank_reads_its_own_weights_and_exports_tensor_by_tensor(name, results):
+def test_a_rank_reads_its_own_weights_and_exports_bucket_by_bucket(name, results):
     ours = result_of(results, name)
     assert ours["read"] == ours["held"]
     assert ours["held"] < ours["whole"] or name.endswith("-context")  # which splits no weights
-    # A tensor, its gathered parts, the copy that is handed out; experts come as many as there are ranks.
-    assert ours["most_at_once"] <= 8 * ours["largest"] < ours["whole"] / 2
     # A bucket that the caller still has and the next one, and the parts of a unit on their way into it.
-    assert ours["most_to_send"] <= 2 * (ours["bucket"] + ours["unit"])
+    assert ours["most_at_once"] <= 2 * (ours["bucket"] + ours["unit"]) < ours["whole"] / 2
 
 
 @pytest.mark.parametrize("layout", ["data", "data-distributed-optimizer", "tensor", "tensor-expert", "expert"])
