@@ -42,11 +42,15 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     reader.check_names(shape)
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
-        split = split_of(name, weight)
+        split, share = split_of(name, weight), None
+        if names.kind == "qkv" and split is not None:
+            split, share = split.of_heads(chunks[0].config.num_query_groups)
         expert = expert_of(name) if names.kind in STACKED else None
         parts = [reader.read(n, weight=weight, split=split, expert=expert) for n in names.names]
         try:
             part = join_names(names, parts, query_groups=num_query_groups(chunks[0].config, split))
+            if share is not None:
+                part = part.tensor_split(share.size)[share.rank]
             if names.kind == "vocabulary":
                 part = torch.nn.functional.pad(part, (0, 0, 0, len(weight) - len(part)))
         except RuntimeError:  # parts have incompatible shapes
@@ -118,6 +122,18 @@ class Split:
         """Split of the tensors of an expert."""
         group = expert_tensor_group()
         return cls(group, group.size(), group.rank())
+
+    def of_heads(self, query_groups: int) -> tuple[Split, Split | None]:
+        """Split of whole key-value heads, and that of one head with its query heads if several ranks share it.
+
+        With 2 key-value heads and 4 query heads, the rows of qkv are q0 q1 k0 v0 q2 q3 k1 v1. On 4 ranks, rank 0 has
+        q0 q1, rank 1 has k0 v0, rank 2 has q2 q3 and rank 3 has k1 v1: rank 3 has part 1 of 2, and of it part 1 of 2.
+        """
+        if self.size <= query_groups:
+            return self, None
+        sharing = self.size // query_groups
+        head, place = divmod(self.rank, sharing)
+        return Split(self.group, query_groups, head), Split(self.group, sharing, place)
 
 
 # ---- Hugging Face names <-> one megatron tensor
