@@ -58,6 +58,7 @@ def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -
     from async_rl.trainer.export import adapter_folder, export_adapter, export_pretrained
     from async_rl.trainer.model.convert import load_weights
     from async_rl.trainer.model.gpt import build_model
+    from async_rl.trainer.model.source import WeightSource
     from async_rl.trainer.state.checkpoint import fields_of, load_state, read_manifest, start_of  # imports megatron
     from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards
 
@@ -72,7 +73,7 @@ def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -
         shards = model_shards(model.chunks, lora=config.lora.rank > 0)
         weights = live_tensors(shards)
         copy_into(weights, load_state(checkpoint, {"model": shards})["model"])
-        export_pretrained(model, out, like=like)
+        export_pretrained(WeightSource(model.chunks, shape=model.shape), out, like=like)
         if config.lora.rank:
             export_adapter(model, adapter_folder(out), config=config.lora, start=start)
     finally:

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from async_rl.trainer.model.convert import export_weights
 from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.layout import adapted_modules
-from async_rl.trainer.model.lora import export_adapters
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.weights.digest import WeightsDigest
@@ -30,7 +28,7 @@ def export_update(source: WeightSource, directory: Path, *, version: int, keep_v
     if dist.get_rank() == 0:
         discard_updates(directory, keep_version=keep_version)
     folder = version_folder(directory, version)
-    mine = {bucket.number: write_bucket(folder, bucket.number, tensors) for bucket, tensors in source.buckets()}
+    mine = {b.number: write_bucket(folder, b.number, tensors) for b, tensors in source.buckets() if tensors}
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, parts)
     if parts is None:
@@ -39,26 +37,26 @@ def export_update(source: WeightSource, directory: Path, *, version: int, keep_v
     return finish_update(folder, version=version, buckets=[digests[number] for number in sorted(digests)])
 
 
-def export_pretrained(model: BuiltModel, folder: Path, *, like: Path) -> None:
-    """Write a Hugging Face checkpoint; see `save_pretrained`.
+def export_pretrained(source: WeightSource, folder: Path, *, like: Path) -> None:
+    """Write a Hugging Face checkpoint on rank 0, to which the other ranks send their buckets; see `save_pretrained`.
 
     Raises:
         OSError: the disk has no free space or `folder` is not writable.
     """
-    tensors = export_weights(model.chunks, shape=model.shape)
+    tensors = source.on_first_rank()
     if dist.get_rank() == 0:
         save_pretrained(folder, tensors, like=like)
-    for _ in tensors:  # take part in the gathers
+    for _ in tensors:  # on the other ranks this sends their buckets
         pass
 
 
 def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start: Path) -> None:
-    """Write the LoRA adapters as a folder of PEFT.
+    """Write the LoRA adapters as a folder of PEFT, on rank 0.
 
     Raises:
         OSError: the disk has no free space or `folder` is not writable.
     """
-    tensors = export_adapters(model.chunks, shape=model.shape)
+    tensors = WeightSource(model.chunks, shape=model.shape, adapters=True).on_first_rank()
     if dist.get_rank() == 0:
         save_adapter(
             folder,
@@ -68,7 +66,7 @@ def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start
             target_modules=config.target_modules or adapted_modules(model.shape),
             start=start,
         )
-    for _ in tensors:  # take part in the gathers
+    for _ in tensors:  # on the other ranks this sends their buckets
         pass
 
 

@@ -205,7 +205,7 @@ class TrainerRank:
 
         With LoRA these are the merged weights, and the adapters alone are written beside them, into `folder`-adapter.
         """
-        export_pretrained(self._model, folder, like=like)
+        export_pretrained(self._source, folder, like=like)
         if self._config.lora.rank:
             export_adapter(self._model, adapter_folder(folder), config=self._config.lora, start=self._start)
 

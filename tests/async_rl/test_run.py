@@ -202,7 +202,7 @@ BAD_MODELS = [
         [],
         ["layers.4.eh_proj"],
     ),
-    (None, ["trainer.ranks=4", "trainer.parallel.tensor=4"], ["trainer.parallel.tensor is 4", "2 key-value heads"]),
+    (None, ["trainer.ranks=8", "trainer.parallel.tensor=8"], ["trainer.parallel.tensor is 8", "4 attention heads"]),
     (None, ["trainer.ranks=3", "trainer.parallel.expert=3"], ["trainer.parallel.expert is 3", "8 experts"]),
     (None, ["engine.tensor_parallel=8"], ["engine.tensor_parallel is 8", "4 attention heads"]),
     (as_olmoe, ["engine=sglang", "engine.python=/bin/true"], ["'sglang', which does not run olmoe", "engine=vllm"]),
@@ -255,7 +255,7 @@ def test_a_bad_model_is_refused_with_one_line_and_no_process(
 def test_all_problems_of_model_task_and_layout_are_shown_together(model, capsys, tmp_path, monkeypatch):
     folder = shutil.copytree(model, tmp_path / "model")
     without_template(folder)
-    given = ["--task", "mine.py:no_held_out", "model.checkpoint=model", "trainer.ranks=4", "trainer.parallel.tensor=4"]
+    given = ["--task", "mine.py:no_held_out", "model.checkpoint=model", "trainer.ranks=8", "trainer.parallel.tensor=8"]
     found = refused([*given, "engine.tensor_parallel=8"], tmp_path, monkeypatch, capsys)
     parts = ("validation.prompts", "trainer.parallel.tensor", "engine.tensor_parallel", "chat template")
     assert len(found) == len(parts) and all(any(part in line for line in found) for part in parts), found

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from async_rl.trainer.loss.losses import DecoupledPPO
-from async_rl.trainer.model.model import ParallelConfig
+from async_rl.trainer.model.model import LoraConfig, ParallelConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.pretrained import keep_model_files
@@ -23,6 +23,7 @@ from tests.parallel.support import (
     assert_equal_steps,
     assert_near,
     checkpoint_names,
+    exported,
     gradients,
     live_routing,
     load_reference,
@@ -114,12 +115,6 @@ def case(request, tmp_path_factory):
     case = Case(request.param, tmp_path_factory.mktemp("families") / request.param)
     yield case
     case.trainer.close()
-
-
-def exported(trainer):
-    from async_rl.trainer.model.convert import export_weights
-
-    return dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
 
 
 def saved(folder):
@@ -297,3 +292,32 @@ def test_a_layout_that_tensor_ranks_cannot_split_is_refused(tmp_path, model, nam
     config = replace(TRAINER, ranks=2, parallel=ParallelConfig(tensor=2))
     (problem,) = layout_problems(read_shape(tmp_path), config)
     assert "trainer.parallel.tensor is 2" in problem and named in problem
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "lora", "named"),
+    [
+        (4, {}, 0, []),
+        (4, {}, 4, ["trainer.lora.rank=4"]),
+        (8, {}, 0, ["4 attention heads"]),
+        (
+            6,
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 48, "intermediate_size": 384},
+            0,
+            ["4 key-value heads"],
+        ),
+        (8, {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 2}, 0, ["20 rows of queries"]),
+    ],
+)
+def test_tensor_ranks_share_key_value_heads_if_their_number_and_the_query_heads_allow(
+    tmp_path, size, changes, lora, named
+):
+    from async_rl.trainer.model.families import read_shape
+    from async_rl.trainer.model.layout import layout_problems
+
+    tiny_models.qwen3_dense_config(**changes).save_pretrained(tmp_path)
+    config = replace(TRAINER, ranks=size, parallel=ParallelConfig(tensor=size), lora=LoraConfig(rank=lora))
+    config = replace(config, router_replay="none")
+    problems = list(layout_problems(read_shape(tmp_path), config))
+    assert len(problems) == len(named)
+    assert all(f"trainer.parallel.tensor is {size}" in p and n in p for p, n in zip(problems, named, strict=True))

@@ -20,6 +20,7 @@ from tests.parallel.support import (
     MARKS,
     assert_equal_steps,
     assert_near,
+    exported,
     load_reference,
     make_batch,
     policy_terms,
@@ -68,12 +69,6 @@ class Model:
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
     return Model(request.param, tmp_path_factory.mktemp("lora") / request.param)
-
-
-def exported(trainer):
-    from async_rl.trainer.model.convert import export_weights
-
-    return dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
 
 
 def base_weights(trainer):

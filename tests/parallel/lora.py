@@ -4,26 +4,19 @@ import torch
 from torch.nn.utils import parametrize
 
 from async_rl.trainer.model.model import LoraConfig
-from tests.parallel.support import checkpoint_names, gather_gradients, start_trainer
+from tests.parallel.support import checkpoint_names, exported, gradients, start_trainer
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 
 
 def adapters_of(trainer):
     """Name of PEFT, without its prefix -> matrix; collective."""
-    from async_rl.trainer.model.lora import export_adapters
-
-    return dict(export_adapters(trainer.model.chunks, shape=trainer.model.shape))
+    return exported(trainer, adapters=True)
 
 
 def adapter_gradients(trainer):
     """Name of PEFT, without its prefix -> gradient of the last update; collective."""
-    from async_rl.trainer.model.lora import export_adapters
-
-    model = trainer.model
-    for chunk in model.wrapped:
-        gather_gradients(chunk)
-    return dict(export_adapters(model.chunks, shape=model.shape, read=lambda p: p.main_grad.detach()))
+    return gradients(trainer, adapters=True)
 
 
 def start_lora_trainer(checkpoint, *, lora=LORA, spread=True, **changes):

@@ -33,6 +33,7 @@ LAYOUTS = {
     "pp2-vpp2": _layout(2, pipeline=2, virtual_pipeline=2),
     "tp2-dp2-distopt": _layout(4, tensor=2, distributed_optimizer=True),
     "pp3": _layout(3, pipeline=3),  # 4 layers: (1, 2, 1)
+    "tp4": _layout(4, tensor=4),  # Qwen3-MoE has 2 key-value heads, each on two ranks
     "tp2-pp2": _layout(4, tensor=2, pipeline=2),
     "tp2-pp2-vpp2": _layout(4, tensor=2, pipeline=2, virtual_pipeline=2),
     "tp2-cp2": _layout(4, tensor=2, context=2),

@@ -20,6 +20,7 @@ from tests.parallel.support import (
     assert_equal_metrics,
     assert_equal_weights,
     assert_near,
+    exported,
     gradients,
     make_batch,
     make_supervised_batch,
@@ -37,8 +38,6 @@ BALANCE = {"supervised_aux_loss_coefficient": 0.5, "micro_batch_tokens": 4096}
 
 def run_case(trainer, batch, *, folder: Path | None = None):
     """Results that a layout must not change: logprobs, metrics, gradients, and the weights after two updates."""
-    from async_rl.trainer.model.convert import export_weights
-
     logprobs = trainer.logprobs(batch)
     metrics = [trainer.train(batch)]
     if folder is not None:
@@ -46,19 +45,18 @@ def run_case(trainer, batch, *, folder: Path | None = None):
         trainer.train(batch)
         trainer.restore(folder)
     metrics.append(trainer.train(batch))
-    model = trainer.model
-    grads = {} if model.wrapped[0].ddp_config.use_distributed_optimizer else gradients(trainer)
-    weights = dict(export_weights(model.chunks, shape=model.shape))
-    check_source(model, weights)
+    grads = {} if trainer.model.wrapped[0].ddp_config.use_distributed_optimizer else gradients(trainer)
+    weights = exported(trainer)
+    check_source(trainer.model, weights)
     return {"logprobs": logprobs, "metrics": metrics, "gradients": grads, "weights": weights}
 
 
 def check_source(model, weights):
-    """Every tensor is sent by exactly one rank, in the bucket that the plan says, with the bits of an export."""
+    """Every tensor is sent by exactly one rank, in the bucket that the plan says; rank 0 receives all their bits."""
     from async_rl.trainer.model.source import WeightSource
 
     source = WeightSource(model.chunks, shape=model.shape, bucket_bytes=SMALL_BUCKET)
-    sent = [(bucket.number, [(n, t.clone()) for n, t in tensors]) for bucket, tensors in source.buckets()]
+    sent = [(bucket.number, [(n, t.clone()) for n, t in tensors]) for bucket, tensors in source.buckets() if tensors]
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (source.plan, sent))
     assert all(plan == source.plan for plan, _ in ranks)
@@ -72,7 +70,11 @@ def check_source(model, weights):
             (spec.name, f"torch.{spec.dtype}", spec.shape) for spec in bucket.tensors
         ]
         assert all(torch.equal(t, weights[n]) for n, t in tensors)
-    assert sorted(spec.name for spec in source.plan.tensors) == sorted(weights)
+    names = [spec.name for spec in source.plan.tensors]
+    assert sorted(names) == sorted(weights)
+    received = [(name, tensor.clone()) for name, tensor in source.on_first_rank()]
+    assert [name for name, _ in received] == (names if dist.get_rank() == 0 else [])
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in received)
 
 
 def assert_equal_cases(ours, theirs, expected):
@@ -111,31 +113,30 @@ def counted_reads():
 
 
 def look_at_export(trainer):
-    """Sizes in elements: the weights of this rank, and of an export the largest tensor, all, and most at one time.
+    """Sizes in elements while rank 0 receives all weights.
 
-    bucket, unit, most_to_send: the largest bucket and unit of a source, and most at one time while buckets are sent.
+    held, whole: weights of this rank, and of all. bucket, unit: the largest of the source. most_at_once: the most that
+    a rank has at one time beside its own weights.
     """
-    from async_rl.trainer.model.convert import export_weights, named_weights
+    from async_rl.trainer.model.convert import named_weights
     from async_rl.trainer.model.source import WeightSource
 
     model = trainer.model
     weights = [weight for _, weight in named_weights(model.chunks)]
     held = sum(weight.numel() for weight in weights)
-    with LiveTensors(known=weights) as live:
-        sizes = [tensor.numel() for _, tensor in export_weights(model.chunks, shape=model.shape)]
     source = WeightSource(model.chunks, shape=model.shape, bucket_bytes=SMALL_BUCKET)
-    with LiveTensors(known=weights) as sending:
-        for _ in source.buckets():
+    with LiveTensors(known=weights) as live:
+        for _ in source.on_first_rank():
             pass
+    most = torch.tensor(live.most)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     units = [[sum(math.prod(t.shape) for t in unit.tensors) for unit in b.units] for b in source.plan.buckets]
     return {
         "bucket": max(map(sum, units)),
         "unit": max(map(max, units)),
-        "most_to_send": sending.most,
         "held": held,
-        "largest": max(sizes),
-        "whole": sum(sizes),
-        "most_at_once": live.most,
+        "whole": sum(map(sum, units)),
+        "most_at_once": most.item(),
     }
 
 

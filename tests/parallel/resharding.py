@@ -16,7 +16,7 @@ from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers.killed_saves import kill_before_touch
 from tests.parallel.processes import run_ranks
 from tests.parallel.ranks import ADAM, LIMIT_S
-from tests.parallel.support import make_batch, make_supervised_batch, start_trainer
+from tests.parallel.support import exported, make_batch, make_supervised_batch, start_trainer
 
 NEXT_SEEDS = (3, 4)
 
@@ -41,12 +41,9 @@ def pretrained_folder(folder):
 
 def next_steps(trainer, layers):
     """Random numbers, metrics of the next updates and the weights after them."""
-    from async_rl.trainer.model.convert import export_weights
-
     draw = torch.rand(3)
     metrics = [trainer.train(make_batch(seed=seed, layers=layers)) for seed in NEXT_SEEDS]
-    weights = dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
-    return {"draw": draw, "metrics": metrics, "weights": weights}
+    return {"draw": draw, "metrics": metrics, "weights": exported(trainer)}
 
 
 def whole_tensors(folder):

@@ -264,18 +264,28 @@ def padded_rank():
     return PaddedRank
 
 
-def gradients(trainer):
-    """Hugging Face name -> gradient of the last update, on the CPU."""
-    from async_rl.trainer.model.convert import export_weights
+def gradients(trainer, *, adapters=False):
+    """Name as in `exported` -> gradient of the last update, on the CPU; collective."""
+    for chunk in trainer.model.wrapped:
+        _gather_gradients(chunk)
+    # Buffers have no gradient, and are then left out.
+    read = lambda weight: weight.main_grad.detach() if hasattr(weight, "main_grad") else None  # noqa: E731
+    with mock.patch("async_rl.trainer.model.source.exported_value", read):
+        return exported(trainer, adapters=adapters)
 
-    model = trainer.model
-    for chunk in model.wrapped:
-        gather_gradients(chunk)
-    exported = export_weights(model.chunks, shape=model.shape, read=lambda p: p.main_grad.detach())
-    return {name: gradient.cpu() for name, gradient in exported}
+
+def exported(trainer, *, adapters=False):
+    """Hugging Face name -> complete weight, or matrix of an adapter: copies on the CPU of every rank; collective."""
+    from async_rl.trainer.model.source import WeightSource
+
+    source = WeightSource(trainer.model.chunks, shape=trainer.model.shape, adapters=adapters)
+    mine = {name: tensor.to("cpu", copy=True).contiguous() for _, sent in source.buckets() for name, tensor in sent}
+    ranks = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, mine)
+    return {name: tensor for held in ranks for name, tensor in held.items()}
 
 
-def gather_gradients(wrapped):
+def _gather_gradients(wrapped):
     """Make `main_grad` whole if the distributed optimizer has left each rank its share; collective."""
     if not wrapped.ddp_config.use_distributed_optimizer:
         return

@@ -37,6 +37,7 @@ MODELS = {
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT, num_hidden_layers=4),
     "glm4_moe": tiny_models.glm4_moe_config,
     "qwen2_moe": tiny_models.qwen2_moe_config,
+    "one_key_value_head": lambda: tiny_models.qwen2_moe_config(num_key_value_heads=1),  # which two ranks share
     "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
     "tied": lambda: tiny_models.qwen3_dense_config(tie_word_embeddings=True),
     # Numbers of layers that the stages do not divide: (2, 1); (3, 2) and (1, 1, 2, 1).
@@ -69,6 +70,7 @@ FAMILY_LAYOUTS = {
     ],
     "glm4_moe": ["tensor", "virtual-pipeline"],
     "qwen2_moe": ["tensor-expert", "pipeline"],
+    "one_key_value_head": ["tensor", "tensor-expert"],
     "mixtral": ["tensor-expert"],
     "tied": ["tensor", "pipeline"],
     "qwen3_moe_of_3": ["pipeline", "pipeline-recompute"],
@@ -173,14 +175,13 @@ def test_a_layout_gives_the_result_of_one_rank(name, results, alone):
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _) in CASES.items() if family != "qwen3_moe"])
-def test_a_rank_reads_its_own_weights_and_exports_tensor_by_tensor(name, results):
+def test_a_rank_reads_its_own_weights_and_exports_bucket_by_bucket(name, results):
     ours = result_of(results, name)
-    assert ours["read"] == ours["held"]
+    # Each of the ranks that share a head reads all its rows: a head of 32 with 4 query heads, in 4 layers, with biases.
+    assert ours["read"] == ours["held"] + (4 * (4 + 2) * 32 // 2 * (128 + 1) if "one_key_value_head" in name else 0)
     assert ours["held"] < ours["whole"] or name.endswith("-context")  # which splits no weights
-    # A tensor, its gathered parts, the copy that is handed out; experts come as many as there are ranks.
-    assert ours["most_at_once"] <= 8 * ours["largest"] < ours["whole"] / 2
     # A bucket that the caller still has and the next one, and the parts of a unit on their way into it.
-    assert ours["most_to_send"] <= 2 * (ours["bucket"] + ours["unit"])
+    assert ours["most_at_once"] <= 2 * (ours["bucket"] + ours["unit"]) < ours["whole"] / 2
 
 
 @pytest.mark.parametrize("layout", ["data", "data-distributed-optimizer", "tensor", "tensor-expert", "expert"])

@@ -23,6 +23,7 @@ from tests.parallel.support import (
     assert_equal_metrics,
     assert_equal_weights,
     assert_near,
+    exported,
     load_reference,
     make_batch,
     policy_terms,
@@ -63,16 +64,13 @@ def batch_of(family, **changes):
 
 def run_case(trainer, family, state, again):
     """Restore the state of one rank, save it again, and make two updates."""
-    from async_rl.trainer.model.convert import export_weights
-
     trainer.restore(state)
     trainer.save(again)
     batch = batch_of(family)
     result = {"logprobs": trainer.logprobs(batch), "metrics": [trainer.train(batch)]}
     result["gradients"] = adapter_gradients(trainer)
     result["metrics"].append(trainer.train(batch))
-    weights = dict(export_weights(trainer.model.chunks, shape=trainer.model.shape))
-    return {**result, "adapters": adapters_of(trainer), "weights": weights}
+    return {**result, "adapters": adapters_of(trainer), "weights": exported(trainer)}
 
 
 def settings_of(family, settings):

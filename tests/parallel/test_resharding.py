@@ -36,6 +36,7 @@ MIX = ParallelConfig(tensor=2, expert=2, expert_tensor=1)
 QWEN_LINKS = {
     # First, so that the two further processes end before the others continue.
     "four-ranks-split": {"ranks": 4, "parallel": MIX, **SPLIT},
+    "shared-heads": {"ranks": 4, "parallel": ParallelConfig(tensor=4)},  # 2 key-value heads, each on two ranks
     "tensor": {"parallel": ParallelConfig(tensor=2)},
     "expert": {"parallel": ParallelConfig(expert=2)},
     "data-split": SPLIT,

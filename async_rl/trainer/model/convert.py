@@ -1,13 +1,12 @@
-"""Converts weights between Hugging Face checkpoints and the model chunks of a rank, one tensor at a time.
+"""Loads Hugging Face checkpoints into the model chunks of a rank, and converts complete tensors back to their form.
 
-Loading reads only the parts of this rank. Exporting is collective: all ranks iterate together, and each gets all
-complete tensors with Hugging Face names and shapes, one per expert.
+Loading reads only the parts of this rank. `WeightSource` makes complete tensors of the parts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from async_rl.trainer.distributed import expert_group, expert_tensor_group, pipeline_group, tensor_group
+from async_rl.trainer.distributed import expert_group, expert_tensor_group, tensor_group
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert, local_name
 from async_rl.trainer.model.layout import weight_problems
@@ -43,11 +42,15 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     reader.check_names(shape)
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
-        split = split_of(name, weight)
+        split, share = split_of(name, weight), None
+        if names.kind == "qkv" and split is not None:
+            split, share = split.of_heads(chunks[0].config.num_query_groups)
         expert = expert_of(name) if names.kind in STACKED else None
         parts = [reader.read(n, weight=weight, split=split, expert=expert) for n in names.names]
         try:
             part = join_names(names, parts, query_groups=num_query_groups(chunks[0].config, split))
+            if share is not None:
+                part = part.tensor_split(share.size)[share.rank]
             if names.kind == "vocabulary":
                 part = torch.nn.functional.pad(part, (0, 0, 0, len(weight) - len(part)))
         except RuntimeError:  # parts have incompatible shapes
@@ -62,48 +65,13 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
             weight.copy_(part)
 
 
-def export_weights(
-    chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, complete tensor) of every weight. The tensors are copies. Collective over all ranks.
-
-    Args:
-        chunks: model chunks of this rank.
-        shape: of the model.
-        read: returns the tensor to export for a parameter, in the shape of the parameter; None exports the value, with
-            LoRA the merged one.
-            With `read`, correction biases of routers are left out, because they are buffers.
-    """
-    config = chunks[0].config
-    stacks: dict[str, dict[int, Tensor]] = {}  # of a layer whose experts are in one tensor
-    local = list(named_weights(chunks, parameters_only=read is not None))
-    whole = whole_tensors(
-        local, chunks=chunks, kind=lambda name: weight_names(shape, name).kind, read=read or exported_value
-    )
-    for name, weight in whole:
-        names = weight_names(shape, name)
-        if names.kind in STACKED:
-            stack = stacks.setdefault(names.names[0], {})
-            (stack[expert_of(name)],) = split_names(names.kind, weight, config)
-            if len(stack) == config.num_moe_experts:
-                yield names.names[0], torch.stack([stack[i] for i in sorted(stack)]).detach()
-                del stacks[names.names[0]]
-            continue
-        if name == "output_layer.weight" and shape.tied:
-            continue
-        if names.kind == "vocabulary":
-            weight = weight[: shape.vocab_size]
-        for hf_name, part in zip(names.names, split_names(names.kind, weight, config), strict=True):
-            yield hf_name, part.detach().clone(memory_format=torch.contiguous_format)
-
-
-def named_weights(chunks: Sequence[Any], *, parameters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def named_weights(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the local spec, weight) of this rank, in the same order on all ranks of a pipeline stage.
 
     Layer and expert numbers in the names are global. With 8 experts on 4 expert-parallel ranks, `local_experts.1` of
     rank 2 becomes `local_experts.5`. LoRA adapters are left out; see `named_adapters`.
     """
-    for name, weight in _named_tensors(chunks, parameters_only=parameters_only):
+    for name, weight in _named_tensors(chunks):
         if LORA not in name:
             yield name, weight
 
@@ -113,16 +81,16 @@ def named_adapters(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
     The first of Qwen3 is `decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a`.
     """
-    for name, parameter in _named_tensors(chunks, parameters_only=True):
+    for name, parameter in _named_tensors(chunks):
         if LORA in name:
             yield name, parameter
 
 
-def _named_tensors(chunks: Sequence[Any], *, parameters_only: bool) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
     first_expert = per_rank * expert_group().rank()
     for chunk in chunks:
-        biases = [] if parameters_only else [(n, b) for n, b in chunk.named_buffers() if n.endswith(".expert_bias")]
+        biases = [(n, b) for n, b in chunk.named_buffers() if n.endswith(".expert_bias")]
         for name, weight in (*chunk.named_parameters(), *biases):
             name = local_name(name)
             if name.startswith("decoder.layers."):
@@ -154,6 +122,18 @@ class Split:
         """Split of the tensors of an expert."""
         group = expert_tensor_group()
         return cls(group, group.size(), group.rank())
+
+    def of_heads(self, query_groups: int) -> tuple[Split, Split | None]:
+        """Split of whole key-value heads, and that of one head with its query heads if several ranks share it.
+
+        With 2 key-value heads and 4 query heads, the rows of qkv are q0 q1 k0 v0 q2 q3 k1 v1. On 4 ranks, rank 0 has
+        q0 q1, rank 1 has k0 v0, rank 2 has q2 q3 and rank 3 has k1 v1: rank 3 has part 1 of 2, and of it part 1 of 2.
+        """
+        if self.size <= query_groups:
+            return self, None
+        sharing = self.size // query_groups
+        head, place = divmod(self.rank, sharing)
+        return Split(self.group, query_groups, head), Split(self.group, sharing, place)
 
 
 # ---- Hugging Face names <-> one megatron tensor
@@ -212,91 +192,11 @@ def glue_parts(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
     return torch.cat(parts, dim=dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Complete tensors of one parameter, described for the other pipeline stages."""
-
-    names: tuple[str, ...]
-    """One name; for an expert the names at the same local number on all expert-parallel ranks. With 8 experts on 4
-    ranks, the experts 1, 3, 5, 7 form one entry."""
-    shape: tuple[int, ...]
-    """Of one complete tensor."""
-    dtype: torch.dtype
-    """Of the tensor."""
-
-
 @torch.no_grad()
 def exported_value(weight: Tensor) -> Tensor:
     """The value that a forward pass uses: that of the parameter, or the merged one of a layer with LoRA adapters."""
     adapters = getattr(weight, "lora", None)
     return weight.detach() if adapters is None else adapters.merge(weight.detach())
-
-
-def whole_tensors(
-    local: Sequence[tuple[str, Tensor]],
-    *,
-    chunks: Sequence[Any],
-    kind: Callable[[str], Kind],
-    read: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield complete tensors on all ranks, one pipeline stage after the other. Collective over all ranks.
-
-    Args:
-        local: (name, parameter) of this rank, of `named_weights` or `named_adapters`.
-        chunks: model chunks of this rank.
-        kind: kind of the tensor with a name, which says how parts are joined.
-        read: returns the tensor to gather for a parameter, in the shape of the parameter.
-    """
-    pipeline = pipeline_group()
-    stages: list[Any] = [[_entry(name, parameter, chunks) for name, parameter in local]]
-    if pipeline.size() > 1:
-        mine, stages = stages[0], [None] * pipeline.size()
-        dist.all_gather_object(stages, mine, group=pipeline)
-    for stage, entries in enumerate(stages):
-        for i, entry in enumerate(entries):
-            if stage == pipeline.rank():
-                weights = _gather(*local[i], kind, read)
-            else:
-                device = next(chunks[0].parameters()).device
-                weights = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
-            for name, weight in zip(entry.names, weights, strict=True):
-                if pipeline.size() > 1:
-                    weight = weight.contiguous()
-                    dist.broadcast(weight, dist.get_global_rank(pipeline, stage), group=pipeline)
-                yield name, weight
-
-
-def _entry(name: str, parameter: Tensor, chunks: Sequence[Any]) -> _Entry:
-    shape = list(parameter.shape)
-    split = split_of(name, parameter)
-    if split is not None:
-        shape[parameter.partition_dim] *= split.size  # pyright: ignore[reportAttributeAccessIssue]
-    ranks = expert_group().size()
-    found = _LOCAL_EXPERT.search(name)
-    names = [name]
-    if found is not None and ranks > 1:
-        per_rank = chunks[0].config.num_moe_experts // ranks
-        place = int(found[1]) % per_rank
-        names = [_LOCAL_EXPERT.sub(f"local_experts.{place + r * per_rank}.", name) for r in range(ranks)]
-    return _Entry(tuple(names), tuple(shape), parameter.dtype)
-
-
-def _gather(
-    name: str, parameter: Tensor, kind: Callable[[str], Kind], read: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
-    """The complete tensors of `_Entry.names` for a parameter of this stage."""
-    weight = read(parameter).contiguous()
-    split = split_of(name, parameter)
-    if split is not None:
-        parts = [torch.empty_like(weight) for _ in range(split.size)]
-        dist.all_gather(parts, weight, group=split.group)
-        weight = glue_parts(kind(name), parts, parameter.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
-    experts = expert_group()
-    if not is_expert(name) or experts.size() == 1:
-        return [weight]
-    parts = [torch.empty_like(weight) for _ in range(experts.size())]
-    dist.all_gather(parts, weight.contiguous(), group=experts)
-    return parts
 
 
 def split_of(name: str, parameter: Tensor) -> Split | None:

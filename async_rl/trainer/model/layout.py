@@ -12,11 +12,13 @@ from async_rl.weights.model_info import is_carried, layer_of
 def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
     """Sizes of the layout that the model cannot be split into, and replay of a model without routers."""
     parallel, model = config.parallel, shape.megatron
+    heads, groups = model["num_attention_heads"], model["num_query_groups"]
     experts = model.get("num_moe_experts") or 0
     expert_tensor = parallel.expert_tensor_size if experts else 1
     shared = model.get("moe_shared_expert_intermediate_size")
     for field, size, what, amount in (
-        ("tensor", parallel.tensor, "key-value heads", model["num_query_groups"]),
+        ("tensor", parallel.tensor, "attention heads", heads),
+        ("tensor", parallel.tensor, "rows of queries, keys and values", (heads + 2 * groups) * model["kv_channels"]),
         ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
         *((("tensor", parallel.tensor, "columns of shared experts", shared),) if shared else ()),
         ("expert", parallel.expert, "experts", experts),
@@ -26,6 +28,17 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
             yield (
                 f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
             )
+    if groups % parallel.tensor and parallel.tensor % groups:
+        yield (
+            f"trainer.parallel.tensor is {parallel.tensor}, neither a divisor nor a multiple of the model's {groups} "
+            "key-value heads; use one of these"
+        )
+    if parallel.tensor > groups and config.lora.rank:
+        yield (
+            f"trainer.parallel.tensor is {parallel.tensor} with trainer.lora.rank={config.lora.rank}, but LoRA does "
+            f"not split the model's {groups} key-value heads further; use trainer.parallel.tensor={groups} or less, or "
+            "trainer.lora.rank=0"
+        )
     if parallel.stages > model["num_layers"]:
         yield (
             f"trainer.parallel.pipeline x virtual_pipeline is {parallel.stages}, but the model has "

@@ -15,7 +15,7 @@ of rank / tokens of the layer's own multiplications. The merged weight and its g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,15 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from async_rl.trainer.model.convert import (
-    LORA,
-    Split,
-    join_names,
-    named_adapters,
-    named_weights,
-    num_query_groups,
-    whole_tensors,
-)
+from async_rl.trainer.model.convert import LORA, Split, join_names, named_weights, num_query_groups
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert
 from async_rl.trainer.model.layout import module_name
@@ -119,32 +111,24 @@ def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: Model
         if chunk.pre_process:
             # A recomputed layer whose input needs no gradient would give none to its adapters.
             chunk.embedding.register_forward_hook(_require_gradient)
-    for name, weight in list(named_weights(chunks, parameters_only=True)):
+    for name, weight in list(named_weights(chunks)):
         if (layer := layers.get(id(weight))) is None:
             continue
         adapters = _layer_adapters(name, weight, config=config, shape=shape, seed=seed, megatron=chunks[0].config)
         if len(adapters):
-            layer.lora = cast(Any, weight).lora = adapters  # of the weight for export_weights
+            layer.lora = cast(Any, weight).lora = adapters  # of the weight for exported_value
             layer._forward_impl = _merging(layer._forward_impl, adapters)
 
 
-def export_adapters(
-    chunks: Sequence[Any], *, shape: ModelShape, read: Callable[[Tensor], Tensor] = torch.detach
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (`{Hugging Face name of a projection}.lora_A.weight`, complete tensor), and of lora_B. Collective.
+def adapter_names(shape: ModelShape, name: str) -> WeightNames:
+    """Name of an adapter's matrix in PEFT, without its prefix, as `weight_names` for the weights.
 
-    Args:
-        chunks: model chunks of this rank.
-        shape: of the model.
-        read: returns the tensor to export for a parameter, in the shape of the parameter.
+    `decoder.layers.2.self_attention.linear_qkv.lora.q_proj.a` is `model.layers.2.self_attn.q_proj.lora_A.weight`.
     """
-    local = list(named_adapters(chunks))
-    for name, tensor in whole_tensors(local, chunks=chunks, kind=lambda _: "direct", read=read):
-        layer, _, rest = name.partition(LORA)
-        projection, _, matrix = rest.rpartition(".")
-        names = weight_names(shape, f"{layer}.weight").names
-        (found,) = [name for name in names if module_name(name) == projection]
-        yield f"{found.removesuffix('.weight')}.lora_{matrix.upper()}.weight", tensor.clone()
+    layer, _, rest = name.partition(LORA)
+    projection, _, matrix = rest.rpartition(".")
+    (found,) = [n for n in weight_names(shape, f"{layer}.weight").names if module_name(n) == projection]
+    return WeightNames("direct", (f"{found.removesuffix('.weight')}.lora_{matrix.upper()}.weight",))
 
 
 def _layer_adapters(

@@ -22,7 +22,8 @@ class ParallelConfig:
     """
 
     tensor: int = 1
-    """Splits attention heads, dense layers and the vocabulary. A size above 1 includes sequence parallelism."""
+    """Splits attention heads, dense layers and the vocabulary. A size above 1 includes sequence parallelism. If it is a
+    multiple of the number of key-value heads, several ranks compute with the same key-value head."""
     pipeline: int = 1
     """Splits layers, as evenly as possible; see `layers_per_stage`."""
     virtual_pipeline: int = 1

@@ -8,7 +8,7 @@ data-parallel ranks but the first          send nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,12 +23,14 @@ from async_rl.trainer.model.convert import (
     expert_of,
     exported_value,
     glue_parts,
+    named_adapters,
     named_weights,
     split_names,
     split_of,
 )
-from async_rl.trainer.model.families import Kind, ModelShape, weight_names
+from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert
+from async_rl.trainer.model.lora import adapter_names
 from async_rl.weights.plan import BUCKET_BYTES, Bucket, SyncPlan, TensorSpec, Unit
 
 
@@ -49,21 +51,27 @@ class _Parameter:
 
 
 class WeightSource:
-    """The weights of all ranks, for engines. Collective: all ranks build it, and iterate over `buckets` together.
+    """The weights of all ranks. Collective: all ranks build it, and iterate over its tensors together.
 
     Args:
         chunks: model chunks of this rank.
         shape: of the model.
+        adapters: send the matrices of LoRA adapters under their names in PEFT, not the weights.
         bucket_bytes: bound on a bucket. An owner holds one bucket at a time beside what its caller keeps.
 
     Attributes:
         plan: the buckets, equal on all ranks.
     """
 
-    def __init__(self, chunks: Sequence[Any], *, shape: ModelShape, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], *, shape: ModelShape, adapters: bool = False, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self._config = chunks[0].config
+        self._device: torch.device = next(chunks[0].parameters()).device
         self._vocab_size = shape.vocab_size
-        self._parameters = {parameter.names[0]: parameter for parameter in _parameters(chunks, shape)}
+        local, names_of = (named_adapters, adapter_names) if adapters else (named_weights, weight_names)
+        parameters = _parameters(local(chunks), names_of, shape=shape)
+        self._parameters = {parameter.names[0]: parameter for parameter in parameters}
         mine = [
             Unit(tuple(self._specs(parameter)))
             for parameter in self._parameters.values()
@@ -75,9 +83,10 @@ class WeightSource:
 
     @torch.no_grad()
     def buckets(self) -> Iterator[tuple[Bucket, list[tuple[str, Tensor]]]]:
-        """Yield each bucket that this rank owns, with its (Hugging Face name, complete tensor).
+        """Yield each bucket of the plan, and its (Hugging Face name, complete tensor) if this rank owns it.
 
-        A tensor may share its memory with the model, so it is valid until the weights change.
+        The list of tensors is empty on other ranks. A tensor may share its memory with the model, so it is valid until
+        the weights change.
         """
         for bucket in self.plan.buckets:
             tensors: list[tuple[str, Tensor]] = []
@@ -88,8 +97,25 @@ class WeightSource:
                 whole = self._whole(parameter)
                 if whole is not None:
                     tensors += zip(parameter.names, self._split(parameter, whole), strict=True)
-            if bucket.owner == dist.get_rank():
-                yield bucket, tensors
+            yield bucket, tensors
+
+    @torch.no_grad()
+    def on_first_rank(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, complete tensor) of all buckets on rank 0, which receives them one by one.
+
+        On other ranks nothing is yielded; iterating sends the buckets that they own. Tensors are as in `buckets`.
+        """
+        for bucket, tensors in self.buckets():
+            if dist.get_rank() > 0:
+                for _, tensor in tensors:
+                    dist.send(tensor.contiguous(), dst=0)
+            elif bucket.owner == 0:
+                yield from tensors
+            else:
+                for spec in bucket.tensors:
+                    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+                    dist.recv(tensor, src=bucket.owner)
+                    yield spec.name, tensor
 
     def _specs(self, parameter: _Parameter) -> Iterator[TensorSpec]:
         """Tensors of a parameter as engines know them."""
@@ -136,15 +162,23 @@ class WeightSource:
         return glue_parts(parameter.kind, parts, weight.partition_dim)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _parameters(chunks: Sequence[Any], shape: ModelShape) -> Iterator[_Parameter]:
-    """Parameters that this rank takes part in sending, in the same order on all ranks of their group."""
+def _parameters(
+    local: Iterable[tuple[str, Tensor]], names_of: Callable[[ModelShape, str], WeightNames], *, shape: ModelShape
+) -> Iterator[_Parameter]:
+    """Parameters in `local` that this rank takes part in sending, in the same order on all ranks of their group.
+
+    Args:
+        local: (name in the local spec, parameter) of this rank.
+        names_of: returns the Hugging Face names for a name.
+        shape: of the model.
+    """
     first = {
         False: parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
         True: parallel_state.get_expert_data_parallel_rank() == 0,
     }
     stacks: dict[str, _Parameter] = {}
-    for number, (name, weight) in enumerate(named_weights(chunks)):
-        names = weight_names(shape, name)
+    for number, (name, weight) in enumerate(local):
+        names = names_of(shape, name)
         if not first[is_expert(name)] or (name == "output_layer.weight" and shape.tied):
             continue
         group: dist.ProcessGroup = expert_tensor_group() if is_expert(name) else tensor_group()
