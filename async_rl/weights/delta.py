@@ -1,0 +1,257 @@
+"""Lossless delta of the tensors of a bucket against the same tensors of an earlier version.
+
+Bit patterns are compared as integers. Floats are mapped to integers of the same order, so that -0.0 precedes 0.0.
+For example, the second and the fifth of five bfloat16 values change:
+
+    base      0.5   1.0      0.25   2.0   -0.0
+    new       0.5   1.0078   0.25   2.0    0.0
+    gaps            1                      2        unchanged values before each changed one
+    steps           +1                     +1       units in the last place
+    codes           1                      1        zigzag of the step, minus 1: -1, +1, -2, +2 -> 0, 1, 2, 3
+
+Gaps, codes below 15 (two in a byte) and larger codes are three streams, compressed with zstandard. The layout is
+
+    magic, xxh3_128 of the rest; then, each after its length: header, gaps, codes, large codes, dense tensors
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+from xxhash import xxh3_128
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_CHANGED = 1 / 3
+"""A tensor travels dense if a larger fraction of its values changed."""
+_MAGIC = b"async_rl delta 1"
+_BODY = len(_MAGIC) + 16  # where the part under the check starts
+_LENGTH = struct.Struct("<Q")
+_PIECE = 1 << 20  # values that are compared at a time; bounds the memory of their positions
+_SPARSE = 512  # mean distance of changed values from which gaps have two bytes
+_LARGE = 15  # in place of a code that does not fit in four bits
+# The streams are noise with a skewed histogram: a short match takes more bytes than entropy coding.
+_ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
+
+Bytes = NDArray[np.uint8]
+Integers = NDArray[Any]
+
+
+class DeltaError(Exception):
+    """Encoded data is damaged, or its base is another one."""
+
+
+class _Tensor(msgspec.Struct, array_like=True):
+    """A tensor in the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[tuple[int, int]] | None
+    """(bytes of a gap, number of gaps) of each `_PIECE` values; None if the tensor is dense."""
+
+
+class _Header(msgspec.Struct, array_like=True):
+    base_digest: str
+    tensors: list[_Tensor]
+
+
+def encode(tensors: Sequence[tuple[str, torch.Tensor]], *, base: Mapping[str, torch.Tensor], base_digest: str) -> bytes:
+    """Encode tensors as a delta against the base.
+
+    Args:
+        tensors: (name, CPU tensor of any dtype and shape).
+        base: name -> CPU tensor of the base version, with equal dtype and shape. Other tensors are ignored.
+        base_digest: `WeightsDigest.hexdigest()` of the base.
+
+    Returns:
+        The input of `decode`. A dense tensor takes its own size; the others are compressed.
+
+    Raises:
+        ValueError: the base has no tensor of that name, dtype and shape.
+    """
+    header, dense, streams = _Header(base_digest, []), list[Bytes](), (bytearray(), bytearray(), bytearray())
+    for name, tensor in tensors:
+        dtype, shape = _kind(tensor)
+        if name not in base or _kind(base[name]) != (dtype, shape):
+            found = _kind(base[name]) if name in base else "no such tensor"
+            raise ValueError(
+                f"{name} has {dtype} {shape}, but the base has {found}; publish this bucket without a base"
+            )
+        old, new = _bits(base[name]), _bits(tensor)
+        pieces = _write_changes(streams, old, new, ordered=tensor.dtype.is_floating_point)
+        header.tensors.append(_Tensor(name, dtype, shape, pieces))
+        if pieces is None:
+            dense.append(new.view(np.uint8))
+    compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
+    parts: list[Any] = []
+    for part in (msgspec.msgpack.encode(header), *streams):
+        compressed = compressor.compress(part)
+        parts += [_LENGTH.pack(len(compressed)), compressed]
+    parts += [_LENGTH.pack(sum(part.nbytes for part in dense)), *(part.data for part in dense)]
+    check = xxh3_128()
+    for part in parts:
+        check.update(part)
+    return b"".join([_MAGIC, check.digest(), *parts])
+
+
+def decode(data: bytes, *, base: Mapping[str, torch.Tensor], base_digest: str) -> list[tuple[str, torch.Tensor]]:
+    """Decode the tensors that `encode` got, bit by bit.
+
+    Args:
+        data: result of `encode`.
+        base: name -> CPU tensor of the base version; not modified.
+        base_digest: `WeightsDigest.hexdigest()` of the base; the caller has verified it.
+
+    Returns:
+        (name, contiguous CPU tensor with its own memory), in the order of `encode`.
+
+    Raises:
+        DeltaError: the data is truncated, damaged or not from `encode`, or its base is another one.
+    """
+    body = memoryview(data)[_BODY:]
+    if data[:_BODY] != _MAGIC + xxh3_128(body).digest():
+        raise DeltaError(f"{len(data)} bytes are not a whole delta: truncated, damaged, or of another format")
+    packed, decompressor = _Reader(body), zstandard.ZstdDecompressor()
+    head, gaps, codes, large = (_Reader(decompressor.decompress(packed.take_part())) for _ in range(4))
+    dense = _Reader(packed.take_part())
+    header = msgspec.msgpack.decode(head.rest, type=_Header)
+    if header.base_digest != base_digest:
+        raise DeltaError(f"wrong base: the delta is against {header.base_digest}, but the base is {base_digest}")
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for tensor in header.tensors:
+        old = base.get(tensor.name)
+        if old is None or _kind(old) != (tensor.dtype, tensor.shape):
+            raise DeltaError(f"wrong base: it has no {tensor.name} of {tensor.dtype} {tensor.shape}")
+        new = old.new_empty(old.shape)
+        if tensor.pieces is None:
+            _bits(new).view(np.uint8)[:] = np.frombuffer(dense.take(new.nbytes), np.uint8)
+        else:
+            new.copy_(old.detach())
+            _apply_changes((gaps, codes, large), tensor.pieces, _bits(new), ordered=new.dtype.is_floating_point)
+        tensors.append((tensor.name, new))
+    return tensors
+
+
+class _Reader:
+    """Consecutive parts of a buffer."""
+
+    def __init__(self, buffer: bytes | memoryview) -> None:
+        self.rest = memoryview(buffer)
+
+    def take(self, num_bytes: int) -> memoryview:
+        taken, self.rest = self.rest[:num_bytes], self.rest[num_bytes:]
+        return taken
+
+    def take_part(self) -> memoryview:
+        """Part after its length."""
+        return self.take(_LENGTH.unpack(self.take(_LENGTH.size))[0])
+
+
+def _write_changes(
+    streams: tuple[bytearray, bytearray, bytearray], old: Integers, new: Integers, *, ordered: bool
+) -> list[tuple[int, int]] | None:
+    """Append to (gaps, codes, large codes). Returns `_Tensor.pieces`; if that is None, nothing is appended."""
+    gaps, codes, large = streams
+    lengths = [len(stream) for stream in streams]
+    pieces: list[tuple[int, int]] = []
+    num_changed = 0
+    for start in range(0, len(new), _PIECE):
+        before, after = old[start : start + _PIECE], new[start : start + _PIECE]
+        positions = np.flatnonzero(before != after)
+        num_changed += len(positions)
+        if num_changed > MAX_CHANGED * len(new):
+            for stream, length in zip(streams, lengths, strict=True):
+                del stream[length:]
+            return None
+        coded = _gaps(positions)
+        pieces.append((coded.itemsize, len(coded)))
+        gaps += _planes(coded)
+        values = _zigzag(before[positions], after[positions], ordered=ordered)
+        short = np.minimum(values, _LARGE).astype(np.uint8)
+        large += _planes(values[short == _LARGE])
+        short = np.append(short, np.zeros(len(short) % 2, np.uint8))
+        codes += (short[::2] | short[1::2] << 4).data
+    return pieces
+
+
+def _apply_changes(
+    streams: tuple[_Reader, _Reader, _Reader], pieces: Sequence[tuple[int, int]], values: Integers, *, ordered: bool
+) -> None:
+    """Change the values of the base, in place, to the encoded ones."""
+    gaps, codes, large = streams
+    for number, (width, num_gaps) in enumerate(pieces):
+        positions = _positions(_joined(gaps.take(width * num_gaps), width))
+        pairs = np.frombuffer(codes.take((len(positions) + 1) // 2), np.uint8)
+        short = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[: len(positions)]
+        coded = short.astype(f"u{values.itemsize}")
+        is_large = short == _LARGE
+        num_large = int(np.count_nonzero(is_large))
+        coded[is_large] = _joined(large.take(num_large * values.itemsize), values.itemsize)
+        piece = values[number * _PIECE : (number + 1) * _PIECE]
+        piece[positions] = _undo_zigzag(piece[positions], coded, ordered=ordered)
+
+
+def _gaps(positions: Integers) -> Integers:
+    """Unchanged values before each position, uint8 or uint16; the largest integer means that many and no position."""
+    width = 1 if len(positions) == 0 or positions[-1] < _SPARSE * len(positions) else 2
+    most = (1 << 8 * width) - 1
+    full, rest = np.divmod(np.diff(positions, prepend=-1) - 1, most)
+    coded = np.full(len(positions) + int(full.sum()), most, f"<u{width}")
+    coded[np.cumsum(full + 1) - 1] = rest
+    return coded
+
+
+def _positions(gaps: Integers) -> Integers:
+    """Positions [n] of the gaps; the inverse of `_gaps`."""
+    is_position = gaps != np.iinfo(gaps.dtype).max
+    found = np.cumsum(gaps, dtype=np.int64)[is_position]
+    return found + np.arange(len(found))
+
+
+def _zigzag(old: Integers, new: Integers, *, ordered: bool) -> Integers:
+    """Unsigned codes of the steps between different bit patterns."""
+    steps = (_order(new) - _order(old)) if ordered else new - old
+    return (steps << 1 ^ steps >> (8 * steps.itemsize - 1)).view(f"u{steps.itemsize}") - 1
+
+
+def _undo_zigzag(old: Integers, codes: Integers, *, ordered: bool) -> Integers:
+    """Bit patterns after the steps; the inverse of `_zigzag`."""
+    codes = codes + 1
+    steps = (codes >> 1 ^ -(codes & 1)).view(old.dtype)
+    return _order(_order(old) + steps) if ordered else old + steps
+
+
+def _order(bits: Integers) -> Integers:
+    """Sign and magnitude <-> integers in the order of the floats; the function is its own inverse."""
+    return bits ^ (bits >> (8 * bits.itemsize - 1) & np.iinfo(bits.dtype).max)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _bits(tensor: torch.Tensor) -> Integers:
+    """Values of a CPU tensor as signed integers [n], in the memory of the tensor if it is contiguous."""
+    import torch  # a configuration does without it
+
+    held = tensor.detach().contiguous()
+    flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
+    return flat.numpy().view(f"<i{min(tensor.dtype.itemsize, 8)}")
+
+
+def _planes(values: Integers) -> memoryview:
+    """First bytes of all values, then their second bytes, and so on."""
+    return values.view(np.uint8).reshape(-1, values.itemsize).T.reshape(-1).data
+
+
+def _joined(planes: memoryview, width: int) -> Integers:
+    """Values of `width` bytes; the inverse of `_planes`."""
+    return np.frombuffer(planes, np.uint8).reshape(width, -1).T.reshape(-1).view(f"<u{width}")
