@@ -9,7 +9,8 @@ For example, the second and the fifth of five bfloat16 values change:
     steps           +1                     +1       units in the last place
     codes           1                      1        zigzag of the step, minus 1: -1, +1, -2, +2 -> 0, 1, 2, 3
 
-Gaps, codes below 15 (two in a byte) and larger codes are three streams, compressed with zstandard. The layout is
+Gaps (255 means 255 and the next byte), codes below 15 (two in a byte) and larger codes are three streams, compressed
+with zstandard. The layout is
 
     magic, xxh3_128 of the rest; then, each after its length: header, gaps, codes, large codes, dense tensors
 """
@@ -34,8 +35,8 @@ MAX_CHANGED = 1 / 3
 _MAGIC = b"async_rl delta 1"
 _BODY = len(_MAGIC) + 16  # where the part under the check starts
 _LENGTH = struct.Struct("<Q")
-_PIECE = 1 << 20  # values that are compared at a time; bounds the memory of their positions
-_SPARSE = 512  # mean distance of changed values from which gaps have two bytes
+_PIECE = 1 << 20  # values that are encoded at a time; bounds the memory of their positions
+_SKIP = 255  # as a gap: this many unchanged values, then another gap
 _LARGE = 15  # in place of a code that does not fit in four bits
 # The streams are noise with a skewed histogram: a short match takes more bytes than entropy coding.
 _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
@@ -54,8 +55,8 @@ class _Tensor(msgspec.Struct, array_like=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[tuple[int, int]] | None
-    """(bytes of a gap, number of gaps) of each `_PIECE` values; None if the tensor is dense."""
+    pieces: list[int] | None
+    """Bytes of gaps of each `_PIECE` values; None if the tensor is dense."""
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -72,22 +73,19 @@ def encode(tensors: Sequence[tuple[str, torch.Tensor]], *, base: Mapping[str, to
         base_digest: `WeightsDigest.hexdigest()` of the base.
 
     Returns:
-        The input of `decode`. A dense tensor takes its own size; the others are compressed.
+        The input of `decode`. A dense tensor takes its own size in bytes, the others take less.
 
     Raises:
         ValueError: the base has no tensor of that name, dtype and shape.
     """
     header, dense, streams = _Header(base_digest, []), list[Bytes](), (bytearray(), bytearray(), bytearray())
     for name, tensor in tensors:
-        dtype, shape = _kind(tensor)
-        if name not in base or _kind(base[name]) != (dtype, shape):
-            found = _kind(base[name]) if name in base else "no such tensor"
-            raise ValueError(
-                f"{name} has {dtype} {shape}, but the base has {found}; publish this bucket without a base"
-            )
+        found = _kind(base[name]) if name in base else "no such tensor"
+        if found != _kind(tensor):
+            raise ValueError(f"{name} is {_kind(tensor)}, but the base has {found}; publish the bucket without a base")
         old, new = _bits(base[name]), _bits(tensor)
         pieces = _write_changes(streams, old, new, ordered=tensor.dtype.is_floating_point)
-        header.tensors.append(_Tensor(name, dtype, shape, pieces))
+        header.tensors.append(_Tensor(name, *_kind(tensor), pieces))
         if pieces is None:
             dense.append(new.view(np.uint8))
     compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
@@ -157,24 +155,20 @@ class _Reader:
 
 def _write_changes(
     streams: tuple[bytearray, bytearray, bytearray], old: Integers, new: Integers, *, ordered: bool
-) -> list[tuple[int, int]] | None:
-    """Append to (gaps, codes, large codes). Returns `_Tensor.pieces`; if that is None, nothing is appended."""
+) -> list[int] | None:
+    """Append to (gaps, codes, large codes) and return `_Tensor.pieces`; if the tensor is dense, append nothing."""
     gaps, codes, large = streams
-    lengths = [len(stream) for stream in streams]
-    pieces: list[tuple[int, int]] = []
-    num_changed = 0
+    changed = old != new
+    if np.count_nonzero(changed) > MAX_CHANGED * len(new):
+        return None
+    pieces: list[int] = []
     for start in range(0, len(new), _PIECE):
-        before, after = old[start : start + _PIECE], new[start : start + _PIECE]
-        positions = np.flatnonzero(before != after)
-        num_changed += len(positions)
-        if num_changed > MAX_CHANGED * len(new):
-            for stream, length in zip(streams, lengths, strict=True):
-                del stream[length:]
-            return None
-        coded = _gaps(positions)
-        pieces.append((coded.itemsize, len(coded)))
-        gaps += _planes(coded)
-        values = _zigzag(before[positions], after[positions], ordered=ordered)
+        piece = slice(start, start + _PIECE)
+        positions = np.flatnonzero(changed[piece])
+        skipped = _gaps(positions)
+        pieces.append(len(skipped))
+        gaps += skipped.data
+        values = _zigzag(old[piece][positions], new[piece][positions], ordered=ordered)
         short = np.minimum(values, _LARGE).astype(np.uint8)
         large += _planes(values[short == _LARGE])
         short = np.append(short, np.zeros(len(short) % 2, np.uint8))
@@ -183,12 +177,12 @@ def _write_changes(
 
 
 def _apply_changes(
-    streams: tuple[_Reader, _Reader, _Reader], pieces: Sequence[tuple[int, int]], values: Integers, *, ordered: bool
+    streams: tuple[_Reader, _Reader, _Reader], pieces: Sequence[int], values: Integers, *, ordered: bool
 ) -> None:
     """Change the values of the base, in place, to the encoded ones."""
     gaps, codes, large = streams
-    for number, (width, num_gaps) in enumerate(pieces):
-        positions = _positions(_joined(gaps.take(width * num_gaps), width))
+    for number, num_gaps in enumerate(pieces):
+        positions = _positions(np.frombuffer(gaps.take(num_gaps), np.uint8))
         pairs = np.frombuffer(codes.take((len(positions) + 1) // 2), np.uint8)
         short = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[: len(positions)]
         coded = short.astype(f"u{values.itemsize}")
@@ -199,19 +193,17 @@ def _apply_changes(
         piece[positions] = _undo_zigzag(piece[positions], coded, ordered=ordered)
 
 
-def _gaps(positions: Integers) -> Integers:
-    """Unchanged values before each position, uint8 or uint16; the largest integer means that many and no position."""
-    width = 1 if len(positions) == 0 or positions[-1] < _SPARSE * len(positions) else 2
-    most = (1 << 8 * width) - 1
-    full, rest = np.divmod(np.diff(positions, prepend=-1) - 1, most)
-    coded = np.full(len(positions) + int(full.sum()), most, f"<u{width}")
-    coded[np.cumsum(full + 1) - 1] = rest
+def _gaps(positions: Integers) -> Bytes:
+    """Unchanged values before each position, with a `_SKIP` before for each 255 of them."""
+    skips, rest = np.divmod(np.diff(positions, prepend=-1) - 1, _SKIP)
+    coded = np.full(len(positions) + int(skips.sum()), _SKIP, np.uint8)
+    coded[np.cumsum(skips + 1) - 1] = rest
     return coded
 
 
-def _positions(gaps: Integers) -> Integers:
-    """Positions [n] of the gaps; the inverse of `_gaps`."""
-    is_position = gaps != np.iinfo(gaps.dtype).max
+def _positions(gaps: Bytes) -> Integers:
+    """Positions [n] of the changed values; the inverse of `_gaps`."""
+    is_position = gaps != _SKIP
     found = np.cumsum(gaps, dtype=np.int64)[is_position]
     return found + np.arange(len(found))
 
@@ -235,6 +227,7 @@ def _order(bits: Integers) -> Integers:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """Dtype, for example `bfloat16`, and shape."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
@@ -253,5 +246,5 @@ def _planes(values: Integers) -> memoryview:
 
 
 def _joined(planes: memoryview, width: int) -> Integers:
-    """Values of `width` bytes; the inverse of `_planes`."""
+    """Unsigned integers of `width` bytes; the inverse of `_planes`."""
     return np.frombuffer(planes, np.uint8).reshape(width, -1).T.reshape(-1).view(f"<u{width}")
