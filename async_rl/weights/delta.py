@@ -7,12 +7,12 @@ For example, the second and the fifth of five bfloat16 values change:
     new       0.5   1.0078   0.25   2.0    0.0
     gaps            1                      2        unchanged values before each changed one
     steps           +1                     +1       units in the last place
-    codes           1                      1        zigzag of the step, minus 1: -1, +1, -2, +2 -> 0, 1, 2, 3
+    codes           2                      2        zigzag of the steps: -1, +1, -2, +2 -> 1, 2, 3, 4
 
-Gaps (255 means 255 and the next byte), codes below 15 (two in a byte) and larger codes are three streams, compressed
-with zstandard. The layout is
+Gaps are bytes: 255 means 255 and the next byte. Codes have the size of a value; their first bytes precede their second
+ones. Both streams are compressed with zstandard. The layout is
 
-    magic, xxh3_128 of the rest; then, each after its length: header, gaps, codes, large codes, dense tensors
+    magic, xxh3_128 of the rest; then, each after its length: header, gaps, codes, dense tensors
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _BODY = len(_MAGIC) + 16  # where the part under the check starts
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 20  # values that are encoded at a time; bounds the memory of their positions
 _SKIP = 255  # as a gap: this many unchanged values, then another gap
-_LARGE = 15  # in place of a code that does not fit in four bits
 # The streams are noise with a skewed histogram: a short match takes more bytes than entropy coding.
 _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
 
@@ -78,7 +77,7 @@ def encode(tensors: Sequence[tuple[str, torch.Tensor]], *, base: Mapping[str, to
     Raises:
         ValueError: the base has no tensor of that name, dtype and shape.
     """
-    header, dense, streams = _Header(base_digest, []), list[Bytes](), (bytearray(), bytearray(), bytearray())
+    header, dense, streams = _Header(base_digest, []), list[Bytes](), (bytearray(), bytearray())
     for name, tensor in tensors:
         found = _kind(base[name]) if name in base else "no such tensor"
         if found != _kind(tensor):
@@ -118,7 +117,7 @@ def decode(data: bytes, *, base: Mapping[str, torch.Tensor], base_digest: str) -
     if data[:_BODY] != _MAGIC + xxh3_128(body).digest():
         raise DeltaError(f"{len(data)} bytes are not a whole delta: truncated, damaged, or of another format")
     packed, decompressor = _Reader(body), zstandard.ZstdDecompressor()
-    head, gaps, codes, large = (_Reader(decompressor.decompress(packed.take_part())) for _ in range(4))
+    head, gaps, codes = (_Reader(decompressor.decompress(packed.take_part())) for _ in range(3))
     dense = _Reader(packed.take_part())
     header = msgspec.msgpack.decode(head.rest, type=_Header)
     if header.base_digest != base_digest:
@@ -133,7 +132,7 @@ def decode(data: bytes, *, base: Mapping[str, torch.Tensor], base_digest: str) -
             _bits(new).view(np.uint8)[:] = np.frombuffer(dense.take(new.nbytes), np.uint8)
         else:
             new.copy_(old.detach())
-            _apply_changes((gaps, codes, large), tensor.pieces, _bits(new), ordered=new.dtype.is_floating_point)
+            _apply_changes((gaps, codes), tensor.pieces, _bits(new), ordered=new.dtype.is_floating_point)
         tensors.append((tensor.name, new))
     return tensors
 
@@ -154,10 +153,10 @@ class _Reader:
 
 
 def _write_changes(
-    streams: tuple[bytearray, bytearray, bytearray], old: Integers, new: Integers, *, ordered: bool
+    streams: tuple[bytearray, bytearray], old: Integers, new: Integers, *, ordered: bool
 ) -> list[int] | None:
-    """Append to (gaps, codes, large codes) and return `_Tensor.pieces`; if the tensor is dense, append nothing."""
-    gaps, codes, large = streams
+    """Append to (gaps, codes) and return `_Tensor.pieces`; if the tensor is dense, append nothing."""
+    gaps, codes = streams
     changed = old != new
     if np.count_nonzero(changed) > MAX_CHANGED * len(new):
         return None
@@ -168,29 +167,20 @@ def _write_changes(
         skipped = _gaps(positions)
         pieces.append(len(skipped))
         gaps += skipped.data
-        values = _zigzag(old[piece][positions], new[piece][positions], ordered=ordered)
-        short = np.minimum(values, _LARGE).astype(np.uint8)
-        large += _planes(values[short == _LARGE])
-        short = np.append(short, np.zeros(len(short) % 2, np.uint8))
-        codes += (short[::2] | short[1::2] << 4).data
+        zigzag = _zigzag(old[piece][positions], new[piece][positions], ordered=ordered)
+        codes += zigzag.view(np.uint8).reshape(-1, zigzag.itemsize).T.reshape(-1).data
     return pieces
 
 
-def _apply_changes(
-    streams: tuple[_Reader, _Reader, _Reader], pieces: Sequence[int], values: Integers, *, ordered: bool
-) -> None:
+def _apply_changes(streams: tuple[_Reader, _Reader], pieces: Sequence[int], values: Integers, *, ordered: bool) -> None:
     """Change the values of the base, in place, to the encoded ones."""
-    gaps, codes, large = streams
+    gaps, codes = streams
     for number, num_gaps in enumerate(pieces):
         positions = _positions(np.frombuffer(gaps.take(num_gaps), np.uint8))
-        pairs = np.frombuffer(codes.take((len(positions) + 1) // 2), np.uint8)
-        short = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[: len(positions)]
-        coded = short.astype(f"u{values.itemsize}")
-        is_large = short == _LARGE
-        num_large = int(np.count_nonzero(is_large))
-        coded[is_large] = _joined(large.take(num_large * values.itemsize), values.itemsize)
+        coded = np.frombuffer(codes.take(len(positions) * values.itemsize), np.uint8)
+        zigzag = coded.reshape(values.itemsize, -1).T.reshape(-1).view(f"<u{values.itemsize}")
         piece = values[number * _PIECE : (number + 1) * _PIECE]
-        piece[positions] = _undo_zigzag(piece[positions], coded, ordered=ordered)
+        piece[positions] = _undo_zigzag(piece[positions], zigzag, ordered=ordered)
 
 
 def _gaps(positions: Integers) -> Bytes:
@@ -211,12 +201,11 @@ def _positions(gaps: Bytes) -> Integers:
 def _zigzag(old: Integers, new: Integers, *, ordered: bool) -> Integers:
     """Unsigned codes of the steps between different bit patterns."""
     steps = (_order(new) - _order(old)) if ordered else new - old
-    return (steps << 1 ^ steps >> (8 * steps.itemsize - 1)).view(f"u{steps.itemsize}") - 1
+    return (steps << 1 ^ steps >> (8 * steps.itemsize - 1)).view(f"<u{steps.itemsize}")
 
 
 def _undo_zigzag(old: Integers, codes: Integers, *, ordered: bool) -> Integers:
     """Bit patterns after the steps; the inverse of `_zigzag`."""
-    codes = codes + 1
     steps = (codes >> 1 ^ -(codes & 1)).view(old.dtype)
     return _order(_order(old) + steps) if ordered else old + steps
 
@@ -238,13 +227,3 @@ def _bits(tensor: torch.Tensor) -> Integers:
     held = tensor.detach().contiguous()
     flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
     return flat.numpy().view(f"<i{min(tensor.dtype.itemsize, 8)}")
-
-
-def _planes(values: Integers) -> memoryview:
-    """First bytes of all values, then their second bytes, and so on."""
-    return values.view(np.uint8).reshape(-1, values.itemsize).T.reshape(-1).data
-
-
-def _joined(planes: memoryview, width: int) -> Integers:
-    """Unsigned integers of `width` bytes; the inverse of `_planes`."""
-    return np.frombuffer(planes, np.uint8).reshape(width, -1).T.reshape(-1).view(f"<u{width}")
