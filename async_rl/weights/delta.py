@@ -1,13 +1,12 @@
 """Lossless delta of the tensors of a bucket against the same tensors of an earlier version.
 
-Bit patterns are compared as integers. Floats are mapped to integers of the same order, so that -0.0 precedes 0.0.
-For example, the second and the fifth of five bfloat16 values change:
+Bit patterns are compared as integers. For example, the second and the fifth of five bfloat16 values change:
 
-    base      0.5   1.0      0.25   2.0   -0.0
-    new       0.5   1.0078   0.25   2.0    0.0
+    base      0.5   1.0      0.25   2.0   -0.5
+    new       0.5   1.0078   0.25   2.0   -0.498
     gaps            1                      2        unchanged values before each changed one
-    steps           +1                     +1       units in the last place
-    codes           2                      2        zigzag of the steps: -1, +1, -2, +2 -> 1, 2, 3, 4
+    steps           +1                     -1       units in the last place, away from zero
+    codes           2                      1        zigzag of the steps: -1, +1, -2, +2 -> 1, 2, 3, 4
 
 Gaps are bytes: 255 means 255 and the next byte. Codes have the size of a value; their first bytes precede their second
 ones. Both streams are compressed with zstandard. The layout is
@@ -83,7 +82,7 @@ def encode(tensors: Sequence[tuple[str, torch.Tensor]], *, base: Mapping[str, to
         if found != _kind(tensor):
             raise ValueError(f"{name} is {_kind(tensor)}, but the base has {found}; publish the bucket without a base")
         old, new = _bits(base[name]), _bits(tensor)
-        pieces = _write_changes(streams, old, new, ordered=tensor.dtype.is_floating_point)
+        pieces = _write_changes(streams, old, new)
         header.tensors.append(_Tensor(name, *_kind(tensor), pieces))
         if pieces is None:
             dense.append(new.view(np.uint8))
@@ -132,7 +131,7 @@ def decode(data: bytes, *, base: Mapping[str, torch.Tensor], base_digest: str) -
             _bits(new).view(np.uint8)[:] = np.frombuffer(dense.take(new.nbytes), np.uint8)
         else:
             new.copy_(old.detach())
-            _apply_changes((gaps, codes), tensor.pieces, _bits(new), ordered=new.dtype.is_floating_point)
+            _apply_changes((gaps, codes), tensor.pieces, _bits(new))
         tensors.append((tensor.name, new))
     return tensors
 
@@ -152,9 +151,7 @@ class _Reader:
         return self.take(_LENGTH.unpack(self.take(_LENGTH.size))[0])
 
 
-def _write_changes(
-    streams: tuple[bytearray, bytearray], old: Integers, new: Integers, *, ordered: bool
-) -> list[int] | None:
+def _write_changes(streams: tuple[bytearray, bytearray], old: Integers, new: Integers) -> list[int] | None:
     """Append to (gaps, codes) and return `_Tensor.pieces`; if the tensor is dense, append nothing."""
     gaps, codes = streams
     changed = old != new
@@ -167,12 +164,12 @@ def _write_changes(
         skipped = _gaps(positions)
         pieces.append(len(skipped))
         gaps += skipped.data
-        zigzag = _zigzag(old[piece][positions], new[piece][positions], ordered=ordered)
+        zigzag = _zigzag(old[piece][positions], new[piece][positions])
         codes += zigzag.view(np.uint8).reshape(-1, zigzag.itemsize).T.reshape(-1).data
     return pieces
 
 
-def _apply_changes(streams: tuple[_Reader, _Reader], pieces: Sequence[int], values: Integers, *, ordered: bool) -> None:
+def _apply_changes(streams: tuple[_Reader, _Reader], pieces: Sequence[int], values: Integers) -> None:
     """Change the values of the base, in place, to the encoded ones."""
     gaps, codes = streams
     for number, num_gaps in enumerate(pieces):
@@ -180,11 +177,11 @@ def _apply_changes(streams: tuple[_Reader, _Reader], pieces: Sequence[int], valu
         coded = np.frombuffer(codes.take(len(positions) * values.itemsize), np.uint8)
         zigzag = coded.reshape(values.itemsize, -1).T.reshape(-1).view(f"<u{values.itemsize}")
         piece = values[number * _PIECE : (number + 1) * _PIECE]
-        piece[positions] = _undo_zigzag(piece[positions], zigzag, ordered=ordered)
+        piece[positions] = _undo_zigzag(piece[positions], zigzag)
 
 
 def _gaps(positions: Integers) -> Bytes:
-    """Unchanged values before each position, with a `_SKIP` before for each 255 of them."""
+    """Unchanged values before each position: a `_SKIP` for each 255 of them, then the remainder."""
     skips, rest = np.divmod(np.diff(positions, prepend=-1) - 1, _SKIP)
     coded = np.full(len(positions) + int(skips.sum()), _SKIP, np.uint8)
     coded[np.cumsum(skips + 1) - 1] = rest
@@ -198,21 +195,16 @@ def _positions(gaps: Bytes) -> Integers:
     return found + np.arange(len(found))
 
 
-def _zigzag(old: Integers, new: Integers, *, ordered: bool) -> Integers:
-    """Unsigned codes of the steps between different bit patterns."""
-    steps = (_order(new) - _order(old)) if ordered else new - old
+def _zigzag(old: Integers, new: Integers) -> Integers:
+    """Unsigned codes of the steps. A float that changes its sign has a large one, which is rare."""
+    steps = new - old  # wraps around
     return (steps << 1 ^ steps >> (8 * steps.itemsize - 1)).view(f"<u{steps.itemsize}")
 
 
-def _undo_zigzag(old: Integers, codes: Integers, *, ordered: bool) -> Integers:
+def _undo_zigzag(old: Integers, codes: Integers) -> Integers:
     """Bit patterns after the steps; the inverse of `_zigzag`."""
     steps = (codes >> 1 ^ -(codes & 1)).view(old.dtype)
-    return _order(_order(old) + steps) if ordered else old + steps
-
-
-def _order(bits: Integers) -> Integers:
-    """Sign and magnitude <-> integers in the order of the floats; the function is its own inverse."""
-    return bits ^ (bits >> (8 * bits.itemsize - 1) & np.iinfo(bits.dtype).max)
+    return old + steps
 
 
 def _kind(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
