@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from benchmarks import (
     scale_processes,
     simulated_scale,
 )
+from benchmarks.delta import adam_versions, change_entropy
 from benchmarks.rollout_throughput import draw_budgets, take_turns
 from benchmarks.routing_mismatch import CHANGES, Stop, changed_rows, classify, ratio
 from benchmarks.support import Interval, Mismatch
@@ -167,3 +169,24 @@ def test_the_simulated_scale_keeps_every_invariant_through_deaths(deaths):
     assert (result.steps, result.ledger["error"]) == (4, 0)
     assert 0 <= result.staleness <= scenario.config.staleness.max_staleness
     assert {"driver", "worker"} <= result.cpu_s.keys()
+
+
+# ---- deltas
+
+
+def test_the_entropy_of_a_change_counts_positions_and_steps():
+    old = torch.tensor([1.0, 2.0, -0.0, 4.0] * 100, dtype=torch.bfloat16)
+    same_step = old.clone()
+    same_step[2::4] = 0.0
+    assert change_entropy(old, old) == 0
+    assert change_entropy(old, same_step) == pytest.approx(400 * (2 - 0.75 * np.log2(3)) / 8)
+    two_steps = same_step.clone()
+    two_steps[3::4] = 4.0 - 1 / 64
+    assert change_entropy(old, two_steps) == pytest.approx((400 * 1 + 200 * 1) / 8)
+
+
+def test_versions_under_adam_start_with_steps_of_the_learning_rate():
+    base, first, *later = adam_versions(10_000, lr=1e-3, versions=3)
+    assert len(later) == 2
+    assert float((first - base).abs().mean()) == pytest.approx(1e-3, rel=0.05)
+    assert float(base.double().std()) == pytest.approx(0.02, rel=0.05)
