@@ -137,7 +137,11 @@ class SyncConfig:
     route: Literal["memory", "folder"] = "memory"
     """`memory`: shared memory of one node. `folder`: a directory that all nodes see."""
     directory: Path | None = None
-    """Directory of `folder`."""
+    """Directory of `folder`. The first replica of a node that needs a version brings it into the node's shared memory,
+    from which all replicas of the node read it."""
+    delta: bool = False
+    """With `folder`: write the changes against the version before, except for each 16th version. Lossless; a tensor of
+    which more than a third changed is complete. Each trainer rank keeps a copy of the weights that it writes."""
     mode: SyncMode = "at_once"
     """`at_once`: all replicas load at the same time, and no tool starts meanwhile. `rolling`: at most `max_paused`
     replicas are paused at a time, the others serve, and tools start. `staged`: as `at_once`, but the replicas load
@@ -784,6 +788,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("trainer.lora", lora, "alpha", lora.rank > 0, "trainer.lora.rank > 0"),
         ("trainer.lora", lora, "target_modules", lora.rank > 0, "trainer.lora.rank > 0"),
         ("sync", config.sync, "directory", config.sync.route == "folder", "sync.route=folder"),
+        ("sync", config.sync, "delta", config.sync.route == "folder", "sync.route=folder"),
         ("sync", config.sync, "max_paused", config.sync.mode == "rolling", "sync.mode=rolling"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
         ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),

@@ -26,6 +26,7 @@ from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from async_rl.files.logs import log_failure, open_log
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import EngineConfig, start_replica
+from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import WeightUpdate
 
 if TYPE_CHECKING:
@@ -264,18 +265,20 @@ class ReplicaHost:
         capture_routing: bool,
         force_routing: bool,
         capture_support: bool,
+        store: Path | None = None,
     ) -> None:
-        """Start the engine, before any other call."""
-        self._serve(
-            await start_replica(
-                config,
-                name=name,
-                checkpoint=checkpoint,
-                capture_routing=capture_routing,
-                force_routing=force_routing,
-                capture_support=capture_support,
-            )
+        """Start the engine, before any other call. store: see `ReplicaClient.start`."""
+        replica = await start_replica(
+            config,
+            name=name,
+            checkpoint=checkpoint,
+            capture_routing=capture_routing,
+            force_routing=force_routing,
+            capture_support=capture_support,
         )
+        if store is not None:
+            replica.store = LocalStore(store)
+        self._serve(replica)
 
     def _serve(self, replica: EngineReplica[Any]) -> None:
         self._server = BatchingServer(replica, refusals=(EngineError,))
@@ -422,8 +425,12 @@ class TrainerActor:
         rendezvous: str,
         rollouts: Path | None,
         record: RecordConfig | None,
+        delta: bool,
     ) -> None:
-        """rollouts: folder in which the first rank writes rollouts within the bounds of `record`; None for none."""
+        """rollouts: folder in which the first rank writes rollouts within the bounds of `record`; None for none.
+
+        delta: see `TrainerRank`.
+        """
         from transformers import AutoTokenizer
 
         from async_rl.trainer.rank import TrainerRank  # megatron is only imported in the process of a rank
@@ -441,6 +448,7 @@ class TrainerActor:
                 rank=rank,
                 world_size=config.ranks,
                 rendezvous=rendezvous,
+                delta=delta,
                 recorder=recorder,
             )
 

@@ -95,10 +95,12 @@ class ReplicaClient:
         options: dict[str, Any],
         variables: Mapping[str, str] | None = None,
         log: Path | None = None,
+        store: Path | None = None,
     ) -> ReplicaClient:
         """Start the actor and its engine.
 
-        variables: of the environment, beside those that the engine needs. log: file of its output.
+        variables: of the environment, beside those that the engine needs. log: file of its output. store: directory of
+        its node to which it brings published versions; None if it reads them where the trainer writes them.
         """
         environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
@@ -110,6 +112,7 @@ class ReplicaClient:
             capture_routing=capture_routing,
             force_routing=force_routing,
             capture_support=capture_support,
+            store=store,
         )
         try:
             await client._answer_of_host("start", started, config.start_timeout_s)
@@ -133,6 +136,9 @@ class ReplicaClient:
 
     async def freeze(self) -> int:
         return await self._call(EngineReplica.freeze)
+
+    async def fetch(self, update: WeightUpdate) -> None:
+        await self._call(EngineReplica.fetch, update)
 
     async def stage(self, update: WeightUpdate) -> None:
         await self._call(EngineReplica.stage, update)
@@ -242,10 +248,12 @@ class TrainerClient:
         logs: Path | None = None,
         rollouts: Path | None = None,
         record: RecordConfig | None = None,
+        delta: bool = False,
     ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
 
         Args:
+            delta: whether most versions are published as changes of the version before.
             rollouts: folder in which rank 0 writes the recorded groups of each batch; None if there are none.
             record: bounds on these files; None if there are none.
             variables: of the environment, beside those that a rank needs.
@@ -271,6 +279,7 @@ class TrainerClient:
                 "rendezvous": rendezvous,
                 "rollouts": rollouts,
                 "record": record,
+                "delta": delta,
             }
             await client._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
             client.pids = await client._all("pid", [a.pid.remote() for a in actors])

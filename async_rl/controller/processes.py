@@ -92,6 +92,9 @@ class Processes:
         self._placement = placement
         self._stack = stack
         self._weights_directory = weights_directory
+        self._store: Path | None = None  # on each node
+        if weights_directory is not None and config.sync.route == "folder":
+            self._store = Path("/dev/shm") / f"{weights_directory.name}-local"
         self._processes_file = processes
         self._logs = logs
         self._console: Console | None = None
@@ -247,6 +250,7 @@ class Processes:
             logs=self._logs,
             rollouts=config.output_dir.resolve() / FOLDER if config.rollout.record.steps else None,
             record=config.rollout.record,
+            delta=config.sync.delta,
         )
         self._stack.push_async_callback(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})
@@ -280,6 +284,7 @@ class Processes:
             options=self._placement.replica(slot),
             variables=config.cluster.replica_env,
             log=self._logs / f"{name}.log",
+            store=self._store,
         )
         self._stack.push_async_callback(self._closing(replica.close))
         self._name({name: await replica.pid()})

@@ -168,6 +168,7 @@ class Publisher:
             if (update := self._newest) is not None:
                 try:
                     async with asyncio.timeout(self._timeout_s):
+                        await replica.fetch(update)
                         await self._load(replica, update)
                 except TimeoutError as error:
                     raise ReplicaLostError(
@@ -210,8 +211,7 @@ class Publisher:
     ) -> PublishReport:
         """Publish to the members in `waiting`, and remove each from it before its pause."""
         started = time.monotonic()
-        if self._staged:
-            await self._stage(update, waiting)
+        await self._prepare(update, waiting)
         if self._max_paused is None:
             work = self._all_at_once(update, waiting, probe)
         else:
@@ -225,20 +225,26 @@ class Publisher:
             frozen=sum(load.frozen for load in done),
         )
 
-    async def _stage(self, update: WeightUpdate, waiting: deque[Member]) -> None:
-        """Return when the members in `waiting` have staged the version; those that are lost leave it."""
-        late = f"did not stage version {update.weights.version} (sync.timeout_s)"
+    async def _prepare(self, update: WeightUpdate, waiting: deque[Member]) -> None:
+        """Have the members in `waiting` do what needs no pause: fetch the version, and stage it if versions are staged.
 
-        async def stage_or_lose(member: Member) -> None:
+        Members that are lost leave `waiting`.
+        """
+        late = f"did not {'stage' if self._staged else 'fetch'} version {update.weights.version} (sync.timeout_s)"
+
+        async def prepare_or_lose(member: Member) -> None:
             try:
                 async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
-                    await member.replica.stage(update)
+                    await member.replica.fetch(update)
+                    if self._staged:
+                        await member.replica.stage(update)
             except ReplicaLostError:
-                waiting.remove(member)
+                with contextlib.suppress(ValueError):  # the publish was cancelled
+                    waiting.remove(member)
 
-        async with asyncio.TaskGroup() as stages:
+        async with asyncio.TaskGroup() as preparations:
             for member in list(waiting):
-                stages.create_task(stage_or_lose(member))
+                preparations.create_task(prepare_or_lose(member))
 
     async def _all_at_once(
         self, update: WeightUpdate, waiting: deque[Member], probe: Callable[[Member], None] | None

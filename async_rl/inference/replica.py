@@ -18,14 +18,15 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checks import weight_label
 from async_rl.inference.serving import ServingConfig
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.transport import WeightUpdate, damage
+from async_rl.weights.store import LocalStore
+from async_rl.weights.transport import UpdateError, WeightUpdate, damage
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
@@ -363,6 +364,9 @@ class EngineReplica(Generic[BackendT]):
         name: name of the replica.
         weights: version that the engine has loaded.
         live: checksums of the parameters of its model.
+
+    Attributes:
+        store: where this node keeps published versions; None if engines read them where the trainer writes them.
     """
 
     def __init__(
@@ -370,6 +374,7 @@ class EngineReplica(Generic[BackendT]):
     ) -> None:
         self.name = name
         self.backend = backend
+        self.store: LocalStore | None = None
         self._config = config
         self._loaded = LoadedWeights(weights)
         self._live = live
@@ -434,6 +439,25 @@ class EngineReplica(Generic[BackendT]):
             await self._control("freeze", self.backend.freeze())
         return self._gate.freeze()
 
+    async def fetch(self, update: WeightUpdate) -> None:
+        """Bring a version to this node, while requests run; do nothing without a `store`. Call it before other loads.
+
+        Raises:
+            ReplicaLostError: a bucket is missing or damaged, or did not come within `engine.load_timeout_s`.
+        """
+        if (store := self.store) is None:
+            return
+        what = f"{self.name}: version {update.weights.version}"
+        try:
+            async with asyncio.timeout(self._config.load_timeout_s):
+                await asyncio.to_thread(store.fetch, update.path)
+        except TimeoutError as error:
+            raise ReplicaLostError(
+                f"{what}: {store.waiting_for} did not come within engine.load_timeout_s={self._config.load_timeout_s}"
+            ) from error
+        except (UpdateError, OSError) as error:
+            raise ReplicaLostError(f"{what} did not come: {error}") from error
+
     async def stage(self, update: WeightUpdate) -> None:
         """Load new weights beside the ones that serve; requests continue, and `load` of the same update is short.
 
@@ -442,7 +466,7 @@ class EngineReplica(Generic[BackendT]):
         Raises:
             EngineError: the update is incomplete or damaged, or the engine is dead. The replica continues to serve.
         """
-        await self._control("stage", self.backend.stage(update))
+        await self._control("stage", self.backend.stage(self._here(update)))
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         """Load new weights while the replica is paused and every request in flight is frozen.
@@ -459,7 +483,7 @@ class EngineReplica(Generic[BackendT]):
                 digest differs from the published one, or parameters did not change although other values were
                 published. After a failed load the replica serves no request until a load succeeds.
         """
-        what = f"version {update.weights.version}"
+        what, update = f"version {update.weights.version}", self._here(update)
         self._gate.require_quiet(f"load of {what}")
         requests = self._gate.in_flight
         try:
@@ -478,6 +502,10 @@ class EngineReplica(Generic[BackendT]):
         self._gate.weights_unverified = None
         self._loaded.replace(update.weights, in_flight=bool(self._gate.in_flight))
         return update.weights
+
+    def _here(self, update: WeightUpdate) -> WeightUpdate:
+        """The update with the folder that the engine reads."""
+        return update if self.store is None else replace(update, path=self.store.local(update.path))
 
     async def _verify(self, update: WeightUpdate, loaded: EngineLoad) -> None:
         """Raise EngineError unless the engine loaded the published tensors and its parameters changed with them."""
@@ -521,6 +549,8 @@ class EngineReplica(Generic[BackendT]):
         self._closed = True
         self._gate.fail("the replica is closed")
         await self.backend.close()
+        if self.store is not None:
+            await asyncio.to_thread(self.store.release)
 
     async def _control(self, action: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of a control call, bounded by `engine.load_timeout_s` and by the engine's death."""

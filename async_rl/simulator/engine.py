@@ -92,6 +92,9 @@ class SimulatedReplica:
         self._wake()
         return frozen
 
+    async def fetch(self, update: WeightUpdate) -> None:
+        self._gate.check_alive()
+
     async def stage(self, update: WeightUpdate) -> None:
         self._gate.check_alive()
         await asyncio.sleep(self._world.scenario.load_s)

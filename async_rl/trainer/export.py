@@ -13,11 +13,20 @@ from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.pretrained import save_adapter, save_pretrained
-from async_rl.weights.transport import WeightUpdate, discard_updates, finish_update, version_folder, write_bucket
+from async_rl.weights.transport import Bases, WeightUpdate, discard_updates, finish_update, version_folder, write_bucket
 
 
-def export_update(source: WeightSource, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
+def export_update(
+    source: WeightSource, directory: Path, *, version: int, keep_version: int, bases: Bases | None = None
+) -> WeightUpdate | None:
     """Write the weights for engines, after removing versions older than `keep_version`. Each rank writes its buckets.
+
+    Args:
+        source: weights of all ranks.
+        directory: parent of the folders of the versions.
+        version: `param_version`.
+        keep_version: oldest version that a replica may need.
+        bases: what this rank has published last, if versions are written as changes; they become this version.
 
     Returns:
         the written version on rank 0, None on other ranks.
@@ -28,13 +37,21 @@ def export_update(source: WeightSource, directory: Path, *, version: int, keep_v
     if dist.get_rank() == 0:
         discard_updates(directory, keep_version=keep_version)
     folder = version_folder(directory, version)
-    mine = {b.number: write_bucket(folder, b.number, tensors) for b, tensors in source.buckets() if tensors}
+    mine = {
+        bucket.number: write_bucket(folder, bucket.number, tensors, bases=bases)
+        for bucket, tensors in source.buckets()
+        if tensors
+    }
+    base = None if bases is None else bases.base_of_next()
+    if bases is not None:
+        bases.published(version)
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, parts)
     if parts is None:
         return None
     digests: dict[int, WeightsDigest] = {number: digest for part in parts for number, digest in part.items()}
-    return finish_update(folder, version=version, buckets=[digests[number] for number in sorted(digests)])
+    buckets = [digests[number] for number in sorted(digests)]
+    return finish_update(folder, version=version, buckets=buckets, base=base)
 
 
 def export_pretrained(source: WeightSource, folder: Path, *, like: Path) -> None:

@@ -30,7 +30,7 @@ from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.trainer.step import MicroBatch, MicroBatchBuilder, Objective
 from async_rl.weights.model_info import read_model_info
-from async_rl.weights.transport import WeightUpdate, remove_directory
+from async_rl.weights.transport import Bases, WeightUpdate, remove_directory
 
 
 class TrainerRank:
@@ -44,6 +44,7 @@ class TrainerRank:
         rank: of this process.
         world_size: number of ranks.
         rendezvous: host:port of the store of the ranks; None for a single rank.
+        delta: publish most versions as changes of the version before; takes the memory of the weights that a rank owns.
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
     Raises:
@@ -61,6 +62,7 @@ class TrainerRank:
         rank: int,
         world_size: int,
         rendezvous: str | None = None,
+        delta: bool = False,
         recorder: RolloutRecorder | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
@@ -79,6 +81,7 @@ class TrainerRank:
         self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
         self._snapshot: ReferenceWeights | None = None  # weights of `score`
         self._source = WeightSource(self._model.chunks, shape=self._model.shape)
+        self._bases = Bases() if delta else None
         self._planner = Planner(config=config, loss=loss)
         self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -193,7 +196,7 @@ class TrainerRank:
 
     def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
         """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
-        return export_update(self._source, directory, version=version, keep_version=keep_version)
+        return export_update(self._source, directory, version=version, keep_version=keep_version, bases=self._bases)
 
     def remove_updates(self, directory: Path) -> None:
         """Remove `directory` with all versions, on the machine of rank 0."""

@@ -7,6 +7,7 @@ Each trainer rank that owns tensors writes its buckets, then rank 0 writes the m
     weights-7/manifest.json               by rank 0, when all buckets are there
 
 An engine reads bucket by bucket, compares the digest of each with the manifest, and reports the digest of all tensors.
+With `sync.delta` the files of most versions are bucket-00000.delta, with the changes against the version before.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from async_rl.weights import delta
 from async_rl.weights.digest import ModuleDigest, WeightsDigest
 from async_rl.weights.plan import BUCKET_BYTES
 from message_queue.tokens import WeightVersion
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
+MAX_DELTAS = 15
+"""Versions of changes between two complete ones; a node without any version goes through at most as many."""
 
 
 class UpdateError(Exception):
@@ -51,42 +55,108 @@ def version_folder(directory: Path, version: int) -> Path:
     return directory / f"weights-{version}"
 
 
-def write_bucket(folder: Path, number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
+@dataclass(slots=True)
+class BaseBucket:
+    """Tensors of a bucket in the version before, as its owner published them."""
+
+    digest: str
+    """Digest of the tensors."""
+    tensors: dict[str, torch.Tensor]
+    """Hugging Face name -> CPU tensor that only this object uses."""
+
+
+@dataclass(slots=True)
+class Bases:
+    """What an owner has published last, and how many versions of changes have followed the last complete one."""
+
+    version: int | None = None
+    """`param_version`; None before the first."""
+    deltas: int = 0
+    """Versions of changes in a row."""
+    buckets: dict[int, BaseBucket] = field(default_factory=dict[int, BaseBucket])
+    """Number of the bucket -> base."""
+
+    def base_of_next(self) -> int | None:
+        """Version against which the next one is written; None if the next one is complete."""
+        return None if self.deltas == MAX_DELTAS else self.version
+
+    def published(self, version: int) -> None:
+        """Make a written version the base of the next one."""
+        self.deltas = 0 if self.base_of_next() is None else self.deltas + 1
+        self.version = version
+
+
+def write_bucket(
+    folder: Path, number: int, tensors: Iterable[tuple[str, torch.Tensor]], *, bases: Bases | None = None
+) -> WeightsDigest:
     """Write the file of a bucket and return the digest of its tensors.
 
     Args:
         folder: of the version; created if it does not exist.
         number: of the bucket.
         tensors: (Hugging Face name, complete tensor on any device).
+        bases: if given, the file has the changes against the base, unless the version is complete. The base of the
+            bucket becomes these tensors.
 
     Raises:
         OSError: the disk has no free space or is not writable.
     """
-    from safetensors.torch import save_file  # imports torch, which a configuration does without
-
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
-    digest = WeightsDigest()
-    for name, tensor in held.items():
-        digest.update(name, tensor)
-    save_file(held, folder / _bucket_file(number))
+    digest = digest_of(held.items())
+    if bases is not None and bases.base_of_next() is not None:
+        base = bases.buckets[number]
+        changes = delta.encode(list(held.items()), base=base.tensors, base_digest=base.digest)
+        (folder / _delta_file(number)).write_bytes(changes)
+    else:
+        save_bucket(folder, number, held)
+    if bases is not None:
+        kept = bases.buckets.setdefault(number, BaseBucket("", {}))
+        kept.digest = digest.hexdigest()
+        for name, tensor in held.items():
+            if name in kept.tensors:
+                kept.tensors[name].copy_(tensor)
+            else:
+                kept.tensors[name] = tensor.clone()
     return digest
 
 
-def finish_update(folder: Path, *, version: int, buckets: Sequence[WeightsDigest]) -> WeightUpdate:
+def save_bucket(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Write complete CPU tensors as a bucket."""
+    from safetensors.torch import save_file  # imports torch, which a configuration does without
+
+    save_file(tensors, folder / _bucket_file(number))
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
+    """Digest of CPU tensors."""
+    digest = WeightsDigest()
+    for name, tensor in tensors:
+        digest.update(name, tensor)
+    return digest
+
+
+def finish_update(
+    folder: Path, *, version: int, buckets: Sequence[WeightsDigest], base: int | None = None
+) -> WeightUpdate:
     """Write the manifest of a version when all its buckets are written.
 
     Args:
         folder: of the version.
         version: `param_version`.
         buckets: digest of each bucket, by its number.
+        base: version against which the changes in the buckets were written; None if they are complete.
     """
-    digests = [bucket.hexdigest() for bucket in buckets]
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps({"version": version, "buckets": digests}))
-    partial.replace(folder / MANIFEST)
+    write_manifest(folder, version=version, base=base, buckets=[bucket.hexdigest() for bucket in buckets])
     total = WeightsDigest.of(buckets)
     return WeightUpdate(path=folder, weights=WeightVersion(version, total.hexdigest()), modules=total.modules())
+
+
+def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Sequence[str]) -> None:
+    """Write the manifest, which appears whole. For the arguments see `finish_update`; buckets: digests."""
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(json.dumps({"version": version, "base": base, "buckets": list(buckets)}))
+    partial.replace(folder / MANIFEST)
 
 
 def write_update(
@@ -116,12 +186,12 @@ def write_update(
 
 
 def update_files(folder: Path) -> list[Path]:
-    """Files of the buckets of a written version.
+    """Files of the buckets of a written version with complete buckets.
 
     Raises:
         UpdateError: the manifest or a bucket is missing.
     """
-    files = [folder / _bucket_file(number) for number in range(len(_digests_in(folder)))]
+    files = [folder / _bucket_file(number) for number in range(len(update_buckets(folder)))]
     if absent := [path.name for path in files if not path.is_file()]:
         raise UpdateError(f"{folder} lacks {', '.join(absent[:3])}, which its manifest names")
     return files
@@ -133,17 +203,39 @@ def read_update(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         UpdateError: a file is missing, damaged, or not the one that the manifest names.
     """
-    for path, published in zip(update_files(folder), _digests_in(folder), strict=True):
-        try:
+    digests = update_buckets(folder)
+    update_files(folder)
+    for number, published in enumerate(digests):
+        yield from read_bucket(folder, number, published=published)
+
+
+def read_bucket(
+    folder: Path, number: int, *, published: str, base: Path | None = None
+) -> list[tuple[str, torch.Tensor]]:
+    """Read and verify a bucket: (Hugging Face name, CPU tensor) of each of its tensors.
+
+    Args:
+        folder: of the version.
+        number: of the bucket.
+        published: digest of the tensors.
+        base: folder of the complete version against which the changes in the bucket were written; None if the bucket
+            is complete.
+
+    Raises:
+        UpdateError: the file is missing, damaged, not the one that was published, or its base is another version.
+    """
+    path = folder / (_bucket_file(number) if base is None else _delta_file(number))
+    try:
+        if base is None:
             held = list(read_tensors(path))
-        except (OSError, SafetensorError) as error:
-            raise UpdateError(f"{path} cannot be read: {error}") from error
-        digest = WeightsDigest()
-        for name, tensor in held:
-            digest.update(name, tensor)
-        if digest.hexdigest() != published:
-            raise UpdateError(f"{path} has digest {digest.hexdigest()}, but {published} was published")
-        yield from held
+        else:
+            tensors = dict(read_tensors(base / _bucket_file(number)))
+            held = delta.decode(path.read_bytes(), base=tensors, base_digest=update_buckets(base)[number])
+    except (OSError, SafetensorError, delta.DeltaError) as error:
+        raise UpdateError(f"{path} cannot be read: {error}") from error
+    if (found := digest_of(held).hexdigest()) != published:
+        raise UpdateError(f"{path} has digest {found}, but {published} was published")
+    return held
 
 
 def damage(folder: Path) -> str:
@@ -164,9 +256,13 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def discard_updates(directory: Path, *, keep_version: int) -> None:
-    """Remove every version older than `keep_version`."""
+    """Remove every version older than `keep_version` that it is not written against, at any distance."""
+    needed, folder = set[Path](), version_folder(directory, keep_version)
+    while folder not in needed and (folder / MANIFEST).is_file():
+        needed.add(folder)
+        folder = base_of(folder) or folder
     for folder in directory.glob("weights-*"):
-        if int(folder.name.split("-")[1]) < keep_version:
+        if int(folder.name.split("-")[1]) < keep_version and folder not in needed:
             shutil.rmtree(folder)
 
 
@@ -179,9 +275,40 @@ def _bucket_file(number: int) -> str:
     return f"bucket-{number:05}.safetensors"
 
 
-def _digests_in(folder: Path) -> list[str]:
-    """Digest of each bucket, from the manifest."""
+def _delta_file(number: int) -> str:
+    return f"bucket-{number:05}.delta"
+
+
+def update_buckets(folder: Path) -> list[str]:
+    """Digest of each bucket of a written version.
+
+    Raises:
+        UpdateError: the manifest is missing or damaged.
+    """
+    return _manifest(folder)["buckets"]
+
+
+def base_of(folder: Path) -> Path | None:
+    """Folder of the version against which a version was written; None if it is complete.
+
+    Raises:
+        UpdateError: the manifest is missing or damaged.
+    """
+    base = _manifest(folder)["base"]
+    return None if base is None else version_folder(folder.parent, base)
+
+
+def is_whole_copy(local: Path, folder: Path) -> bool:
+    """Whether `local` has all buckets of the version in `folder`; a killed run may have left another version there."""
     try:
-        return json.loads((folder / MANIFEST).read_text())["buckets"]
+        return update_buckets(local) == update_buckets(folder) and base_of(local) is None
+    except UpdateError:
+        return False
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return {"base": manifest["base"], "buckets": manifest["buckets"]}
     except (OSError, ValueError, KeyError) as error:
         raise UpdateError(f"{folder} has no whole manifest: {error!r}") from error

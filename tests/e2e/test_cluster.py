@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import psutil
@@ -111,6 +112,8 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
         f"cluster.address={address}",
         "sync.route=folder",
         "sync.directory=weights",
+        "sync.delta=true",
+        "sync.mode=staged",
         "+cluster.rank_env.ASYNC_RL_TEST=rank",
         "+cluster.replica_env.ASYNC_RL_TEST=replica",
         cwd=tmp_path,
@@ -125,6 +128,8 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
     saved = json.loads((checkpoint / "trainer" / "trainer.json").read_text())["files"]
     assert saved and all((checkpoint / "trainer" / name).is_file() for name in saved)
     assert list((tmp_path / "weights").iterdir()) == []
+    name = sha256(str(run.resolve()).encode()).hexdigest()[:12]
+    assert not Path(f"/dev/shm/async_rl-weights-{name}-local").exists(), "the last replica of a node removes its store"
     assert [path.name for path in nodes.iterdir()] == ["log"]
     assert (rank["ASYNC_RL_TEST"], replica["ASYNC_RL_TEST"]) == ("rank", "replica")
 

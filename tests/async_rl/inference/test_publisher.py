@@ -32,6 +32,11 @@ class ScriptedReplica:
     def __getattr__(self, name):
         return functools.partial(self.call, name)
 
+    async def fetch(self, update):
+        """Not among the calls: it does nothing where the trainer's files are."""
+        if "fetch" in (self.hangs_at, self.dies_at):
+            await self.call("fetch")
+
     async def call(self, name, *_args, kv=None):
         self.calls.append(name)
         self.kv = kv or self.kv
@@ -127,14 +132,15 @@ async def test_staged_publish_pauses_no_replica_and_no_tool_before_all_have_stag
     assert report.pause_seconds < report.seconds
 
 
+@pytest.mark.parametrize("at", ["fetch", "stage"])
 @pytest.mark.parametrize("how", ["dies_at", "hangs_at"])
-async def test_replica_that_fails_in_a_staging_leaves_and_the_others_load(how):
-    good, bad = ScriptedReplica("good"), ScriptedReplica("bad", **{how: "stage"})
+async def test_replica_that_fails_before_its_pause_leaves_and_the_others_load(how, at):
+    good, bad = ScriptedReplica("good"), ScriptedReplica("bad", **{how: at})
     notes = []
     pool = ReplicaPool([bad, good], on_lost=notes.append)
     await make_publisher(pool, staged=True, timeout_s=0.05).publish(UPDATE)
     assert [member.name for member in pool.live] == ["good"] and good.calls[-1] == "resume"
-    assert bad.calls == ["stage"]
+    assert bad.calls == [at]
     (note,) = notes
     assert "bad" in note and ("died" if how == "dies_at" else "did not stage version 1 (sync.timeout_s)") in note
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from async_rl.inference.checks import weight_label
 from async_rl.inference.replica import UNKNOWN_LABEL, EngineLoad, EngineReplica, until_finished
 from async_rl.inference.vllm.config import VllmConfig
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import UpdateError, WeightUpdate
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 CONFIG = VllmConfig(device="cpu", load_timeout_s=5)
@@ -116,6 +117,50 @@ async def test_failed_load_labels_tokens_as_unknown_and_keeps_the_gate_closed(fa
     assert await replica.load(UPDATE) == replica.weights == SECOND
     await replica.resume()
     assert replica.backend.calls == [UNKNOWN_LABEL, weight_label(SECOND), "resume"]
+
+
+class Store:
+    """Brings no version: it waits, or raises `error`."""
+
+    def __init__(self, error=None):
+        self.error, self.waiting_for, self.let_go = error, "bucket 3 of weights-2", threading.Event()
+
+    def fetch(self, folder):
+        if self.error is not None:
+            raise self.error
+        self.let_go.wait()
+
+    def local(self, folder):
+        return Path("here") / folder.name
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, r"r: version 1: bucket 3 of weights-2 did not come within engine\.load_timeout_s=0\.01"),
+        (UpdateError("bucket-00003 is damaged"), "r: version 1 did not come: bucket-00003 is damaged"),
+        (OSError("no space left"), "r: version 1 did not come: no space left"),
+    ],
+    ids=["hangs", "damaged", "disk"],
+)
+async def test_version_that_does_not_come_loses_the_replica_and_names_the_bucket(error, said):
+    replica = started(load_timeout_s=0.01)
+    replica.store = store = Store(error)
+    try:
+        with pytest.raises(ReplicaLostError, match=said):
+            await replica.fetch(UPDATE)
+    finally:
+        store.let_go.set()
+    assert replica.weights == FIRST
+
+
+async def test_engine_reads_the_version_that_the_node_has():
+    replica = started()
+    replica.store, seen = Store(), []
+    replica.backend.check_update = lambda update, **_: seen.append(update.path)
+    await replica.pause()
+    await replica.load(UPDATE)
+    assert seen == [Path("here") / UPDATE.path.name]
 
 
 async def test_refused_update_leaves_the_weights_verified():

@@ -150,6 +150,10 @@ class FakeEngine:
             decode.moving.clear()
         return len(self._running)
 
+    async def fetch(self, update: WeightUpdate) -> None:
+        """Nothing to bring."""
+        await self._answering()
+
     async def stage(self, update: WeightUpdate) -> None:
         """Hold other weights beside those that serve."""
         await self._answering()
