@@ -163,6 +163,9 @@ class ScriptedReplica:
         self.weights = update.weights
         return self.weights
 
+    async def fetch(self, update: WeightUpdate) -> None:
+        pass
+
     async def checksum(self) -> str:
         return self.weights.digest
 
