@@ -53,7 +53,8 @@ class WeightsDigest:
         """Hash name, dtype, shape and bytes of a CPU tensor."""
         import torch  # a configuration does without it
 
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        held = tensor.detach().contiguous()
+        flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
         entry = xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         entry.update(flat.numpy().data)
         self._entries[name] = entry.digest()

@@ -102,6 +102,7 @@ class LocalStore:
     def _locked(self) -> Generator[None]:
         """Hold the lock of all processes of the run on this node; it ends with its process."""
         self._user.parent.mkdir(parents=True, exist_ok=True)  # if the last user before has removed it
+        self.waiting_for = "a version that another replica of the node brings"
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

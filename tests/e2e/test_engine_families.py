@@ -88,11 +88,11 @@ async def test_a_family_agrees_free_forced_updated_and_resumed(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kv", "tied"),
+    ("architecture", "kv", "tied", "staged"),
     [
-        (tiny_models.qwen3_dense_config, "keep", False),
-        (tiny_models.qwen3_dense_config, "recompute", True),
-        (tiny_models.llama_config, "keep", True),
+        (tiny_models.qwen3_dense_config, "keep", False, False),
+        (tiny_models.qwen3_dense_config, "recompute", True, False),
+        (tiny_models.llama_config, "keep", True, True),
     ],
 )
 async def test_a_dense_model_is_updated_in_flight(
@@ -101,6 +101,7 @@ async def test_a_dense_model_is_updated_in_flight(
     architecture: Any,
     kv: Literal["keep", "recompute"],
     tied: bool,
+    staged: bool,
 ):
     models = make_models(tmp_path, architecture(tie_word_embeddings=tied))
     for name, value in engine_environment(CONFIG).items():
@@ -113,6 +114,8 @@ async def test_a_dense_model_is_updated_in_flight(
         running = asyncio.create_task(replica.generate(request))
         while await probe.sampled([request]) < 10:  # noqa: ASYNC110 - no engine has an event for it
             await asyncio.sleep(0.004)
+        if staged:
+            await replica.stage(models.updates[1])
         await replica.pause()
         assert await replica.freeze() == 1
         await replica.load(models.updates[1], kv=kv)

@@ -6,8 +6,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from async_rl.trainer.batch.routed_experts import BatchError
+from async_rl.trainer.export import export_update
 from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import read_update
 from tests.helpers import numerics
 from tests.parallel.support import (
@@ -60,6 +63,23 @@ def test_an_export_removes_versions_that_are_needed_no_longer(trainer, tmp_path)
     assert list(tmp_path.iterdir()) == []
     trainer.remove_updates(folder)
     assert trainer.export(folder, version=4).path.is_dir()
+
+
+def test_a_trainer_publishes_changes_that_a_node_turns_into_its_weights(trainer, checkpoint, tmp_path):
+    """The trained weights of each version, by a trainer that publishes complete versions and by one that does not."""
+    rate = OptimizerConfig(lr=1e-5, min_lr=1e-5)
+    changing = start_trainer(checkpoint, loss=LOSS, optimizer=rate, delta=True)
+    folder, whole, store = tmp_path / "changes", tmp_path / "whole", LocalStore(tmp_path / "node")
+    for version in (1, 2, 3):
+        update = changing.export(folder, version=version, keep_version=version - 1)
+        complete = export_update(changing._source, whole, version=version, keep_version=version)
+        store.fetch(update.path)
+        assert update.weights == complete.weights
+        found, expected = (dict(read_update(path)) for path in (store.local(update.path), complete.path))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        names = {path.suffix for path in update.path.glob("bucket-*")}
+        assert names == {".safetensors" if version == 1 else ".delta"}
+        changing.train(make_batch())
 
 
 def test_fused_expert_tensors_are_read_like_single_ones(trainer, reference, checkpoint, tmp_path):

@@ -206,7 +206,16 @@ def make_supervised_batch(seed=0):
 
 
 def start_trainer(
-    checkpoint, *, optimizer=NO_UPDATE, loss=None, rank=0, rendezvous=None, recorder=None, fused=False, **changes
+    checkpoint,
+    *,
+    optimizer=NO_UPDATE,
+    loss=None,
+    rank=0,
+    rendezvous=None,
+    recorder=None,
+    delta=False,
+    fused=False,
+    **changes,
 ):
     """A trainer rank with the settings of TRAINER but for `changes`; fused: of the layers in fused_layers.py."""
     from tests.parallel.fused_layers import fused_layers
@@ -221,6 +230,7 @@ def start_trainer(
             rank=rank,
             world_size=config.ranks,
             rendezvous=rendezvous,
+            delta=delta,
             recorder=recorder,
         )
 

@@ -28,26 +28,11 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
             yield (
                 f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
             )
-    if groups % parallel.tensor and parallel.tensor % groups:
-        yield (
-            f"trainer.parallel.tensor is {parallel.tensor}, neither a divisor nor a multiple of the model's {groups} "
-            "key-value heads; use one of these"
-        )
-    if parallel.tensor > groups and config.lora.rank:
-        yield (
-            f"trainer.parallel.tensor is {parallel.tensor} with trainer.lora.rank={config.lora.rank}, but LoRA does "
-            f"not split the model's {groups} key-value heads further; use trainer.parallel.tensor={groups} or less, or "
-            "trainer.lora.rank=0"
-        )
+    yield from _head_problems(shape, config)
     if parallel.stages > model["num_layers"]:
         yield (
             f"trainer.parallel.pipeline x virtual_pipeline is {parallel.stages}, but the model has "
             f"{model['num_layers']} layers and each stage needs one; use at most {model['num_layers']} stages"
-        )
-    if parallel.tensor > 1 and shape.family.norms_all_heads:
-        yield (
-            f"trainer.parallel.tensor is {parallel.tensor}, and the model normalises queries and keys over all heads, "
-            "which the trainer does not split; use trainer.parallel.tensor=1 with expert, pipeline or context ranks"
         )
     for field, size in (
         ("tensor", parallel.tensor),
@@ -77,6 +62,27 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
         )
     if not experts and config.router_replay != "none":
         yield f"trainer.router_replay is {config.router_replay}, but the model is dense; use trainer.router_replay=none"
+
+
+def _head_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
+    """Tensor-parallel sizes that do not suit the attention heads, beside those that do not divide them."""
+    tensor, groups = config.parallel.tensor, shape.megatron["num_query_groups"]
+    if groups % tensor and tensor % groups:
+        yield (
+            f"trainer.parallel.tensor is {tensor}, neither a divisor nor a multiple of the model's {groups} "
+            "key-value heads; use one of these"
+        )
+    if tensor > groups and config.lora.rank:
+        yield (
+            f"trainer.parallel.tensor is {tensor} with trainer.lora.rank={config.lora.rank}, but LoRA does not split "
+            f"the model's {groups} key-value heads further; use trainer.parallel.tensor={groups} or less, or "
+            "trainer.lora.rank=0"
+        )
+    if tensor > 1 and shape.family.norms_all_heads:
+        yield (
+            f"trainer.parallel.tensor is {tensor}, and the model normalises queries and keys over all heads, "
+            "which the trainer does not split; use trainer.parallel.tensor=1 with expert, pipeline or context ranks"
+        )
 
 
 def adapted_modules(shape: ModelShape) -> list[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +28,8 @@ from tests.helpers import tiny_models
 class FakeTrainer:
     """Keeps the folder of weights that it removes when it is closed."""
 
-    def __init__(self):
-        self.closed, self.pids = [], [7]
+    def __init__(self, **options):
+        self.closed, self.pids, self.options = [], [7], options
 
     async def close(self, *, timeout_s, remove_updates=None):
         self.closed.append(remove_updates)
@@ -41,7 +42,7 @@ def trainers(monkeypatch):
     started = []
 
     async def start(config, **options):
-        started.append(FakeTrainer())
+        started.append(FakeTrainer(**options))
         return started[-1]
 
     monkeypatch.setattr(processes.TrainerClient, "start", start)
@@ -65,9 +66,9 @@ class FakePlacement:
             raise TimeoutError
 
 
-def processes_of(tmp_path, stack, *, placement):
+def processes_of(tmp_path, stack, *, placement, overrides=()):
     return Processes(
-        load_config([f"output_dir={tmp_path}"]),
+        load_config([f"output_dir={tmp_path}", *overrides]),
         task=None,
         placement=placement,
         stack=stack,
@@ -105,6 +106,17 @@ async def test_a_part_without_a_node_that_has_room_is_not_started(full, error, r
         with pytest.raises(error):
             await replace(running)
     assert trainers == []
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_a_trainer_publishes_changes_if_asked_to_and_each_node_has_a_store(delta, trainers, tmp_path):
+    route = ("sync.route=folder", f"sync.directory={tmp_path}", *(["sync.delta=true"] if delta else []))
+    async with contextlib.AsyncExitStack() as stack:
+        running = processes_of(tmp_path, stack, placement=FakePlacement(), overrides=route)
+        await running._start_trainer(tmp_path, load_config([]).optimizer)
+        assert trainers[0].options["delta"] is delta
+        assert running._store == Path("/dev/shm/versions-local")
+        assert processes_of(tmp_path, stack, placement=FakePlacement())._store is None
 
 
 class FakeClosed:

@@ -219,6 +219,17 @@ async def test_new_replica_that_holds_other_parameters_is_not_brought_up():
     await publisher.publish(UPDATE)  # replicas are compared within one version only
 
 
+@pytest.mark.parametrize("how", ["dies_at", "hangs_at"])
+async def test_new_replica_to_which_the_version_does_not_come_is_not_brought_up(how):
+    good, bad = ScriptedReplica("good"), ScriptedReplica("bad", **{how: "fetch"})
+    pool = ReplicaPool([good])
+    publisher = make_publisher(pool, timeout_s=0.05)
+    await publisher.publish(UPDATE)
+    with pytest.raises(ReplicaLostError, match="bad"):
+        await publisher.bring_up(bad, slot=0)
+    assert bad.calls == ["fetch"] and [member.name for member in pool.live] == ["good"]
+
+
 # ---- rolling
 
 

@@ -149,3 +149,19 @@ def test_model_checksums_are_of_parameters_and_persistent_buffers():
     model[1].running_mean += 1
     after = model_checksums(model)
     assert {name for name in before if before[name] != after[name]} == {"1.running_mean"}
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_checksum_is_of_the_values_not_of_their_strides(number):
+    strided = torch.arange(8, dtype=torch.bfloat16)[::2][:number]
+    assert checksum(strided) == checksum(strided.clone())
+
+
+def test_weights_of_the_version_before_the_last_are_found():
+    """A staged load that changes nothing exchanges them for the served ones."""
+    first, second, third = (tensors(version=version) for version in range(3))
+    loaded = holding(first)
+    assert loaded.replace(published(second), live(second)) == []
+    assert set(loaded.replace(published(third), live(first))) == set(published(third))
+    assert loaded.replace(published(third), live(third)) == []
+    assert loaded.replace(published(first), live(first)) == [], "the same weights again"

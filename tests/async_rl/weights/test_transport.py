@@ -43,6 +43,12 @@ def test_weights_digest_sees_every_difference(other):
     assert digest(other) != digest(TENSORS)
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_weights_digest_is_of_the_values_not_of_their_strides(number):
+    strided = torch.arange(8, dtype=torch.bfloat16)[::2][:number]
+    assert digest({"a": strided}) == digest({"a": strided.clone()})
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20], ids=["one tensor", "two tensors", "all"])
 def test_written_update_reads_back_and_hashes_to_its_digest(tmp_path, bucket_bytes):
     tensors = TENSORS | {"not contiguous": TENSORS["a"].T}
