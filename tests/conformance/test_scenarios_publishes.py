@@ -16,7 +16,7 @@ from tests.conformance.checks import assert_whole, versions_of
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, prompts
 
 pytestmark = [*MARKS, WITH_KV]
-PUBLISHES = int(os.environ.get("PUBLISHES", "10"))
+PUBLISHES = int(os.environ.get("PUBLISHES", "6"))
 TOKENS = 80
 # K/V of other weights that `keep-keep` leaves in the prefix cache would serve an aborted request.
 MODES = {"computed": ["resume", "resume", "keep-recompute", "keep-recompute", "drain"], "kept": ["keep-keep"]}
