@@ -45,6 +45,7 @@ from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.transport import Backend
 from message_queue.journal import JournalConfig
 from message_queue.staleness import StalenessConfig
 from message_queue.trajectory import ResumeRouting
@@ -134,11 +135,15 @@ class SyncConfig:
 
     every: int = 1
     """Train steps per publish, a multiple of trainer.updates_per_batch."""
-    route: Literal["memory", "folder"] = "memory"
-    """`memory`: shared memory of one node. `folder`: a directory that all nodes see."""
+    route: Literal["memory", "broadcast", "folder"] = "memory"
+    """`memory`: shared memory of one node. `broadcast`: from the shared memory of the trainer's nodes to that of the
+    nodes of replicas. `folder`: a directory that all nodes see. With the last two, one replica of a node brings a
+    version into the node's shared memory, from which all replicas of the node read it."""
     directory: Path | None = None
-    """Directory of `folder`. The first replica of a node that needs a version brings it into the node's shared memory,
-    from which all replicas of the node read it."""
+    """Directory of `folder`."""
+    backend: Backend = "gloo"
+    """With `broadcast`: `gloo` sends over TCP, `nccl` between GPUs. NCCL needs a GPU in each trainer rank and in each
+    replica, and memory of one bucket there."""
     delta: bool = False
     """With `folder`: write the changes against the version before, except for each 16th version. Lossless; a tensor of
     which more than a third changed is complete. Each trainer rank keeps a copy of the weights that it writes."""
@@ -754,6 +759,11 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
             f"{asked} with engine.tensor_parallel={engine.tensor_parallel}: a replica needs one whole GPU per worker, "
             "and only a replica of one worker may take a part of one; set cluster.gpus_per_replica=null"
         )
+    if config.sync.backend == "nccl" and not (gpus and cluster.gpus_per_rank):
+        yield (
+            f"sync.backend is nccl with {cluster.gpus_per_rank:g} GPUs per rank and {gpus:g} per replica; NCCL needs "
+            "one in each; set sync.backend=gloo"
+        )
     for name, given, own in (
         ("rank_env", cluster.rank_env, set(rank_environment(config.trainer))),
         ("replica_env", cluster.replica_env, own_variables(engine)),
@@ -788,6 +798,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("trainer.lora", lora, "alpha", lora.rank > 0, "trainer.lora.rank > 0"),
         ("trainer.lora", lora, "target_modules", lora.rank > 0, "trainer.lora.rank > 0"),
         ("sync", config.sync, "directory", config.sync.route == "folder", "sync.route=folder"),
+        ("sync", config.sync, "backend", config.sync.route == "broadcast", "sync.route=broadcast"),
         ("sync", config.sync, "delta", config.sync.route == "folder", "sync.route=folder"),
         ("sync", config.sync, "max_paused", config.sync.mode == "rolling", "sync.mode=rolling"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),

@@ -18,7 +18,7 @@ from async_rl.cluster.clients import TrainerClient
 from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.spans import cut_into_segments
 from async_rl.trainer.planning import BatchPlan
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import Seat, WeightUpdate
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 
 PROMPT_TOKENS = 16  # of a prompt of the calculator, about
@@ -163,7 +163,7 @@ class ScriptedReplica:
         self.weights = update.weights
         return self.weights
 
-    async def fetch(self, update: WeightUpdate) -> None:
+    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
         pass
 
     async def checksum(self) -> str:

@@ -26,7 +26,7 @@ from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from async_rl.files.logs import log_failure, open_log
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import EngineConfig, start_replica
-from async_rl.weights.store import LocalStore
+from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import WeightUpdate
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ class Placement:
         if away:
             raise PlacementError(
                 f"sync.route is 'memory', but {len(away)} of the ranks and replicas ({', '.join(away[:3])}) are on "
-                "other nodes than trainer rank 0, whose shared memory they cannot use; set sync.route=folder "
-                "sync.directory=<a directory that all nodes see>"
+                "other nodes than trainer rank 0, whose shared memory they cannot use; set sync.route=broadcast, or "
+                "sync.route=folder sync.directory=<a directory that all nodes see>"
             )
 
     async def require_visible(self, directory: Path, *, field: str) -> None:
@@ -277,7 +277,12 @@ class ReplicaHost:
             capture_support=capture_support,
         )
         if store is not None:
-            replica.store = LocalStore(store)
+            node = await self.node()
+            remove_unused(store.parent)
+            replica.store = LocalStore(
+                store.with_name(f"{store.name}-{node[:8]}"),  # nodes that are on one machine have their own, too
+                host=ray.util.get_node_ip_address(),
+            )
         self._serve(replica)
 
     def _serve(self, replica: EngineReplica[Any]) -> None:
@@ -286,6 +291,10 @@ class ReplicaHost:
     async def pid(self) -> int:
         """Of this process."""
         return os.getpid()
+
+    async def node(self) -> str:
+        """Id of the node in the Ray cluster."""
+        return ray.get_runtime_context().get_node_id()
 
     async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
         """See `BatchingServer`."""
@@ -426,10 +435,11 @@ class TrainerActor:
         rollouts: Path | None,
         record: RecordConfig | None,
         delta: bool,
+        broadcast: bool,
     ) -> None:
         """rollouts: folder in which the first rank writes rollouts within the bounds of `record`; None for none.
 
-        delta: see `TrainerRank`.
+        delta: see `TrainerRank`. broadcast: whether published versions are served from the memory of this node.
         """
         from transformers import AutoTokenizer
 
@@ -449,6 +459,7 @@ class TrainerActor:
                 world_size=config.ranks,
                 rendezvous=rendezvous,
                 delta=delta,
+                host=ray.util.get_node_ip_address() if broadcast else None,
                 recorder=recorder,
             )
 

@@ -25,7 +25,7 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.planning import BatchPlan, Planner
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import Seat, Source, WeightUpdate
 from message_queue.tokens import TokenOutput, WeightVersion
 
 P = ParamSpec("P")
@@ -73,6 +73,7 @@ class ReplicaClient:
     def __init__(self, address: ReplicaAddress, *, client: str = "driver") -> None:
         self.address = address
         self.name = address.name
+        self.node = ""  # id of its node in the Ray cluster; only `start` knows it
         self._log_end = ""
         self._calls: BatchingClient[EngineReplica[Any]] = BatchingClient(
             address.actor,
@@ -116,6 +117,7 @@ class ReplicaClient:
         )
         try:
             await client._answer_of_host("start", started, config.start_timeout_s)
+            client.node = await client._answer_of_host("node", actor.node.remote(), config.start_timeout_s)
         except BaseException:
             ray.kill(actor)  # it holds the place of the next one
             raise
@@ -137,8 +139,11 @@ class ReplicaClient:
     async def freeze(self) -> int:
         return await self._call(EngineReplica.freeze)
 
-    async def fetch(self, update: WeightUpdate) -> None:
-        await self._call(EngineReplica.fetch, update)
+    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
+        await self._call(EngineReplica.fetch, update, seat)
+
+    async def offer(self, update: WeightUpdate) -> Source:
+        return await self._call(EngineReplica.offer, update)
 
     async def stage(self, update: WeightUpdate) -> None:
         await self._call(EngineReplica.stage, update)
@@ -249,11 +254,13 @@ class TrainerClient:
         rollouts: Path | None = None,
         record: RecordConfig | None = None,
         delta: bool = False,
+        broadcast: bool = False,
     ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
 
         Args:
             delta: whether most versions are published as changes of the version before.
+            broadcast: whether published versions stay in the memory of the nodes of the ranks, which serve them.
             rollouts: folder in which rank 0 writes the recorded groups of each batch; None if there are none.
             record: bounds on these files; None if there are none.
             variables: of the environment, beside those that a rank needs.
@@ -280,6 +287,7 @@ class TrainerClient:
                 "rollouts": rollouts,
                 "record": record,
                 "delta": delta,
+                "broadcast": broadcast,
             }
             await client._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
             client.pids = await client._all("pid", [a.pid.remote() for a in actors])
@@ -299,7 +307,7 @@ class TrainerClient:
         return await self._first("train_supervised", lambda actor: actor.train_supervised.remote(plan, contents))
 
     async def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate:
-        """Write the current weights as `version`, on the node of rank 0; remove those before `keep_version` there."""
+        """Write the current weights as `version`; remove those before `keep_version` where the ranks have them."""
         return await self._first(
             "export", lambda actor: actor.export.remote(directory, version=version, keep_version=keep_version)
         )

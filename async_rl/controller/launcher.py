@@ -154,7 +154,7 @@ class Launcher:
     def _weights_directory(self) -> Path:
         """Where trainer ranks write published versions."""
         sync = self._config.sync
-        parent = Path("/dev/shm") if sync.route == "memory" else sync.directory
+        parent = sync.directory if sync.route == "folder" else Path("/dev/shm")
         assert parent is not None
         name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
         return parent / f"async_rl-weights-{name}"

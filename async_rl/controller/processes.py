@@ -93,7 +93,7 @@ class Processes:
         self._stack = stack
         self._weights_directory = weights_directory
         self._store: Path | None = None  # on each node
-        if weights_directory is not None and config.sync.route == "folder":
+        if weights_directory is not None and config.sync.route != "memory":
             self._store = Path("/dev/shm") / f"{weights_directory.name}-local"
         self._processes_file = processes
         self._logs = logs
@@ -251,6 +251,7 @@ class Processes:
             rollouts=config.output_dir.resolve() / FOLDER if config.rollout.record.steps else None,
             record=config.rollout.record,
             delta=config.sync.delta,
+            broadcast=config.sync.route == "broadcast",
         )
         self._stack.push_async_callback(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})

@@ -28,6 +28,7 @@ from async_rl.controller.resume import Resume
 from async_rl.files.logs import notes_of
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
+from async_rl.inference.replica import DeliveryError
 from async_rl.inference.supervisor import ReplicaFactory, RestartLimit, Supervisor
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
@@ -92,6 +93,7 @@ def supervised(
         rollouts=rollouts,
         max_paused=config.sync.max_paused if config.sync.mode == "rolling" else None,
         staged=config.sync.mode == "staged",
+        backend=config.sync.backend,
         timeout_s=config.sync.timeout_s,
     )
     supervisor = Supervisor(pool, publisher, start=start, config=config.supervision, note=note)
@@ -247,9 +249,12 @@ class RecoveryLoop(Generic[T]):
 
 
 def _lost_part(error: BaseException) -> BaseException | None:
-    """The cause of a run's end if a trainer or queue died or fell silent, or content was on a node that died."""
+    """The cause of a run's end if a trainer or queue died or fell silent, or content was on a node that died.
+
+    A trainer that sends a version to no replica counts as dead.
+    """
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(_lost_part, error.exceptions)), None)
-    if isinstance(error, TrainerLostError | QueueUnavailable | ObjectLostError):
+    if isinstance(error, TrainerLostError | DeliveryError | QueueUnavailable | ObjectLostError):
         return error
     return None if error.__cause__ is None else _lost_part(error.__cause__)

@@ -31,9 +31,10 @@ from functools import partial
 from typing import Literal, Protocol, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
+from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import KVPolicy
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import Backend, WeightUpdate
 
 OnUpdate = Literal["resume", "keep", "drain"]
 SyncMode = Literal["at_once", "rolling", "staged"]
@@ -99,6 +100,7 @@ class Publisher:
         max_paused: most replicas that a publish pauses at a time, so that of N live replicas N - max_paused serve; None
             for `at_once` and `staged`.
         staged: whether the replicas load a version before their pause.
+        backend: of `sync.route=broadcast`.
         timeout_s: bound on the whole publish of one replica, from pause to resume.
     """
 
@@ -111,9 +113,11 @@ class Publisher:
         rollouts: Rollouts,
         max_paused: int | None = None,
         staged: bool = False,
+        backend: Backend = "gloo",
         timeout_s: float,
     ) -> None:
         self._pool = ReplicaPool.of(replicas)
+        self._deliveries = Deliveries(self._pool, backend=backend, timeout_s=timeout_s)
         self._rollouts = rollouts
         self._on_update: OnUpdate = on_update
         self._kv: KVPolicy = kv
@@ -168,6 +172,8 @@ class Publisher:
             if (update := self._newest) is not None:
                 try:
                     async with asyncio.timeout(self._timeout_s):
+                        if update.sources:
+                            await self._deliveries.bring_to(replica, update)
                         await replica.fetch(update)
                         await self._load(replica, update)
                 except TimeoutError as error:
@@ -230,6 +236,8 @@ class Publisher:
 
         Members that are lost leave `waiting`.
         """
+        if update.sources:
+            await self._deliveries.deliver(update, waiting)
         late = f"did not {'stage' if self._staged else 'fetch'} version {update.weights.version} (sync.timeout_s)"
 
         async def prepare_or_lose(member: Member) -> None:

@@ -26,12 +26,16 @@ from async_rl.inference.checks import weight_label
 from async_rl.inference.serving import ServingConfig
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import UpdateError, WeightUpdate, damage
+from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate, damage
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
 KVPolicy = Literal["keep", "recompute"]
 UNKNOWN_LABEL = "unknown"  # label of weights that are not verified; an answer with it is refused
+
+
+class DeliveryError(EngineError):
+    """A version did not come by broadcast, because of this node or another one; names the bucket and the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,24 +443,46 @@ class EngineReplica(Generic[BackendT]):
             await self._control("freeze", self.backend.freeze())
         return self._gate.freeze()
 
-    async def fetch(self, update: WeightUpdate) -> None:
+    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
         """Bring a version to this node, while requests run; do nothing without a `store`. Call it before other loads.
 
+        Args:
+            seat: place of this node in a delivery by broadcast; None if the version is in a folder that all nodes see,
+                or already on this node.
+
         Raises:
+            DeliveryError: a bucket of the delivery did not come, because of this node or another one.
             ReplicaLostError: a bucket is missing or damaged, or did not come within `engine.load_timeout_s`.
         """
-        if (store := self.store) is None:
+        if (store := self.store) is None or (seat is None and update.sources):
             return
         what = f"{self.name}: version {update.weights.version}"
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
-                await asyncio.to_thread(store.fetch, update.path)
+                if seat is None:
+                    await asyncio.to_thread(store.fetch, update.path)
+                else:
+                    await asyncio.to_thread(store.receive, update, seat)
         except TimeoutError as error:
             raise ReplicaLostError(
                 f"{what}: {store.waiting_for} did not come within engine.load_timeout_s={self._config.load_timeout_s}"
             ) from error
         except (UpdateError, OSError) as error:
-            raise ReplicaLostError(f"{what} did not come: {error}") from error
+            failure = ReplicaLostError if seat is None else DeliveryError
+            raise failure(f"{what} did not come: {error}") from error
+
+    async def offer(self, update: WeightUpdate) -> Source:
+        """Serve a version that this node has to other nodes.
+
+        Raises:
+            EngineError: this node does not have it.
+        """
+        try:
+            if self.store is None:
+                raise UpdateError("the replica has no store")
+            return await asyncio.to_thread(self.store.offer, update)
+        except UpdateError as error:
+            raise EngineError(f"{self.name} cannot serve version {update.weights.version}: {error}") from error
 
     async def stage(self, update: WeightUpdate) -> None:
         """Load new weights beside the ones that serve; requests continue, and `load` of the same update is short.

@@ -14,7 +14,7 @@ from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, 
 from async_rl.inference.spans import cut_into_segments
 from async_rl.simulator import model
 from async_rl.simulator.trainer import INITIAL
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import Seat, Source, WeightUpdate
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class SimulatedReplica:
     """
 
     def __init__(self, name: str, *, world: World, token_s: float) -> None:
-        self.name = name
+        self.name = self.node = name
         self._world = world
         self._weights = WeightVersion(0, INITIAL)
         self._staged: WeightVersion | None = None
@@ -92,8 +92,11 @@ class SimulatedReplica:
         self._wake()
         return frozen
 
-    async def fetch(self, update: WeightUpdate) -> None:
+    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
         self._gate.check_alive()
+
+    async def offer(self, update: WeightUpdate) -> Source:
+        raise EngineError(f"{self.name} serves no versions")
 
     async def stage(self, update: WeightUpdate) -> None:
         self._gate.check_alive()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,25 @@ from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.pretrained import save_adapter, save_pretrained
-from async_rl.weights.transport import Bases, WeightUpdate, discard_updates, finish_update, version_folder, write_bucket
+from async_rl.weights.transport import (
+    Bases,
+    Source,
+    WeightUpdate,
+    discard_updates,
+    finish_update,
+    version_folder,
+    write_bucket,
+)
 
 
 def export_update(
-    source: WeightSource, directory: Path, *, version: int, keep_version: int, bases: Bases | None = None
+    source: WeightSource,
+    directory: Path,
+    *,
+    version: int,
+    keep_version: int,
+    bases: Bases | None = None,
+    servers: Sequence[str] | None = None,
 ) -> WeightUpdate | None:
     """Write the weights for engines, after removing versions older than `keep_version`. Each rank writes its buckets.
 
@@ -27,6 +43,7 @@ def export_update(
         version: `param_version`.
         keep_version: oldest version that a replica may need.
         bases: what this rank has published last, if versions are written as changes; they become this version.
+        servers: address of the server of the node of each rank, by rank, if each node has its own `directory`.
 
     Returns:
         the written version on rank 0, None on other ranks.
@@ -34,7 +51,8 @@ def export_update(
     Raises:
         OSError: `directory` has no free space or is not writable.
     """
-    if dist.get_rank() == 0:
+    rank = dist.get_rank()
+    if rank == (0 if servers is None else servers.index(servers[rank])):
         discard_updates(directory, keep_version=keep_version)
     folder = version_folder(directory, version)
     mine = {
@@ -45,13 +63,22 @@ def export_update(
     base = None if bases is None else bases.base_of_next()
     if bases is not None:
         bases.published(version)
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, parts)
     if parts is None:
         return None
     digests: dict[int, WeightsDigest] = {number: digest for part in parts for number, digest in part.items()}
     buckets = [digests[number] for number in sorted(digests)]
-    return finish_update(folder, version=version, buckets=buckets, base=base)
+    update = finish_update(folder, version=version, buckets=buckets, base=base)
+    return update if servers is None else replace(update, sources=_sources(servers, parts))
+
+
+def _sources(servers: Sequence[str], parts: Sequence[Mapping[int, WeightsDigest]]) -> tuple[Source, ...]:
+    """The buckets that each server sends. parts: the buckets that each rank wrote."""
+    sent: dict[str, list[int]] = {}
+    for server, part in zip(servers, parts, strict=True):
+        sent.setdefault(server, []).extend(part)
+    return tuple(Source(server, tuple(sorted(numbers))) for server, numbers in sent.items() if numbers)
 
 
 def export_pretrained(source: WeightSource, folder: Path, *, like: Path) -> None:

@@ -29,6 +29,7 @@ from async_rl.trainer.state.checkpoint import Manifest, fields_of, load_state, r
 from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.trainer.step import MicroBatch, MicroBatchBuilder, Objective
+from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import Bases, WeightUpdate, remove_directory
 
@@ -45,6 +46,7 @@ class TrainerRank:
         world_size: number of ranks.
         rendezvous: host:port of the store of the ranks; None for a single rank.
         delta: publish most versions as changes of the version before; takes the memory of the weights that a rank owns.
+        host: address of this node, if versions stay in its memory and are served from there (`sync.route=broadcast`).
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
     Raises:
@@ -63,6 +65,7 @@ class TrainerRank:
         world_size: int,
         rendezvous: str | None = None,
         delta: bool = False,
+        host: str | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
@@ -82,6 +85,9 @@ class TrainerRank:
         self._snapshot: ReferenceWeights | None = None  # weights of `score`
         self._source = WeightSource(self._model.chunks, shape=self._model.shape)
         self._bases = Bases() if delta else None
+        self._host = host
+        self._server: VersionServer | None = None
+        self._servers: list[str] | None = None  # of the node of each rank, from the first export on
         self._planner = Planner(config=config, loss=loss)
         self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -196,11 +202,28 @@ class TrainerRank:
 
     def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
         """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
-        return export_update(self._source, directory, version=version, keep_version=keep_version, bases=self._bases)
+        if self._host is not None and self._servers is None:
+            self._servers = self._serve(self._host, directory)
+        return export_update(
+            self._source,
+            directory,
+            version=version,
+            keep_version=keep_version,
+            bases=self._bases,
+            servers=self._servers,
+        )
+
+    def _serve(self, host: str, directory: Path) -> list[str]:
+        """Start a server of versions on the first rank of each node; return that of the node of each rank."""
+        hosts = self._groups.gather(host)
+        if hosts.index(host) == self._groups.rank:
+            self._server = VersionServer(host, directory)
+        addresses = self._groups.gather(None if self._server is None else self._server.address)
+        return [addresses[hosts.index(other)] for other in hosts]
 
     def remove_updates(self, directory: Path) -> None:
-        """Remove `directory` with all versions, on the machine of rank 0."""
-        if dist.get_rank() == 0:
+        """Remove `directory` with all versions, on the machine of rank 0, or on those of all ranks if they serve it."""
+        if dist.get_rank() == 0 or self._host is not None:
             remove_directory(directory)
 
     def save_pretrained(self, folder: Path, *, like: Path) -> None:
@@ -268,6 +291,8 @@ class TrainerRank:
         """Leave the process groups, when recorded rollouts are on the disk."""
         if self._recorder is not None:
             self._recorder.flush()
+        if self._server is not None:
+            self._server.close()
         self._groups.close()
 
     # ---- inside

@@ -1,4 +1,4 @@
-"""Published versions on one node, brought from the folder that all nodes see; the replicas of the node share them.
+"""Published versions on one node, from a folder that all nodes see or by broadcast. Its replicas share them.
 
     folder of the run                    memory of the node
     weights-16   complete          ->    weights-16
@@ -14,18 +14,27 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_rl.weights.transport import (
+    Seat,
+    Source,
+    UpdateError,
+    WeightUpdate,
     base_of,
-    is_whole_copy,
+    holds,
     read_bucket,
     save_bucket,
     update_buckets,
     write_manifest,
 )
+
+if TYPE_CHECKING:
+    from async_rl.weights.broadcast import VersionServer
 
 
 class LocalStore:
@@ -33,17 +42,22 @@ class LocalStore:
 
     Args:
         directory: on this node, equal for all replicas of the run; created if it does not exist.
+        host: address of this node for other nodes.
 
     Attributes:
-        waiting_for: the bucket that `fetch` reads at the moment, for the error of a caller that bounds its time.
+        waiting_for: the bucket that is awaited at the moment, for the error of a caller that bounds its time.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, host: str = "127.0.0.1") -> None:
         self._directory = directory
-        self._user = directory / "users" / str(os.getpid())
+        self._host = host
+        self._server: VersionServer | None = None
         self.waiting_for = "nothing"
-        self._user.parent.mkdir(parents=True, exist_ok=True)
-        self._user.touch()
+        users = directory / "users"
+        users.mkdir(parents=True, exist_ok=True)
+        self._lock, user = tempfile.mkstemp(dir=users)
+        self._user = Path(user)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # which ends with this process
 
     def local(self, folder: Path) -> Path:
         """Where `fetch` puts the version of `folder`."""
@@ -61,36 +75,75 @@ class LocalStore:
         """
         with self._locked():
             missing: list[Path] = []
-            while not is_whole_copy(self.local(folder), folder):
+            while not holds(self.local(folder), update_buckets(folder)):
                 missing.append(folder)
                 if (base := base_of(folder)) is None:
                     break
                 folder = base
             for version in reversed(missing):
                 self._bring(version)
-                self._keep_only(version)
+
+    def receive(self, update: WeightUpdate, seat: Seat) -> None:
+        """Take part in a delivery by broadcast, and verify each bucket when it arrives. Other versions are removed.
+
+        Raises:
+            UpdateError: a bucket did not come, or is damaged.
+            OSError: the node has no memory left.
+        """
+        from async_rl.weights.broadcast import receive  # imports torch, which a configuration does without
+
+        local = self.local(update.path)
+        with self._locked():
+            if seat.size == 1 and holds(local, update.buckets):
+                return
+            with self._new_version(local, update.buckets) as partial:
+                self.waiting_for = f"a bucket of {local.name}"
+                for number in receive(local.name, seat, into=partial):
+                    read_bucket(partial, number, published=update.buckets[number])
+
+    def offer(self, update: WeightUpdate) -> Source:
+        """Serve the version of this node to processes of other nodes, which lack it.
+
+        Raises:
+            UpdateError: this node does not have it.
+        """
+        from async_rl.weights.broadcast import VersionServer  # imports torch, which a configuration does without
+
+        if not holds(self.local(update.path), update.buckets):
+            raise UpdateError(f"{self.local(update.path)} is not the published version")
+        self._server = self._server or VersionServer(self._host, self._directory)
+        return Source(self._server.address, tuple(range(len(update.buckets))))
 
     def release(self) -> None:
         """Leave the store; the last process of the run on this node removes it."""
+        if self._server is not None:
+            self._server.close()
         with self._locked():
-            self._user.unlink(missing_ok=True)
-            if not any(_is_alive(int(user.name)) for user in self._user.parent.iterdir()):
+            self._user.unlink()
+            os.close(self._lock)
+            if not _is_used(self._directory):
                 shutil.rmtree(self._directory, ignore_errors=True)
 
     def _bring(self, folder: Path) -> None:
-        local = self.local(folder)
-        partial = local.with_name(f"{local.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
         base = base_of(folder)
         digests = update_buckets(folder)
-        for number, digest in enumerate(digests):
-            self.waiting_for = f"bucket {number} of {folder}"
-            tensors = read_bucket(folder, number, published=digest, base=None if base is None else self.local(base))
-            save_bucket(partial, number, dict(tensors))
+        with self._new_version(self.local(folder), digests) as partial:
+            for number, digest in enumerate(digests):
+                self.waiting_for = f"bucket {number} of {folder}"
+                tensors = read_bucket(folder, number, published=digest, base=None if base is None else self.local(base))
+                save_bucket(partial, number, dict(tensors))
+
+    @contextmanager
+    def _new_version(self, local: Path, digests: Sequence[str]) -> Generator[Path]:
+        """Yield a folder to fill with verified buckets, which then becomes the only version of this node."""
+        partial = Path(
+            tempfile.mkdtemp(prefix=f"{local.name}.", dir=self._directory)
+        )  # of a failed one: writers may go on
+        yield partial
         write_manifest(partial, version=int(local.name.split("-")[1]), base=None, buckets=digests)
         shutil.rmtree(local, ignore_errors=True)  # of a killed run, which had other weights
         partial.replace(local)
+        self._keep_only(local)
         self.waiting_for = "nothing"
 
     def _keep_only(self, folder: Path) -> None:
@@ -101,15 +154,26 @@ class LocalStore:
     @contextmanager
     def _locked(self) -> Generator[None]:
         """Hold the lock of all processes of the run on this node; it ends with its process."""
-        self._user.parent.mkdir(parents=True, exist_ok=True)  # if the last user before has removed it
+        self._directory.mkdir(parents=True, exist_ok=True)  # if the last user before has removed it
         self.waiting_for = "a version that another replica of the node brings"
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
-def _is_alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
+def remove_unused(directory: Path) -> None:
+    """Remove the stores of any run in `directory` whose processes were all killed."""
+    for users in directory.glob("async_rl-weights-*/users"):
+        if any(users.iterdir()) and not _is_used(users.parent):  # without a user it is a new store
+            shutil.rmtree(users.parent, ignore_errors=True)
+
+
+def _is_used(store: Path) -> bool:
+    """Whether a process that uses a store lives."""
+    for user in (store / "users").glob("*"):
+        with contextlib.suppress(FileNotFoundError), user.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
     return False

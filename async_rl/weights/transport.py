@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -34,8 +34,38 @@ MAX_DELTAS = 15
 """Versions of changes between two complete ones; a node without any version goes through at most as many."""
 
 
+Backend = Literal["gloo", "nccl"]
+
+
 class UpdateError(Exception):
     """A published version cannot be read whole."""
+
+
+class Source(NamedTuple):
+    """A server of the route `broadcast`, and the buckets of a version that it sends."""
+
+    address: str
+    """host:port of the `async_rl.weights.broadcast.VersionServer`."""
+    buckets: tuple[int, ...]
+    """Numbers of the buckets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of a node among the receivers of one delivery by `broadcast`."""
+
+    delivery: str
+    """Name of the delivery, which no other one has."""
+    index: int
+    """0 for the first receiver."""
+    size: int
+    """Number of receivers."""
+    sources: tuple[Source, ...]
+    """Servers that send the buckets."""
+    backend: Backend
+    """NCCL needs a GPU in each server and receiver."""
+    timeout_s: float
+    """Bound in seconds on the start of a group and on each bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +78,10 @@ class WeightUpdate:
     """Version number and digest of the tensors."""
     modules: Mapping[str, ModuleDigest] = field(default_factory=dict[str, ModuleDigest])
     """Module -> digest. If empty, engines skip the check of `async_rl.weights.live`."""
+    buckets: tuple[str, ...] = ()
+    """Digest of each bucket, by its number."""
+    sources: tuple[Source, ...] = ()
+    """Servers of the route `broadcast`; empty if `path` is on this node or in a folder that all nodes see."""
 
 
 def version_folder(directory: Path, version: int) -> Path:
@@ -147,9 +181,15 @@ def finish_update(
         buckets: digest of each bucket, by its number.
         base: version against which the changes in the buckets were written; None if they are complete.
     """
-    write_manifest(folder, version=version, base=base, buckets=[bucket.hexdigest() for bucket in buckets])
+    digests = tuple(bucket.hexdigest() for bucket in buckets)
+    write_manifest(folder, version=version, base=base, buckets=digests)
     total = WeightsDigest.of(buckets)
-    return WeightUpdate(path=folder, weights=WeightVersion(version, total.hexdigest()), modules=total.modules())
+    return WeightUpdate(
+        path=folder,
+        weights=WeightVersion(version, total.hexdigest()),
+        modules=total.modules(),
+        buckets=digests,
+    )
 
 
 def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Sequence[str]) -> None:
@@ -271,6 +311,11 @@ def remove_directory(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def bucket_file(folder: Path, number: int) -> Path:
+    """File of a complete bucket of a version."""
+    return folder / _bucket_file(number)
+
+
 def _bucket_file(number: int) -> str:
     return f"bucket-{number:05}.safetensors"
 
@@ -298,10 +343,10 @@ def base_of(folder: Path) -> Path | None:
     return None if base is None else version_folder(folder.parent, base)
 
 
-def is_whole_copy(local: Path, folder: Path) -> bool:
-    """Whether `local` has all buckets of the version in `folder`; a killed run may have left another version there."""
+def holds(folder: Path, digests: Sequence[str]) -> bool:
+    """Whether a folder has these buckets, complete; a killed run may have left another version there."""
     try:
-        return update_buckets(local) == update_buckets(folder) and base_of(local) is None
+        return update_buckets(folder) == list(digests) and base_of(folder) is None
     except UpdateError:
         return False
 

@@ -25,14 +25,15 @@ class ScriptedReplica:
     """Keeps the names of its calls; `holds` is its checksum after a load."""
 
     def __init__(self, name="replica-0", *, loads=UPDATE.weights, hangs_at=None, dies_at=None, holds="c1"):
-        self.name, self.calls, self.kv = name, [], None
+        self.name = self.node = name
+        self.calls, self.kv = [], None
         self.hangs_at, self.dies_at = hangs_at, dies_at
         self.results = {"load": loads, "abort": 3, "freeze": 5, "checksum": holds}
 
     def __getattr__(self, name):
         return functools.partial(self.call, name)
 
-    async def fetch(self, update):
+    async def fetch(self, update, seat=None):
         """Not among the calls: it does nothing where the trainer's files are."""
         if "fetch" in (self.hangs_at, self.dies_at):
             await self.call("fetch")

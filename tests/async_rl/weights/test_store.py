@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.weights.store import LocalStore
+from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import (
     MAX_DELTAS,
     Bases,
@@ -211,3 +211,18 @@ def test_the_last_process_removes_the_store_also_after_a_kill(owner, tmp_path):
     store.fetch(folder)
     store.release()
     assert not (tmp_path / "node").exists()
+
+
+def test_stores_of_killed_processes_are_removed_and_others_stay(owner, tmp_path):
+    directories = [tmp_path / f"async_rl-weights-{name}" for name in ("killed", "used", "new")]
+    folder = owner.publish(1)
+    process = multiprocessing.get_context("fork").Process(target=fetch_and_die, args=(directories[0], folder))
+    process.start()
+    process.join()
+    assert directories[0].is_dir()
+    used = LocalStore(directories[1])
+    (directories[2] / "users").mkdir(parents=True)
+    remove_unused(tmp_path)
+    assert [directory.is_dir() for directory in directories] == [False, True, True]
+    used.fetch(folder)
+    check(used.local(folder), owner.versions[1])

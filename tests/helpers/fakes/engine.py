@@ -14,7 +14,7 @@ import numpy as np
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.replica import ReplicaStats
 from async_rl.inference.spans import cut_into_segments
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import Seat, Source, WeightUpdate
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import (
     ContractError,
@@ -84,7 +84,7 @@ class FakeEngine:
         name: str = "fake-0",
         version: int = 0,
     ) -> None:
-        self.name = name
+        self.name = self.node = name
         self.requests: list[GenerateRequest] = []
         self.staged: list[int] = []
         self.loads: list[tuple[int, str]] = []  # (version, kv)
@@ -150,9 +150,12 @@ class FakeEngine:
             decode.moving.clear()
         return len(self._running)
 
-    async def fetch(self, update: WeightUpdate) -> None:
+    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
         """Nothing to bring."""
         await self._answering()
+
+    async def offer(self, update: WeightUpdate) -> Source:
+        raise EngineError(f"{self.name} serves no versions")
 
     async def stage(self, update: WeightUpdate) -> None:
         """Hold other weights beside those that serve."""

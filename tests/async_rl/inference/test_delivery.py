@@ -1,0 +1,122 @@
+"""Who receives a version by broadcast, and what follows if it does not come."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_loop.engine import EngineError, ReplicaLostError
+from async_rl.inference.delivery import Deliveries
+from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.replica import DeliveryError
+from async_rl.weights.transport import Source, WeightUpdate
+from message_queue.tokens import WeightVersion
+
+TRAINER = (Source("trainer:1", (0, 1)),)
+UPDATE = WeightUpdate(Path("weights-4"), WeightVersion(4, "d"), buckets=("a", "b"), sources=TRAINER)
+
+
+class Replica:
+    """Receives if all seats of a delivery are taken, after the outcomes in `outcomes`: fail, die or hang."""
+
+    def __init__(self, name, node, *outcomes, has=True):
+        self.name, self.node, self.outcomes, self.seats, self.has = name, node, list(outcomes), [], has
+
+    async def fetch(self, update, seat=None):
+        assert update is UPDATE
+        self.seats.append(seat)
+        outcome = self.outcomes.pop(0) if self.outcomes else "receive"
+        if outcome == "die":
+            raise ReplicaLostError(f"{self.name}: process died during fetch")
+        if outcome == "hang":
+            await asyncio.Event().wait()
+        if outcome == "fail":
+            raise DeliveryError(f"{self.name}: bucket 1 did not come from trainer:1")
+
+    async def offer(self, update):
+        if not self.has:
+            raise EngineError(f"{self.name} cannot serve version 4")
+        return Source(f"{self.name}:1", (0, 1))
+
+
+def deliveries(pool):
+    return Deliveries(pool, timeout_s=0.2)
+
+
+async def deliver(*replicas):
+    """Pool after a delivery to all."""
+    pool = ReplicaPool(replicas)
+    await deliveries(pool).deliver(UPDATE, list(pool.live))
+    return pool
+
+
+def names(pool):
+    return [member.name for member in pool.live_or_none]
+
+
+async def test_one_replica_of_each_node_takes_a_seat():
+    replicas = [Replica("r0", "a"), Replica("r1", "a"), Replica("r2", "b")]
+    pool = await deliver(*replicas)
+    seats = [seat for replica in replicas for seat in replica.seats]
+    assert sorted(seat.index for seat in seats) == [0, 1]
+    assert {replace(seat, index=0) for seat in seats} == {replace(seats[0], index=0)}
+    assert (seats[0].size, seats[0].sources) == (2, TRAINER)
+    assert len(replicas[2].seats) == 1 and len(pool.live) == 3
+
+
+@pytest.mark.parametrize("how", ["die", "hang"])
+async def test_nodes_that_failed_with_a_lost_replica_form_a_new_group_without_it(how):
+    lost, other = Replica("lost", "a", how), Replica("other", "b", "fail")
+    pool = await deliver(lost, other)
+    assert names(pool) == ["other"]
+    first, second = other.seats
+    assert (first.size, second.size) == (2, 1) and first.delivery != second.delivery
+
+
+async def test_another_replica_of_the_node_takes_the_place_of_a_lost_one():
+    first, second = Replica("r0", "a"), Replica("r1", "a", "die")
+    pool = await deliver(first, second)
+    assert names(pool) == ["r0"] and len(first.seats) == 1
+
+
+async def test_a_node_that_cannot_receive_is_lost_and_the_others_keep_the_version():
+    broken, good = Replica("broken", "a", "fail", "fail", "fail"), Replica("good", "b")
+    pool = await deliver(broken, good)
+    assert names(pool) == ["good"] and len(good.seats) == 1
+    assert pool.lost == {"broken": "broken: bucket 1 did not come from trainer:1"}
+
+
+async def test_a_version_that_reaches_no_node_is_an_error_of_the_trainer_and_no_replica_is_lost():
+    replicas = [Replica(f"r{i}", f"node-{i}", "fail", "fail") for i in range(2)]
+    pool = ReplicaPool(replicas)
+    with pytest.raises(DeliveryError, match="bucket 1 did not come from trainer:1"):
+        await deliveries(pool).deliver(UPDATE, list(pool.live))
+    assert names(pool) == ["r0", "r1"]
+
+
+async def test_no_node_receives_after_all_replicas_are_lost():
+    pool = await deliver(Replica("r0", "a", "die"))
+    assert names(pool) == []
+
+
+async def test_a_late_replica_receives_from_another_one():
+    late = Replica("late", "c")
+    pool = ReplicaPool([Replica("r0", "a", has=False), Replica("r1", "b")])
+    await deliveries(pool).bring_to(late, UPDATE)
+    [seat] = late.seats
+    assert (seat.index, seat.size, seat.sources) == (0, 1, (Source("r1:1", (0, 1)),))
+
+
+@pytest.mark.parametrize("has", [True, False])
+async def test_a_late_replica_receives_from_the_trainer_if_no_other_can_send(has):
+    late = Replica("late", "c", *["fail"] * has)
+    pool = ReplicaPool([Replica("r0", "a", has=has)])
+    await deliveries(pool).bring_to(late, UPDATE)
+    assert late.seats[-1].sources == TRAINER
+
+
+async def test_a_late_replica_to_which_nobody_can_send_gets_the_error():
+    pool = ReplicaPool([Replica("r0", "a", has=False)])
+    with pytest.raises(DeliveryError):
+        await deliveries(pool).bring_to(Replica("late", "c", "fail"), UPDATE)

@@ -1,0 +1,167 @@
+"""Versions sent from the memory of some nodes to that of others, by real groups of gloo."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from async_rl.weights.broadcast import VersionServer, receive
+from async_rl.weights.store import LocalStore
+from async_rl.weights.transport import Seat, Source, UpdateError, read_update, write_update
+
+HOST = "127.0.0.1"
+NUM_BUCKETS = 5
+
+
+@pytest.fixture
+def weights():
+    """Of one tensor per bucket."""
+    return {f"model.layers.{i}.weight": torch.randn(200 + i).to(torch.bfloat16) for i in range(NUM_BUCKETS)}
+
+
+@pytest.fixture
+def published(tmp_path, weights):
+    """A version on the node of the trainer."""
+    return write_update(tmp_path / "trainer", version=3, tensors=weights.items(), bucket_bytes=400)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts servers of the node of the trainer: serve(numbers of buckets, ...) -> sources."""
+    servers = []
+
+    def start(*parts):
+        servers.extend(VersionServer(HOST, tmp_path / "trainer") for _ in parts)
+        return tuple(
+            Source(server.address, tuple(part)) for server, part in zip(servers[-len(parts) :], parts, strict=True)
+        )
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Of three nodes."""
+    found = [LocalStore(tmp_path / f"node-{i}", host=HOST) for i in range(3)]
+    yield found
+    for store in found:
+        store.release()
+
+
+def seat(sources, *, index=0, size=1, delivery="d", timeout_s=30.0):
+    return Seat(delivery=delivery, index=index, size=size, sources=sources, backend="gloo", timeout_s=timeout_s)
+
+
+def deliver(stores, update, sources, *, size=None, **options):
+    """Errors of the stores, or None, in order."""
+    with ThreadPoolExecutor(len(stores)) as pool:
+        size = size or len(stores)
+        work = [
+            pool.submit(store.receive, update, seat(sources, index=i, size=size, **options))
+            for i, store in enumerate(stores)
+        ]
+        return [each.exception() for each in work]
+
+
+def check(store, update, weights):
+    found = dict(read_update(store.local(update.path)))
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("parts", [[range(5)], [(0, 2, 4), (1, 3)], [(4,), (0,), (1, 2, 3)]], ids=["1", "2", "3"])
+def test_a_version_reaches_all_nodes_from_all_servers_bit_by_bit(stores, serve, published, weights, parts):
+    assert deliver(stores, published, serve(*parts)) == [None] * 3
+    for store in stores:
+        check(store, published, weights)
+
+
+def test_the_next_version_replaces_the_one_before(tmp_path, stores, serve, published, weights):
+    sources = serve(range(5))
+    assert deliver(stores, published, sources) == [None] * 3
+    new = {name: -tensor for name, tensor in weights.items()}
+    update = write_update(tmp_path / "trainer", version=4, tensors=new.items(), bucket_bytes=400)
+    assert deliver(stores, update, sources, delivery="e") == [None] * 3
+    for store in stores:
+        check(store, update, new)
+        assert not store.local(published.path).exists()
+
+
+def test_a_node_that_comes_late_gets_the_version_from_another_one(stores, serve, published, weights):
+    first, second, third = stores
+    assert deliver([first], published, serve(range(5))) == [None]
+    with pytest.raises(UpdateError, match="not the published version"):
+        second.offer(published)
+    second.receive(published, seat((first.offer(published),)))
+    third.receive(published, seat((second.offer(published),)))
+    check(third, published, weights)
+    third.receive(published, seat(()))  # it has the version, and asks nobody
+
+
+def test_a_damaged_bucket_is_named_and_the_version_is_not_taken(stores, serve, published):
+    file = published.path / "bucket-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    for error in deliver(stores, published, serve(range(5))):
+        assert isinstance(error, UpdateError) and "bucket-00002" in str(error) and "digest" in str(error)
+    assert not any(store.local(published.path).exists() for store in stores)
+
+
+def test_a_server_without_the_version_says_so(stores, serve, published):
+    update = dataclasses.replace(published, path=published.path.with_name("weights-9"))
+    for error in deliver(stores, update, serve(range(5))):
+        assert "weights-9" in str(error) and "No such file" in str(error)
+
+
+def test_a_server_that_is_gone_is_named(tmp_path, stores, published):
+    server = VersionServer(HOST, tmp_path / "trainer")
+    server.close()
+    address = server.address
+    del server
+    [error] = deliver(stores[:1], published, (Source(address, tuple(range(5))),), timeout_s=0.2)
+    assert isinstance(error, UpdateError) and address in str(error)
+
+
+def test_a_node_that_does_not_come_leaves_the_others_with_an_error_and_the_next_delivery_works(
+    stores, serve, published, weights
+):
+    sources = serve(range(5))
+    for error in deliver(stores[:2], published, sources, size=3, timeout_s=0.5):
+        assert isinstance(error, UpdateError)
+        assert sources[0].address in str(error) and "3 receivers of weights-3 did not form" in str(error)
+    assert deliver(stores[:2], published, sources, delivery="again") == [None, None]
+    check(stores[1], published, weights)
+
+
+def die_after_two(update, place, into):
+    """A receiver that is killed between two buckets."""
+    for number in receive(update.path.name, place, into=into):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_node_that_dies_between_two_buckets_leaves_the_others_with_an_error_that_names_the_bucket(
+    tmp_path, stores, serve, weights
+):
+    weights = {name: tensor.repeat(100_000) for name, tensor in weights.items()}  # more than sockets hold
+    update = write_update(tmp_path / "trainer", version=3, tensors=weights.items(), bucket_bytes=1)
+    sources = serve(range(len(update.buckets)))
+    (tmp_path / "killed").mkdir()
+    killed = multiprocessing.get_context("spawn").Process(
+        target=die_after_two, args=(update, seat(sources, index=2, size=3, timeout_s=60.0), tmp_path / "killed")
+    )
+    killed.start()
+    errors = deliver(stores[:2], update, sources, size=3, timeout_s=60.0)
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    for error in errors:
+        assert isinstance(error, UpdateError)
+        assert f"of weights-3 did not come from {sources[0].address}" in str(error)
+    assert not any(store.local(update.path).exists() for store in stores)
+    assert deliver(stores[:2], update, sources, delivery="again") == [None, None]
+    check(stores[0], update, weights)
