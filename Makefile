@@ -113,6 +113,7 @@ bench: setup
 	$(BIN)/python benchmarks/load_checks.py
 	$(BIN)/python benchmarks/publish_files.py
 	$(BIN)/python benchmarks/publish_pauses.py
+	$(BIN)/python benchmarks/publish_arithmetic.py
 	$(BIN)/python benchmarks/delta.py
 	$(BIN)/python benchmarks/queue_throughput.py
 	$(BIN)/python benchmarks/queue_groups.py

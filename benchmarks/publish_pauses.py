@@ -14,7 +14,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,20 @@ SETS = 3  # of weights; a staged version replaces those of the version before th
 HEADS = 4
 
 
-async def table_row(mb: int, *, directory: Path, publishes: int) -> tuple[list[str], Interval]:
-    """The row of one model size, and its staged pause in seconds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pauses:
+    """Pauses of a replica with one model."""
+
+    num_bytes: int
+    """Of the weights."""
+    at_once: Interval
+    """Seconds."""
+    staged: Interval
+    """Seconds."""
+
+
+async def measure_pauses(mb: int, *, directory: Path, publishes: int) -> Pauses:
+    """Medians of `publishes` pauses of each mode, for a model of about `mb` megabytes."""
     updates = save_model(mb, directory)
     replica = await start_vllm(CONFIG, name="replica-0", checkpoint=directory / "0", capture_routing=False)
     pauses: dict[bool, list[float]] = {False: [], True: []}
@@ -55,7 +67,7 @@ async def table_row(mb: int, *, directory: Path, publishes: int) -> tuple[list[s
         await replica.close()
     at_once, staged_pause = (median(np.array(pauses[staged])) for staged in (False, True))
     size = sum(path.stat().st_size for path in (directory / "0").glob("*.safetensors"))
-    return [f"{size / 1e6:.0f} MB", milliseconds(at_once), milliseconds(staged_pause)], staged_pause
+    return Pauses(num_bytes=size, at_once=at_once, staged=staged_pause)
 
 
 async def pause_of(replica: VllmReplica, update: WeightUpdate, *, staged: bool) -> float:
@@ -111,9 +123,9 @@ async def measure(args: argparse.Namespace) -> None:
     staged: list[Interval] = []
     for mb in args.mb:
         with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-            row, pause = await table_row(mb, directory=Path(directory), publishes=args.publishes)
-        rows.append(row)
-        staged.append(pause)
+            found = await measure_pauses(mb, directory=Path(directory), publishes=args.publishes)
+        rows.append([f"{found.num_bytes / 1e6:.0f} MB", milliseconds(found.at_once), milliseconds(found.staged)])
+        staged.append(found.staged)
     show(markdown_table(["model", "at_once: pause ms", "staged: pause ms"], rows))
     show(f"staged: largest pause over smallest {max(p.value for p in staged) / min(p.value for p in staged):.2f}")
 
