@@ -26,10 +26,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.weights.transport import discard_updates, read_update, write_update
+from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.transport import discard_updates, read_update, version_folder, write_update
 from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
 
 COLUMNS = 4096  # of a weight, which has a quarter of a bucket
+NEW_FILES = 2  # the first versions, which have no files of a removed version to overwrite; they are not counted
 
 
 def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int) -> list[str]:
@@ -42,17 +44,14 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
     ]
     parameters = {name: torch.zeros_like(tensor) for name, tensor in weights}
     total, seconds, extra = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]](), 0
-    for version in range(rounds + 1):  # the first is not counted
+    for version in range(rounds + NEW_FILES):
         copied = timed(lambda: put(iter(weights), parameters))
         with own_memory() as growth:
-            written = timed(
-                lambda v=version: write_update(directory, version=v, tensors=weights, bucket_bytes=bucket_bytes)
-            )
-        folder = directory / f"weights-{version}"
-        read = timed(lambda f=folder: put(read_update(f), parameters))
-        discard_updates(directory, keep_version=version)
+            written = timed(lambda v=version: publish(directory, v, weights, bucket_bytes=bucket_bytes))
+        folder = version_folder(directory, version)
+        read = timed(lambda f=folder: put(read_update(f, seen=WeightsDigest()), parameters))
         say(f"{total / 1e6:.0f} MB, round {version}: copy {copied:.3f} s, write {written:.3f} s, read {read:.3f} s")
-        if version:
+        if version >= NEW_FILES:
             seconds.append((copied, written, read))
             extra = max(extra, growth[0])
     times = np.array(seconds)
@@ -65,6 +64,12 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
         f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]",
         f"{extra / bucket_bytes:.1f}",
     ]
+
+
+def publish(directory: Path, version: int, weights: list[tuple[str, Tensor]], *, bucket_bytes: int) -> None:
+    """Write a version after the previous one is loaded; the one before that is removed."""
+    discard_updates(directory, keep_version=version - 1, spare_for=version_folder(directory, version))
+    write_update(directory, version=version, tensors=weights, bucket_bytes=bucket_bytes)
 
 
 def put(tensors: Iterator[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:

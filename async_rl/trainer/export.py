@@ -34,15 +34,15 @@ def export_update(
     Raises:
         OSError: `directory` has no free space or is not writable.
     """
-    if dist.get_rank() == 0:
-        discard_updates(directory, keep_version=keep_version)
     folder = version_folder(directory, version)
+    base = None if bases is None else bases.base_of_next()
+    if dist.get_rank() == 0:
+        discard_updates(directory, keep_version=keep_version, spare_for=folder if base is None else None)
     mine = {
         bucket.number: write_bucket(folder, bucket.number, tensors, bases=bases)
         for bucket, tensors in source.buckets()
         if tensors
     }
-    base = None if bases is None else bases.base_of_next()
     if bases is not None:
         bases.published(version)
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

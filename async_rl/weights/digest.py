@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from xxhash import xxh3_128
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 WHOLE_MODEL = "the whole model"  # name of the module that contains all tensors
 _MODULE = re.compile(r"(?:.*\.)?layers\.\d+\.[^.]+(?=\.)")
@@ -22,6 +24,15 @@ def module_of(name: str) -> str:
     """
     found = _MODULE.match(name)
     return name if found is None else found[0]
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Bytes [n] of a CPU tensor, in its memory if it is contiguous."""
+    import torch  # a configuration does without it
+
+    held = tensor.detach().contiguous()
+    flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
+    return flat.numpy()
 
 
 class ModuleDigest(NamedTuple):
@@ -51,14 +62,15 @@ class WeightsDigest:
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
         """Hash name, dtype, shape and bytes of a CPU tensor."""
-        import torch  # a configuration does without it
-
-        held = tensor.detach().contiguous()
-        flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
         entry = xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        entry.update(flat.numpy().data)
+        entry.update(bytes_of(tensor).data)
         self._entries[name] = entry.digest()
         self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+
+    def add(self, name: str, *, of: WeightsDigest) -> None:
+        """Add a tensor that `of` has hashed."""
+        self._entries[name] = of._entries[name]
+        self._dtypes[name] = of._dtypes[name]
 
     def hexdigest(self) -> str:
         """32 hex digits of all tensors."""

@@ -8,21 +8,33 @@ Each trainer rank that owns tensors writes its buckets, then rank 0 writes the m
 
 An engine reads bucket by bucket, compares the digest of each with the manifest, and reports the digest of all tensors.
 With `sync.delta` the files of most versions are bucket-00000.delta, with the changes against the version before.
+
+In shared memory the next version overwrites the files of a removed one, because new memory takes longer than the copy:
+
+    weights-5/bucket-00000.safetensors    ->    weights-7/bucket-00000.spare    ->    weights-7/bucket-00000.safetensors
+
+A file that any process still has open or mapped is not overwritten; its bucket gets a new file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import mmap
 import shutil
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from async_rl.weights import delta
-from async_rl.weights.digest import ModuleDigest, WeightsDigest
+from async_rl.weights.digest import ModuleDigest, WeightsDigest, bytes_of
 from async_rl.weights.plan import BUCKET_BYTES
 from message_queue.tokens import WeightVersion
 
@@ -30,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
+SHARED_MEMORY = Path("/dev/shm")
+SPARE = ".spare"  # suffix of a bucket of a removed version, in the folder of a version that may overwrite it
 MAX_DELTAS = 15
 """Versions of changes between two complete ones; a node without any version goes through at most as many."""
 
@@ -103,13 +117,15 @@ def write_bucket(
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
-    digest = digest_of(held.items())
-    if bases is not None and bases.base_of_next() is not None:
-        base = bases.buckets[number]
-        changes = delta.encode(list(held.items()), base=base.tensors, base_digest=base.digest)
-        (folder / _delta_file(number)).write_bytes(changes)
-    else:
-        save_bucket(folder, number, held)
+    with ThreadPoolExecutor(1) as thread:
+        hashing = thread.submit(digest_of, held.items())
+        if bases is not None and bases.base_of_next() is not None:
+            base = bases.buckets[number]
+            changes = delta.encode(list(held.items()), base=base.tensors, base_digest=base.digest)
+            (folder / _delta_file(number)).write_bytes(changes)
+        else:
+            save_bucket(folder, number, held)
+        digest = hashing.result()
     if bases is not None:
         kept = bases.buckets.setdefault(number, BaseBucket("", {}))
         kept.digest = digest.hexdigest()
@@ -122,10 +138,52 @@ def write_bucket(
 
 
 def save_bucket(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write complete CPU tensors as a bucket."""
+    """Write complete CPU tensors as a bucket, into its spare file if that fits."""
     from safetensors.torch import save_file  # imports torch, which a configuration does without
 
-    save_file(tensors, folder / _bucket_file(number))
+    path = folder / _bucket_file(number)
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        path.with_suffix(SPARE).replace(partial)
+    if not _overwrite(partial, tensors):
+        partial.unlink(missing_ok=True)
+        save_file(tensors, partial)
+    partial.replace(path)
+
+
+def _overwrite(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Copy tensors into a file that has other values of them; False if there is no such file, or if it is in use."""
+    try:
+        if not _is_unused(path) or _kinds(read_tensors(path)) != _kinds(tensors.items()):
+            return False
+    except (OSError, SafetensorError):
+        return False
+    with path.open("r+b") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(num_bytes))
+        mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    body = np.frombuffer(mapping, np.uint8)[8 + num_bytes :]
+    for name, tensor in tensors.items():
+        start, end = header[name]["data_offsets"]
+        np.copyto(body[start:end], bytes_of(tensor))
+    return True
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether no process of this machine has a file open or mapped, which Linux checks before it gives a lease."""
+    with path.open("r+b") as file:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # if another process opens it now; by default it would kill
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+    return True
+
+
+def _kinds(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors}
 
 
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
@@ -139,7 +197,7 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
 def finish_update(
     folder: Path, *, version: int, buckets: Sequence[WeightsDigest], base: int | None = None
 ) -> WeightUpdate:
-    """Write the manifest of a version when all its buckets are written.
+    """Write the manifest of a version when all its buckets are written, and remove spare files that it did not need.
 
     Args:
         folder: of the version.
@@ -154,6 +212,8 @@ def finish_update(
 
 def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Sequence[str]) -> None:
     """Write the manifest, which appears whole. For the arguments see `finish_update`; buckets: digests."""
+    for spare in folder.glob(f"*{SPARE}"):
+        spare.unlink()
     partial = folder / f"{MANIFEST}.partial"
     partial.write_text(json.dumps({"version": version, "base": base, "buckets": list(buckets)}))
     partial.replace(folder / MANIFEST)
@@ -197,16 +257,34 @@ def update_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_update(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_update(folder: Path, *, seen: WeightsDigest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, CPU tensor) of a written version; each bucket is verified before its first tensor.
+
+    A thread verifies the next buckets while the caller uses the tensors.
+
+    Args:
+        folder: of the version.
+        seen: gets the digest of each tensor when the tensor is yielded.
 
     Raises:
         UpdateError: a file is missing, damaged, or not the one that the manifest names.
     """
     digests = update_buckets(folder)
     update_files(folder)
-    for number, published in enumerate(digests):
-        yield from read_bucket(folder, number, published=published)
+    thread = ThreadPoolExecutor(1)
+    try:
+        reading = [
+            thread.submit(_read_verified, folder, number, published=published)
+            for number, published in enumerate(digests)
+        ]
+        for bucket in reading:
+            tensors, digest = bucket.result()
+            for name, tensor in tensors:
+                if seen is not None:
+                    seen.add(name, of=digest)
+                yield name, tensor
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 def read_bucket(
@@ -224,6 +302,13 @@ def read_bucket(
     Raises:
         UpdateError: the file is missing, damaged, not the one that was published, or its base is another version.
     """
+    return _read_verified(folder, number, published=published, base=base)[0]
+
+
+def _read_verified(
+    folder: Path, number: int, *, published: str, base: Path | None = None
+) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest]:
+    """The tensors of `read_bucket` and their digest."""
     path = folder / (_bucket_file(number) if base is None else _delta_file(number))
     try:
         if base is None:
@@ -233,9 +318,10 @@ def read_bucket(
             held = delta.decode(path.read_bytes(), base=tensors, base_digest=update_buckets(base)[number])
     except (OSError, SafetensorError, delta.DeltaError) as error:
         raise UpdateError(f"{path} cannot be read: {error}") from error
-    if (found := digest_of(held).hexdigest()) != published:
+    digest = digest_of(held)
+    if (found := digest.hexdigest()) != published:
         raise UpdateError(f"{path} has digest {found}, but {published} was published")
-    return held
+    return held, digest
 
 
 def damage(folder: Path) -> str:
@@ -255,15 +341,31 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def discard_updates(directory: Path, *, keep_version: int) -> None:
-    """Remove every version older than `keep_version` that it is not written against, at any distance."""
+def discard_updates(directory: Path, *, keep_version: int, spare_for: Path | None = None) -> None:
+    """Remove every version older than `keep_version` that it is not written against, at any distance.
+
+    Args:
+        directory: parent of the folders of the versions.
+        keep_version: oldest version that a reader may need.
+        spare_for: folder of a complete version that is written next, which overwrites the files in shared memory.
+    """
     needed, folder = set[Path](), version_folder(directory, keep_version)
     while folder not in needed and (folder / MANIFEST).is_file():
         needed.add(folder)
         folder = base_of(folder) or folder
     for folder in directory.glob("weights-*"):
         if int(folder.name.split("-")[1]) < keep_version and folder not in needed:
-            shutil.rmtree(folder)
+            discard_update(folder, spare_for=spare_for)
+
+
+def discard_update(folder: Path, *, spare_for: Path | None = None) -> None:
+    """Remove a version, or give the files of its complete buckets to the next one; see `discard_updates`."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    if spare_for is not None and folder.stat().st_dev == SHARED_MEMORY.stat().st_dev:
+        spare_for.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob("*.safetensors"):
+            file.replace(spare_for / file.with_suffix(SPARE).name)
+    shutil.rmtree(folder)
 
 
 def remove_directory(directory: Path) -> None:
