@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import discard_updates, read_update, version_folder, write_update
 from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
 
@@ -42,12 +43,13 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
         (f"model.layers.{i:04}.weight", torch.randn(rows, COLUMNS).to(torch.bfloat16).contiguous())
         for i in range(number)
     ]
+    files = MappedFiles()
     parameters = {name: torch.zeros_like(tensor) for name, tensor in weights}
     total, seconds, extra = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]](), 0
     for version in range(rounds + NEW_FILES):
         copied = timed(lambda: put(iter(weights), parameters))
         with own_memory() as growth:
-            written = timed(lambda v=version: publish(directory, v, weights, bucket_bytes=bucket_bytes))
+            written = timed(lambda v=version: publish(directory, v, weights, files=files, bucket_bytes=bucket_bytes))
         folder = version_folder(directory, version)
         read = timed(lambda f=folder: put(read_update(f, seen=WeightsDigest()), parameters))
         say(f"{total / 1e6:.0f} MB, round {version}: copy {copied:.3f} s, write {written:.3f} s, read {read:.3f} s")
@@ -66,10 +68,12 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
     ]
 
 
-def publish(directory: Path, version: int, weights: list[tuple[str, Tensor]], *, bucket_bytes: int) -> None:
+def publish(
+    directory: Path, version: int, weights: list[tuple[str, Tensor]], *, files: MappedFiles, bucket_bytes: int
+) -> None:
     """Write a version after the previous one is loaded; the one before that is removed."""
     discard_updates(directory, keep_version=version - 1, spare_for=version_folder(directory, version))
-    write_update(directory, version=version, tensors=weights, bucket_bytes=bucket_bytes)
+    write_update(directory, version=version, tensors=weights, bucket_bytes=bucket_bytes, files=files)
 
 
 def put(tensors: Iterator[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:

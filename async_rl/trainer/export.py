@@ -12,12 +12,19 @@ from async_rl.trainer.model.layout import adapted_modules
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.pretrained import save_adapter, save_pretrained
 from async_rl.weights.transport import Bases, WeightUpdate, discard_updates, finish_update, version_folder, write_bucket
 
 
 def export_update(
-    source: WeightSource, directory: Path, *, version: int, keep_version: int, bases: Bases | None = None
+    source: WeightSource,
+    directory: Path,
+    *,
+    version: int,
+    keep_version: int,
+    bases: Bases | None = None,
+    files: MappedFiles | None = None,
 ) -> WeightUpdate | None:
     """Write the weights for engines, after removing versions older than `keep_version`. Each rank writes its buckets.
 
@@ -27,6 +34,7 @@ def export_update(
         version: `param_version`.
         keep_version: oldest version that a replica may need.
         bases: what this rank has published last, if versions are written as changes; they become this version.
+        files: that this rank has overwritten.
 
     Returns:
         the written version on rank 0, None on other ranks.
@@ -39,7 +47,7 @@ def export_update(
     if dist.get_rank() == 0:
         discard_updates(directory, keep_version=keep_version, spare_for=folder if base is None else None)
     mine = {
-        bucket.number: write_bucket(folder, bucket.number, tensors, bases=bases)
+        bucket.number: write_bucket(folder, bucket.number, tensors, bases=bases, files=files)
         for bucket, tensors in source.buckets()
         if tensors
     }

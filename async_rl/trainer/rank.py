@@ -30,6 +30,7 @@ from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.trainer.step import MicroBatch, MicroBatchBuilder, Objective
 from async_rl.weights.model_info import read_model_info
+from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import Bases, WeightUpdate, remove_directory
 
 
@@ -82,6 +83,7 @@ class TrainerRank:
         self._snapshot: ReferenceWeights | None = None  # weights of `score`
         self._source = WeightSource(self._model.chunks, shape=self._model.shape)
         self._bases = Bases() if delta else None
+        self._files = MappedFiles()
         self._planner = Planner(config=config, loss=loss)
         self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -196,7 +198,14 @@ class TrainerRank:
 
     def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
         """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
-        return export_update(self._source, directory, version=version, keep_version=keep_version, bases=self._bases)
+        return export_update(
+            self._source,
+            directory,
+            version=version,
+            keep_version=keep_version,
+            bases=self._bases,
+            files=self._files,
+        )
 
     def remove_updates(self, directory: Path) -> None:
         """Remove `directory` with all versions, on the machine of rank 0."""

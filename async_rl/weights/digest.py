@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WHOLE_MODEL = "the whole model"  # name of the module that contains all tensors
+_BLOCK = 256 << 10  # bytes that are hashed after they are copied, while they are in the cache of the core
 _MODULE = re.compile(r"(?:.*\.)?layers\.\d+\.[^.]+(?=\.)")
 
 
@@ -60,10 +61,17 @@ class WeightsDigest:
             total._dtypes |= part._dtypes
         return total
 
-    def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Hash name, dtype, shape and bytes of a CPU tensor."""
+    def update(self, name: str, tensor: torch.Tensor, *, copy_to: NDArray[np.uint8] | None = None) -> None:
+        """Hash name, dtype, shape and bytes of a CPU tensor, and copy the bytes if they have a target [n]."""
         entry = xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        entry.update(bytes_of(tensor).data)
+        data = bytes_of(tensor)
+        if copy_to is None:
+            entry.update(data.data)
+        else:
+            for start in range(0, len(data), _BLOCK):
+                copied = copy_to[start : start + _BLOCK]
+                copied[:] = data[start : start + _BLOCK]
+                entry.update(copied.data)
         self._entries[name] = entry.digest()
         self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
 

@@ -5,7 +5,8 @@
     weights-17   changes of 16     ->    weights-17 from 16 and the changes, then 16 is removed
     weights-18   changes of 17     ->    a node that has none goes through 16, 17 and 18
 
-The first replica that needs a version brings it; the others wait for it. Each bucket is verified when it arrives.
+The first replica that needs a version brings it; the others wait for it. Each bucket is verified when it arrives. The
+files of a removed version stay for the next one, which overwrites them; so the node has memory for two versions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from async_rl.weights.transport import (
     base_of,
+    discard_update,
     is_whole_copy,
     read_bucket,
     save_bucket,
@@ -41,6 +43,7 @@ class LocalStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._user = directory / "users" / str(os.getpid())
+        self._spare = directory / "spare"
         self.waiting_for = "nothing"
         self._user.parent.mkdir(parents=True, exist_ok=True)
         self._user.touch()
@@ -79,9 +82,10 @@ class LocalStore:
 
     def _bring(self, folder: Path) -> None:
         local = self.local(folder)
-        partial = local.with_name(f"{local.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        partial = self._directory / "partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+        self._spare.mkdir(exist_ok=True)
+        self._spare.replace(partial)
         base = base_of(folder)
         digests = update_buckets(folder)
         for number, digest in enumerate(digests):
@@ -96,7 +100,7 @@ class LocalStore:
     def _keep_only(self, folder: Path) -> None:
         for version in self._directory.glob("weights-*"):
             if version.name != folder.name:
-                shutil.rmtree(version)
+                discard_update(version, spare_for=self._spare)
 
     @contextmanager
     def _locked(self) -> Generator[None]:

@@ -9,7 +9,7 @@ Each trainer rank that owns tensors writes its buckets, then rank 0 writes the m
 An engine reads bucket by bucket, compares the digest of each with the manifest, and reports the digest of all tensors.
 With `sync.delta` the files of most versions are bucket-00000.delta, with the changes against the version before.
 
-In shared memory the next version overwrites the files of a removed one, because new memory takes longer than the copy:
+In shared memory a version overwrites the files of a removed one (`async_rl.weights.overwrite`):
 
     weights-5/bucket-00000.safetensors    ->    weights-7/bucket-00000.spare    ->    weights-7/bucket-00000.safetensors
 
@@ -19,22 +19,19 @@ A file that any process still has open or mapped is not overwritten; its bucket 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import mmap
 import shutil
-import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from async_rl.weights import delta
-from async_rl.weights.digest import ModuleDigest, WeightsDigest, bytes_of
+from async_rl.weights.digest import ModuleDigest, WeightsDigest
+from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles, digest_of
 from async_rl.weights.plan import BUCKET_BYTES
 from message_queue.tokens import WeightVersion
 
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
-SHARED_MEMORY = Path("/dev/shm")
 SPARE = ".spare"  # suffix of a bucket of a removed version, in the folder of a version that may overwrite it
 MAX_DELTAS = 15
 """Versions of changes between two complete ones; a node without any version goes through at most as many."""
@@ -101,7 +97,12 @@ class Bases:
 
 
 def write_bucket(
-    folder: Path, number: int, tensors: Iterable[tuple[str, torch.Tensor]], *, bases: Bases | None = None
+    folder: Path,
+    number: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    bases: Bases | None = None,
+    files: MappedFiles | None = None,
 ) -> WeightsDigest:
     """Write the file of a bucket and return the digest of its tensors.
 
@@ -111,21 +112,20 @@ def write_bucket(
         tensors: (Hugging Face name, complete tensor on any device).
         bases: if given, the file has the changes against the base, unless the version is complete. The base of the
             bucket becomes these tensors.
+        files: see `save_bucket`.
 
     Raises:
         OSError: the disk has no free space or is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
-    with ThreadPoolExecutor(1) as thread:
-        hashing = thread.submit(digest_of, held.items())
-        if bases is not None and bases.base_of_next() is not None:
-            base = bases.buckets[number]
-            changes = delta.encode(list(held.items()), base=base.tensors, base_digest=base.digest)
-            (folder / _delta_file(number)).write_bytes(changes)
-        else:
-            save_bucket(folder, number, held)
-        digest = hashing.result()
+    if bases is not None and bases.base_of_next() is not None:
+        base = bases.buckets[number]
+        changes = delta.encode(list(held.items()), base=base.tensors, base_digest=base.digest)
+        (folder / _delta_file(number)).write_bytes(changes)
+        digest = digest_of(held.items())
+    else:
+        digest = save_bucket(folder, number, held, files=files)
     if bases is not None:
         kept = bases.buckets.setdefault(number, BaseBucket("", {}))
         kept.digest = digest.hexdigest()
@@ -137,8 +137,17 @@ def write_bucket(
     return digest
 
 
-def save_bucket(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write complete CPU tensors as a bucket, into its spare file if that fits."""
+def save_bucket(
+    folder: Path, number: int, tensors: dict[str, torch.Tensor], *, files: MappedFiles | None = None
+) -> WeightsDigest:
+    """Write complete CPU tensors as a bucket and return their digest.
+
+    Args:
+        folder: of the version. If it has a spare file of the bucket, that is overwritten if possible.
+        number: of the bucket.
+        tensors: Hugging Face name -> tensor.
+        files: of a process that writes this bucket of every version.
+    """
     from safetensors.torch import save_file  # imports torch, which a configuration does without
 
     path = folder / _bucket_file(number)
@@ -146,51 +155,14 @@ def save_bucket(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
     partial.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         path.with_suffix(SPARE).replace(partial)
-    if not _overwrite(partial, tensors):
+    digest = (files or MappedFiles()).overwrite(partial, tensors)
+    if digest is None:
         partial.unlink(missing_ok=True)
-        save_file(tensors, partial)
+        with ThreadPoolExecutor(1) as thread:
+            hashing = thread.submit(digest_of, tensors.items())
+            save_file(tensors, partial)
+            digest = hashing.result()
     partial.replace(path)
-
-
-def _overwrite(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Copy tensors into a file that has other values of them; False if there is no such file, or if it is in use."""
-    try:
-        if not _is_unused(path) or _kinds(read_tensors(path)) != _kinds(tensors.items()):
-            return False
-    except (OSError, SafetensorError):
-        return False
-    with path.open("r+b") as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(num_bytes))
-        mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    body = np.frombuffer(mapping, np.uint8)[8 + num_bytes :]
-    for name, tensor in tensors.items():
-        start, end = header[name]["data_offsets"]
-        np.copyto(body[start:end], bytes_of(tensor))
-    return True
-
-
-def _is_unused(path: Path) -> bool:
-    """Whether no process of this machine has a file open or mapped, which Linux checks before it gives a lease."""
-    with path.open("r+b") as file:
-        try:
-            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # if another process opens it now; by default it would kill
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        except OSError:
-            return False
-    return True
-
-
-def _kinds(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors}
-
-
-def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
-    """Digest of CPU tensors."""
-    digest = WeightsDigest()
-    for name, tensor in tensors:
-        digest.update(name, tensor)
     return digest
 
 
@@ -220,7 +192,12 @@ def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Seq
 
 
 def write_update(
-    directory: Path, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+    directory: Path,
+    *,
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int = BUCKET_BYTES,
+    files: MappedFiles | None = None,
 ) -> WeightUpdate:
     """Write one version of a single owner; at most one bucket is in memory.
 
@@ -229,6 +206,7 @@ def write_update(
         version: `param_version`.
         tensors: (Hugging Face name, tensor on any device).
         bucket_bytes: bound on a bucket; a larger tensor has a bucket of its own.
+        files: see `save_bucket`.
 
     Raises:
         OSError: `directory` has no free space or is not writable; the message names the path.
@@ -238,10 +216,10 @@ def write_update(
     held: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         if held and sum(t.nbytes for _, t in held) + tensor.nbytes > bucket_bytes:
-            buckets.append(write_bucket(folder, len(buckets), held))
+            buckets.append(write_bucket(folder, len(buckets), held, files=files))
             held = []
         held.append((name, tensor))
-    buckets.append(write_bucket(folder, len(buckets), held))
+    buckets.append(write_bucket(folder, len(buckets), held, files=files))
     return finish_update(folder, version=version, buckets=buckets)
 
 
