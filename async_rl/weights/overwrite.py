@@ -1,7 +1,7 @@
 """Overwrites files of a removed version in shared memory with tensors of the next one.
 
-New memory takes longer than the copy into it, because the kernel clears each page. A new mapping of existing memory takes
-a half of the copy, so a writer keeps its mappings.
+New memory takes longer than the copy into it, because the kernel clears each page. A new mapping of existing memory
+takes a third of the copy, so a writer keeps its mappings.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _File(NamedTuple):
 class MappedFiles:
     """Files that this process has overwritten, open and mapped until they are deleted.
 
-    The memory of a deleted file is free after the next `overwrite`, or when the object is gone. Another process does not
-    overwrite the files while this object is alive.
+    The memory of a deleted file is free after the next `overwrite`, or when the object is gone. No other process
+    overwrites the files while this object exists.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class MappedFiles:
         try:
             inode = path.stat().st_ino
             file = self._files.pop(inode, None) or _open(path)
-            if not _is_unused(file.descriptor) or len(file.content) != os.fstat(file.descriptor).st_size:
+            if not _is_unused(file.descriptor):
                 return None
             places = _places(path, file.content, tensors)
         except (OSError, ValueError, SafetensorError):

@@ -151,19 +151,15 @@ def save_bucket(
     from safetensors.torch import save_file  # imports torch, which a configuration does without
 
     path = folder / _bucket_file(number)
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
-        path.with_suffix(SPARE).replace(partial)
-    digest = (files or MappedFiles()).overwrite(partial, tensors)
-    if digest is None:
-        partial.unlink(missing_ok=True)
-        with ThreadPoolExecutor(1) as thread:
-            hashing = thread.submit(digest_of, tensors.items())
-            save_file(tensors, partial)
-            digest = hashing.result()
-    partial.replace(path)
-    return digest
+        path.with_suffix(SPARE).replace(path)
+    if (digest := (files or MappedFiles()).overwrite(path, tensors)) is not None:
+        return digest
+    path.unlink(missing_ok=True)
+    with ThreadPoolExecutor(1) as thread:
+        hashing = thread.submit(digest_of, tensors.items())
+        save_file(tensors, path)
+        return hashing.result()
 
 
 def finish_update(
