@@ -49,15 +49,15 @@ class MappedFiles:
         self._files: dict[int, _File] = {}  # by inode
 
     def overwrite(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> WeightsDigest | None:
-        """Copy CPU tensors into a safetensors file that has other values of them, and hash them.
+        """Copy CPU tensors into a safetensors file that has tensors of the same names, dtypes and shapes, and hash them.
 
         Args:
             path: of the file.
             tensors: Hugging Face name -> tensor.
 
         Returns:
-            Digest of the tensors. None, with the file unchanged, if there is no such file, if it has tensors of other
-            names, dtypes or shapes, or if anything else has it open or mapped: its readers never see a change.
+            Digest of the tensors. None, with the file unchanged, if there is no such file, or if anything else has it
+            open or mapped: its readers never see a change.
         """
         self._files = {inode: file for inode, file in self._files.items() if os.fstat(file.descriptor).st_nlink}
         try:
