@@ -49,7 +49,7 @@ class MappedFiles:
         self._files: dict[int, _File] = {}  # by inode
 
     def overwrite(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> WeightsDigest | None:
-        """Copy CPU tensors into a safetensors file that has tensors of the same names, dtypes and shapes, and hash them.
+        """Copy CPU tensors into a safetensors file with tensors of the same names, dtypes and shapes, and hash them.
 
         Args:
             path: of the file.
