@@ -69,16 +69,17 @@ def test_an_export_removes_versions_that_are_needed_no_longer(trainer, tmp_path)
     assert trainer.export(folder, version=4).path.is_dir()
 
 
-def test_a_trainer_overwrites_the_files_of_removed_versions(trainer, tmp_path):
+def test_a_trainer_overwrites_the_files_of_removed_versions(checkpoint, tmp_path):
+    training = start_trainer(checkpoint)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as memory:
         used = {}
         for version in range(1, 5):
-            update = trainer.export(Path(memory), version=version, keep_version=version - 1)
-            assert update.weights == trainer.export(tmp_path, version=version).weights
+            update = training.export(Path(memory), version=version, keep_version=version - 1)
+            assert update.weights == training.export(tmp_path, version=version).weights
             found, expected = (dict(read_update(path / update.path.name)) for path in (Path(memory), tmp_path))
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             used[version] = [path.stat().st_ino for path in update_files(update.path)]
-            trainer.train(make_batch())
+            training.train(make_batch())
         assert (used[3], used[4]) == (used[1], used[2])
 
 
