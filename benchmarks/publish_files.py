@@ -3,7 +3,7 @@
 A process writes the bfloat16 layers of a model in buckets, as an owner does. Then it reads, verifies and copies them
 into parameters, as the worker of an engine does. Each round also copies the bytes once from tensors into parameters.
 The ratio of a copy over a write and a read is the median over rounds, with its 95 % bootstrap interval. Extra memory is
-the growth of the process's own memory while it writes, without the files in shared memory.
+the growth of the process's own memory while it writes once more, without the files in shared memory.
 
 python benchmarks/publish_files.py [--mb 100 1000] [--bucket-mb 64] [--rounds 9] [--directory /dev/shm]
 """
@@ -26,10 +26,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.weights.transport import discard_updates, read_update, write_update
+from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.overwrite import MappedFiles
+from async_rl.weights.transport import discard_updates, read_update, version_folder, write_update
 from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
 
 COLUMNS = 4096  # of a weight, which has a quarter of a bucket
+NEW_FILES = 2  # the first versions, which have no files of a removed version to overwrite; they are not counted
 
 
 def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int) -> list[str]:
@@ -40,21 +43,19 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
         (f"model.layers.{i:04}.weight", torch.randn(rows, COLUMNS).to(torch.bfloat16).contiguous())
         for i in range(number)
     ]
+    files = MappedFiles()
     parameters = {name: torch.zeros_like(tensor) for name, tensor in weights}
-    total, seconds, extra = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]](), 0
-    for version in range(rounds + 1):  # the first is not counted
+    total, seconds = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]]()
+    for version in range(rounds + NEW_FILES):
         copied = timed(lambda: put(iter(weights), parameters))
-        with own_memory() as growth:
-            written = timed(
-                lambda v=version: write_update(directory, version=v, tensors=weights, bucket_bytes=bucket_bytes)
-            )
-        folder = directory / f"weights-{version}"
-        read = timed(lambda f=folder: put(read_update(f), parameters))
-        discard_updates(directory, keep_version=version)
+        written = timed(lambda v=version: publish(directory, v, weights, files=files, bucket_bytes=bucket_bytes))
+        folder = version_folder(directory, version)
+        read = timed(lambda f=folder: put(read_update(f, seen=WeightsDigest()), parameters))
         say(f"{total / 1e6:.0f} MB, round {version}: copy {copied:.3f} s, write {written:.3f} s, read {read:.3f} s")
-        if version:
+        if version >= NEW_FILES:
             seconds.append((copied, written, read))
-            extra = max(extra, growth[0])
+    with own_memory() as growth:
+        publish(directory, rounds + NEW_FILES, weights, files=files, bucket_bytes=bucket_bytes)
     times = np.array(seconds)
     rates = total / np.median(times, axis=0) / 1e9
     ratios = times[:, 0] / (times[:, 1] + times[:, 2])
@@ -63,8 +64,16 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
         f"{total / 1e6:.0f} MB",
         *(f"{rate:.1f}" for rate in rates),
         f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]",
-        f"{extra / bucket_bytes:.1f}",
+        f"{growth[0] / bucket_bytes:.1f}",
     ]
+
+
+def publish(
+    directory: Path, version: int, weights: list[tuple[str, Tensor]], *, files: MappedFiles, bucket_bytes: int
+) -> None:
+    """Write a version after the previous one is loaded; the one before that is removed."""
+    discard_updates(directory, keep_version=version - 1, spare_for=version_folder(directory, version))
+    write_update(directory, version=version, tensors=weights, bucket_bytes=bucket_bytes, files=files)
 
 
 def put(tensors: Iterator[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from async_rl.trainer.model.layout import adapted_modules
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.pretrained import save_adapter, save_pretrained
 from async_rl.weights.transport import (
     Bases,
@@ -34,6 +36,7 @@ def export_update(
     keep_version: int,
     bases: Bases | None = None,
     servers: Sequence[str] | None = None,
+    files: MappedFiles | None = None,
 ) -> WeightUpdate | None:
     """Write the weights for engines, after removing versions older than `keep_version`. Each rank writes its buckets.
 
@@ -44,6 +47,7 @@ def export_update(
         keep_version: oldest version that a replica may need.
         bases: what this rank has published last, if versions are written as changes; they become this version.
         servers: address of the server of the node of each rank, by rank, if each node has its own `directory`.
+        files: that this rank has overwritten.
 
     Returns:
         the written version on rank 0, None on other ranks.
@@ -52,15 +56,21 @@ def export_update(
         OSError: `directory` has no free space or is not writable.
     """
     rank = dist.get_rank()
-    if rank == (0 if servers is None else servers.index(servers[rank])):
-        discard_updates(directory, keep_version=keep_version)
     folder = version_folder(directory, version)
-    mine = {
-        bucket.number: write_bucket(folder, bucket.number, tensors, bases=bases)
-        for bucket, tensors in source.buckets()
-        if tensors
-    }
     base = None if bases is None else bases.base_of_next()
+    if rank == (0 if servers is None else servers.index(servers[rank])):
+        discard_updates(directory, keep_version=keep_version, spare_for=folder if base is None else None)
+    mine: dict[int, WeightsDigest] = {}
+    with ThreadPoolExecutor(1) as writer:
+        writing: tuple[int, Future[WeightsDigest]] | None = None
+        for bucket, tensors in source.buckets():  # the next bucket is gathered while this rank, or another, writes one
+            if tensors:
+                if writing is not None:
+                    mine[writing[0]] = writing[1].result()
+                number = bucket.number
+                writing = number, writer.submit(write_bucket, folder, number, tensors, bases=bases, files=files)
+        if writing is not None:
+            mine[writing[0]] = writing[1].result()
     if bases is not None:
         bases.published(version)
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None

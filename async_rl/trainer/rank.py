@@ -31,6 +31,7 @@ from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards,
 from async_rl.trainer.step import MicroBatch, MicroBatchBuilder, Objective
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.model_info import read_model_info
+from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import Bases, WeightUpdate, remove_directory
 
 
@@ -88,6 +89,7 @@ class TrainerRank:
         self._host = host
         self._server: VersionServer | None = None
         self._servers: list[str] | None = None  # of the node of each rank, from the first export on
+        self._files = MappedFiles()
         self._planner = Planner(config=config, loss=loss)
         self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
@@ -211,6 +213,7 @@ class TrainerRank:
             keep_version=keep_version,
             bases=self._bases,
             servers=self._servers,
+            files=self._files,
         )
 
     def _serve(self, host: str, directory: Path) -> list[str]:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import mmap
-import os
 import queue
 import threading
 import time
@@ -31,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from async_rl.weights.transport import Backend, Seat, Source, UpdateError, bucket_file
+from async_rl.weights.overwrite import bytes_to_fill
+from async_rl.weights.transport import SPARE, Backend, Seat, Source, UpdateError, bucket_file
 
 _log = logging.getLogger(__name__)
 _IDLE = timedelta(days=1)  # time for which a server waits for a request before it waits again
@@ -104,7 +104,7 @@ def receive(version: str, seat: Seat, *, into: Path) -> Generator[int]:
     Args:
         version: name of the folder of the version.
         seat: place of this process in the delivery.
-        into: existing folder on this node.
+        into: existing folder on this node. Its spare files are overwritten.
 
     Raises:
         UpdateError: a bucket did not come; names it and the server.
@@ -146,7 +146,8 @@ def _receive_from(
         with _group(store, rank=rank, size=size, backend=seat.backend, timeout=timeout) as group:
             for number, num_bytes in zip(source.buckets, answer["sizes"], strict=True):
                 awaited = f"bucket {number} of {version} did not come from {source.address}"
-                group.broadcast(_mapped(bucket_file(into, number), num_bytes=num_bytes))
+                file = bucket_file(into, number)
+                group.broadcast(torch.from_numpy(bytes_to_fill(file, num_bytes, spare=file.with_suffix(SPARE))))
                 arrived(number)
     except (RuntimeError, OSError) as error:  # those of stores and groups are RuntimeErrors
         arrived(UpdateError(f"{awaited}: {error}"))
@@ -213,18 +214,11 @@ class _Group:
         self._group.abort()
 
 
-def _mapped(file: Path, *, num_bytes: int | None = None) -> Tensor:
-    """Bytes of a file as a CPU tensor; with `num_bytes`, of a new file, to which what is put into the tensor goes.
-
-    Raises:
-        OSError: the file does not exist, or the node has no memory for a new one.
-    """
-    if num_bytes is None:
-        with file.open("rb") as opened:
-            return torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    with file.open("w+b") as opened:
-        os.posix_fallocate(opened.fileno(), 0, num_bytes)  # a full memory is an error here, and a signal later
-        return torch.frombuffer(mmap.mmap(opened.fileno(), num_bytes), dtype=torch.uint8)
+def _mapped(file: Path) -> Tensor:
+    """Bytes of a file, for reading. Raises OSError if it does not exist."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
+    with file.open("rb") as opened:
+        return torch.frombuffer(mmap.mmap(opened.fileno(), 0, flags=flags), dtype=torch.uint8)
 
 
 def _connect(address: str, timeout: timedelta) -> TCPStore:

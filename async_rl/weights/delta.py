@@ -26,6 +26,8 @@ import zstandard
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
+from async_rl.weights.digest import bytes_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -214,8 +216,4 @@ def _kind(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 def _bits(tensor: torch.Tensor) -> Integers:
     """Values of a CPU tensor as signed integers [n], in the memory of the tensor if it is contiguous."""
-    import torch  # a configuration does without it
-
-    held = tensor.detach().contiguous()
-    flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
-    return flat.numpy().view(f"<i{min(tensor.dtype.itemsize, 8)}")
+    return bytes_of(tensor).view(f"<i{min(tensor.dtype.itemsize, 8)}")

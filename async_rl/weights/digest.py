@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from xxhash import xxh3_128
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 WHOLE_MODEL = "the whole model"  # name of the module that contains all tensors
+_BLOCK = 256 << 10  # bytes that are hashed after they are copied, while they are in the cache of the core
 _MODULE = re.compile(r"(?:.*\.)?layers\.\d+\.[^.]+(?=\.)")
 
 
@@ -22,6 +25,15 @@ def module_of(name: str) -> str:
     """
     found = _MODULE.match(name)
     return name if found is None else found[0]
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Bytes [n] of a CPU tensor, in its memory if it is contiguous."""
+    import torch  # a configuration does without it
+
+    held = tensor.detach().contiguous()
+    flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
+    return flat.numpy()
 
 
 class ModuleDigest(NamedTuple):
@@ -49,16 +61,24 @@ class WeightsDigest:
             total._dtypes |= part._dtypes
         return total
 
-    def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Hash name, dtype, shape and bytes of a CPU tensor."""
-        import torch  # a configuration does without it
-
-        held = tensor.detach().contiguous()
-        flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)  # reshape keeps any stride of a single value
+    def update(self, name: str, tensor: torch.Tensor, *, copy_to: NDArray[np.uint8] | None = None) -> None:
+        """Hash name, dtype, shape and bytes of a CPU tensor, and copy the bytes if they have a target [n]."""
         entry = xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        entry.update(flat.numpy().data)
+        data = bytes_of(tensor)
+        if copy_to is None:
+            entry.update(data.data)
+        else:
+            for start in range(0, len(data), _BLOCK):
+                copied = copy_to[start : start + _BLOCK]
+                copied[:] = data[start : start + _BLOCK]
+                entry.update(copied.data)
         self._entries[name] = entry.digest()
         self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+
+    def add(self, name: str, *, of: WeightsDigest) -> None:
+        """Add a tensor that `of` has hashed."""
+        self._entries[name] = of._entries[name]
+        self._dtypes[name] = of._dtypes[name]
 
     def hexdigest(self) -> str:
         """32 hex digits of all tensors."""

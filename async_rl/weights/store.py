@@ -5,7 +5,8 @@
     weights-17   changes of 16     ->    weights-17 from 16 and the changes, then 16 is removed
     weights-18   changes of 17     ->    a node that has none goes through 16, 17 and 18
 
-The first replica that needs a version brings it; the others wait for it. Each bucket is verified when it arrives.
+The first replica that needs a version brings it; the others wait for it. Each bucket is verified when it arrives. The
+files of a removed version stay for the next one, which overwrites them; so the node has memory for two versions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from async_rl.weights.transport import (
     UpdateError,
     WeightUpdate,
     base_of,
+    discard_update,
     holds,
     read_bucket,
     save_bucket,
@@ -52,6 +54,7 @@ class LocalStore:
         self._directory = directory
         self._host = host
         self._server: VersionServer | None = None
+        self._spare = directory / "spare"
         self.waiting_for = "nothing"
         users = directory / "users"
         users.mkdir(parents=True, exist_ok=True)
@@ -136,9 +139,10 @@ class LocalStore:
     @contextmanager
     def _new_version(self, local: Path, digests: Sequence[str]) -> Generator[Path]:
         """Yield a folder to fill with verified buckets, which then becomes the only version of this node."""
-        partial = Path(
-            tempfile.mkdtemp(prefix=f"{local.name}.", dir=self._directory)
-        )  # of a failed one: writers may go on
+        # Not the folder of an attempt that failed: threads of that one may go on for a while.
+        partial = Path(tempfile.mkdtemp(prefix=f"{local.name}.", dir=self._directory))
+        with contextlib.suppress(FileNotFoundError):
+            self._spare.replace(partial)
         yield partial
         write_manifest(partial, version=int(local.name.split("-")[1]), base=None, buckets=digests)
         shutil.rmtree(local, ignore_errors=True)  # of a killed run, which had other weights
@@ -149,7 +153,7 @@ class LocalStore:
     def _keep_only(self, folder: Path) -> None:
         for version in self._directory.glob("weights-*"):
             if version.name != folder.name:
-                shutil.rmtree(version)
+                discard_update(version, spare_for=self._spare)
 
     @contextmanager
     def _locked(self) -> Generator[None]:

@@ -8,13 +8,21 @@ Each trainer rank that owns tensors writes its buckets, then rank 0 writes the m
 
 An engine reads bucket by bucket, compares the digest of each with the manifest, and reports the digest of all tensors.
 With `sync.delta` the files of most versions are bucket-00000.delta, with the changes against the version before.
+
+In shared memory a version overwrites the files of a removed one (`async_rl.weights.overwrite`):
+
+    weights-5/bucket-00000.safetensors    ->    weights-7/bucket-00000.spare    ->    weights-7/bucket-00000.safetensors
+
+A file that any process still has open or mapped is not overwritten; its bucket gets a new file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 
 from async_rl.weights import delta
 from async_rl.weights.digest import ModuleDigest, WeightsDigest
+from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles, digest_of
 from async_rl.weights.plan import BUCKET_BYTES
 from message_queue.tokens import WeightVersion
 
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
+SPARE = ".spare"  # suffix of a bucket of a removed version, in the folder of a version that may overwrite it
 MAX_DELTAS = 15
 """Versions of changes between two complete ones; a node without any version goes through at most as many."""
 
@@ -121,7 +131,12 @@ class Bases:
 
 
 def write_bucket(
-    folder: Path, number: int, tensors: Iterable[tuple[str, torch.Tensor]], *, bases: Bases | None = None
+    folder: Path,
+    number: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    bases: Bases | None = None,
+    files: MappedFiles | None = None,
 ) -> WeightsDigest:
     """Write the file of a bucket and return the digest of its tensors.
 
@@ -131,19 +146,20 @@ def write_bucket(
         tensors: (Hugging Face name, complete tensor on any device).
         bases: if given, the file has the changes against the base, unless the version is complete. The base of the
             bucket becomes these tensors.
+        files: see `save_bucket`.
 
     Raises:
         OSError: the disk has no free space or is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
-    digest = digest_of(held.items())
     if bases is not None and bases.base_of_next() is not None:
         base = bases.buckets[number]
         changes = delta.encode(list(held.items()), base=base.tensors, base_digest=base.digest)
         (folder / _delta_file(number)).write_bytes(changes)
+        digest = digest_of(held.items())
     else:
-        save_bucket(folder, number, held)
+        digest = save_bucket(folder, number, held, files=files)
     if bases is not None:
         kept = bases.buckets.setdefault(number, BaseBucket("", {}))
         kept.digest = digest.hexdigest()
@@ -155,25 +171,35 @@ def write_bucket(
     return digest
 
 
-def save_bucket(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write complete CPU tensors as a bucket."""
+def save_bucket(
+    folder: Path, number: int, tensors: dict[str, torch.Tensor], *, files: MappedFiles | None = None
+) -> WeightsDigest:
+    """Write complete CPU tensors as a bucket and return their digest.
+
+    Args:
+        folder: of the version. If it has a spare file of the bucket, that is overwritten if possible.
+        number: of the bucket.
+        tensors: Hugging Face name -> tensor.
+        files: of a process that writes this bucket of every version.
+    """
     from safetensors.torch import save_file  # imports torch, which a configuration does without
 
-    save_file(tensors, folder / _bucket_file(number))
-
-
-def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
-    """Digest of CPU tensors."""
-    digest = WeightsDigest()
-    for name, tensor in tensors:
-        digest.update(name, tensor)
-    return digest
+    path = folder / _bucket_file(number)
+    with contextlib.suppress(FileNotFoundError):
+        path.with_suffix(SPARE).replace(path)
+    if (digest := (files or MappedFiles()).overwrite(path, tensors)) is not None:
+        return digest
+    path.unlink(missing_ok=True)
+    with ThreadPoolExecutor(1) as thread:
+        hashing = thread.submit(digest_of, tensors.items())
+        save_file(tensors, path)
+        return hashing.result()
 
 
 def finish_update(
     folder: Path, *, version: int, buckets: Sequence[WeightsDigest], base: int | None = None
 ) -> WeightUpdate:
-    """Write the manifest of a version when all its buckets are written.
+    """Write the manifest of a version when all its buckets are written, and remove spare files that it did not need.
 
     Args:
         folder: of the version.
@@ -194,13 +220,20 @@ def finish_update(
 
 def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Sequence[str]) -> None:
     """Write the manifest, which appears whole. For the arguments see `finish_update`; buckets: digests."""
+    for spare in folder.glob(f"*{SPARE}"):
+        spare.unlink()
     partial = folder / f"{MANIFEST}.partial"
     partial.write_text(json.dumps({"version": version, "base": base, "buckets": list(buckets)}))
     partial.replace(folder / MANIFEST)
 
 
 def write_update(
-    directory: Path, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+    directory: Path,
+    *,
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int = BUCKET_BYTES,
+    files: MappedFiles | None = None,
 ) -> WeightUpdate:
     """Write one version of a single owner; at most one bucket is in memory.
 
@@ -209,6 +242,7 @@ def write_update(
         version: `param_version`.
         tensors: (Hugging Face name, tensor on any device).
         bucket_bytes: bound on a bucket; a larger tensor has a bucket of its own.
+        files: see `save_bucket`.
 
     Raises:
         OSError: `directory` has no free space or is not writable; the message names the path.
@@ -218,10 +252,10 @@ def write_update(
     held: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         if held and sum(t.nbytes for _, t in held) + tensor.nbytes > bucket_bytes:
-            buckets.append(write_bucket(folder, len(buckets), held))
+            buckets.append(write_bucket(folder, len(buckets), held, files=files))
             held = []
         held.append((name, tensor))
-    buckets.append(write_bucket(folder, len(buckets), held))
+    buckets.append(write_bucket(folder, len(buckets), held, files=files))
     return finish_update(folder, version=version, buckets=buckets)
 
 
@@ -237,16 +271,34 @@ def update_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_update(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_update(folder: Path, *, seen: WeightsDigest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, CPU tensor) of a written version; each bucket is verified before its first tensor.
+
+    A thread verifies the next buckets while the caller uses the tensors.
+
+    Args:
+        folder: of the version.
+        seen: gets the digest of each tensor when the tensor is yielded.
 
     Raises:
         UpdateError: a file is missing, damaged, or not the one that the manifest names.
     """
     digests = update_buckets(folder)
     update_files(folder)
-    for number, published in enumerate(digests):
-        yield from read_bucket(folder, number, published=published)
+    thread = ThreadPoolExecutor(1)
+    try:
+        reading = [
+            thread.submit(_read_verified, folder, number, published=published)
+            for number, published in enumerate(digests)
+        ]
+        for bucket in reading:
+            tensors, digest = bucket.result()
+            for name, tensor in tensors:
+                if seen is not None:
+                    seen.add(name, of=digest)
+                yield name, tensor
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 def read_bucket(
@@ -264,6 +316,13 @@ def read_bucket(
     Raises:
         UpdateError: the file is missing, damaged, not the one that was published, or its base is another version.
     """
+    return _read_verified(folder, number, published=published, base=base)[0]
+
+
+def _read_verified(
+    folder: Path, number: int, *, published: str, base: Path | None = None
+) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest]:
+    """The tensors of `read_bucket` and their digest."""
     path = folder / (_bucket_file(number) if base is None else _delta_file(number))
     try:
         if base is None:
@@ -273,9 +332,10 @@ def read_bucket(
             held = delta.decode(path.read_bytes(), base=tensors, base_digest=update_buckets(base)[number])
     except (OSError, SafetensorError, delta.DeltaError) as error:
         raise UpdateError(f"{path} cannot be read: {error}") from error
-    if (found := digest_of(held).hexdigest()) != published:
+    digest = digest_of(held)
+    if (found := digest.hexdigest()) != published:
         raise UpdateError(f"{path} has digest {found}, but {published} was published")
-    return held
+    return held, digest
 
 
 def damage(folder: Path) -> str:
@@ -295,15 +355,31 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def discard_updates(directory: Path, *, keep_version: int) -> None:
-    """Remove every version older than `keep_version` that it is not written against, at any distance."""
+def discard_updates(directory: Path, *, keep_version: int, spare_for: Path | None = None) -> None:
+    """Remove every version older than `keep_version` that it is not written against, at any distance.
+
+    Args:
+        directory: parent of the folders of the versions.
+        keep_version: oldest version that a reader may need.
+        spare_for: folder of a complete version that is written next, which overwrites the files in shared memory.
+    """
     needed, folder = set[Path](), version_folder(directory, keep_version)
     while folder not in needed and (folder / MANIFEST).is_file():
         needed.add(folder)
         folder = base_of(folder) or folder
     for folder in directory.glob("weights-*"):
         if int(folder.name.split("-")[1]) < keep_version and folder not in needed:
-            shutil.rmtree(folder)
+            discard_update(folder, spare_for=spare_for)
+
+
+def discard_update(folder: Path, *, spare_for: Path | None = None) -> None:
+    """Remove a version, or give the files of its complete buckets to the next one; see `discard_updates`."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    if spare_for is not None and folder.stat().st_dev == SHARED_MEMORY.stat().st_dev:
+        spare_for.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob("*.safetensors"):
+            file.replace(spare_for / file.with_suffix(SPARE).name)
+    shutil.rmtree(folder)
 
 
 def remove_directory(directory: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from async_rl.inference.vllm import worker
 from async_rl.inference.vllm.worker import LoadsUpdates
+from async_rl.weights.digest import WeightsDigest
 from tests.conformance.planted import LOADS
 
-hashed = worker._hashed
+read_update = worker.read_update
 EXTENSION = "tests.conformance.planted_vllm.PlantedLoads"
 
 
@@ -22,7 +24,7 @@ class PlantedLoads(LoadsUpdates):
 
     def plant(self, fault: str) -> None:
         PlantedLoads.fault = fault
-        worker._hashed = _spoiled
+        worker.read_update = _spoiled
 
     def slow_down(self: Any, step_s: float | None) -> None:
         """Make each step of the engine take `step_s` seconds more; None: full speed."""
@@ -36,6 +38,6 @@ class PlantedLoads(LoadsUpdates):
         runner.execute_model = execute if step_s is None else execute_slowly
 
 
-def _spoiled(tensors: Iterable[tuple[str, Any]], digest: Any) -> Iterator[tuple[str, Any]]:
-    """Instead of `async_rl.inference.vllm.worker._hashed`: the digest is right, and the tensors have the fault."""
-    yield from LOADS.spoiled(PlantedLoads.fault, list(hashed(tensors, digest)))
+def _spoiled(folder: Path, *, seen: WeightsDigest | None = None) -> Iterator[tuple[str, Any]]:
+    """Instead of `async_rl.weights.transport.read_update`: the digest is right, and the tensors have the fault."""
+    yield from LOADS.spoiled(PlantedLoads.fault, list(read_update(folder, seen=seen)))

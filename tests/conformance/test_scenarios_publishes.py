@@ -12,6 +12,8 @@ import random
 
 import pytest
 
+from async_rl.weights.overwrite import MappedFiles
+from async_rl.weights.transport import read_tensors, update_files
 from tests.conformance.checks import assert_whole, versions_of
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, prompts
 
@@ -51,3 +53,13 @@ async def test_many_publishes_under_load(tested: EngineUnderTest, kv: str, stage
     assert {rollout.trajectory.num_sampled for rollout in rollouts} == {TOKENS}
     assert len({version for exchange in tested.exchanges for version in versions_of(exchange)}) > PUBLISHES // 2
     assert_whole(tested, *rollouts)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
+async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested: EngineUnderTest, staged: bool):
+    """Otherwise the next versions would get new files instead of overwriting these."""
+    for version in (1, 0, 1):
+        await tested.publish(version=version, staged=staged)
+        for path in update_files(tested.update(version).path):
+            tensors = {name: tensor.clone() for name, tensor in read_tensors(path)}
+            assert MappedFiles().overwrite(path, tensors) is not None

@@ -1,5 +1,8 @@
 """The Megatron model of Qwen3-MoE: versions, layouts of the work, free rows, and refusals; families are beside it."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -10,8 +13,9 @@ from async_rl.trainer.export import export_update
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.overwrite import SHARED_MEMORY
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import read_update
+from async_rl.weights.transport import read_update, update_files
 from tests.helpers import numerics
 from tests.parallel.support import (
     MARKS,
@@ -63,6 +67,20 @@ def test_an_export_removes_versions_that_are_needed_no_longer(trainer, tmp_path)
     assert list(tmp_path.iterdir()) == []
     trainer.remove_updates(folder)
     assert trainer.export(folder, version=4).path.is_dir()
+
+
+def test_a_trainer_overwrites_the_files_of_removed_versions(checkpoint, tmp_path):
+    training = start_trainer(checkpoint)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as memory:
+        used = {}
+        for version in range(1, 5):
+            update = training.export(Path(memory), version=version, keep_version=version - 1)
+            assert update.weights == training.export(tmp_path, version=version).weights
+            found, expected = (dict(read_update(path / update.path.name)) for path in (Path(memory), tmp_path))
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            used[version] = [path.stat().st_ino for path in update_files(update.path)]
+            training.train(make_batch())
+        assert (used[3], used[4]) == (used[1], used[2])
 
 
 def test_a_trainer_publishes_changes_that_a_node_turns_into_its_weights(trainer, checkpoint, tmp_path):

@@ -5,7 +5,6 @@ A load also returns checksums of the model's parameters, which prove that the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -38,7 +37,7 @@ class LoadsUpdates:
         from async_rl.compat.vllm_reload import pack_tied_head  # imports vLLM
 
         digest = WeightsDigest()
-        self.reload_weights(weights_iterator=_hashed(read_update(Path(path)), digest))
+        self.reload_weights(weights_iterator=read_update(Path(path), seen=digest))
         pack_tied_head(self.get_model(), self.vllm_config)
         return digest.hexdigest(), self.live_checksums()
 
@@ -78,7 +77,7 @@ def _load_twin(twin: Twin, *, path: Path, config: VllmConfig) -> Loaded:
     from async_rl.compat.vllm_reload import reload_twin  # imports vLLM
 
     digest = WeightsDigest()
-    reload_twin(twin, _hashed(read_update(path), digest), config=config)
+    reload_twin(twin, read_update(path, seen=digest), config=config)
     return digest.hexdigest(), _checksums(twin.model)
 
 
@@ -88,10 +87,3 @@ def _checksums(model: torch.nn.Module) -> dict[str, str]:
         **model_checksums(model),
         **{f"{name}.packed": noted for name, noted in packed if noted is not None},
     }
-
-
-def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: WeightsDigest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors unchanged and add each to `digest`."""
-    for name, tensor in tensors:
-        digest.update(name, tensor)
-        yield name, tensor
