@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.overwrite import MappedFiles
-from async_rl.weights.transport import discard_updates, read_update, version_folder, write_update
+from async_rl.weights.transport import WeightUpdate, discard_updates, read_update, version_folder, write_update
 from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
 
 COLUMNS = 4096  # of a weight, which has a quarter of a bucket
@@ -37,12 +37,7 @@ NEW_FILES = 2  # the first versions, which have no files of a removed version to
 
 def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int) -> list[str]:
     """Rates and extra memory of a model with about `num_bytes`."""
-    rows = bucket_bytes // 4 // (2 * COLUMNS)
-    number = max(1, round(num_bytes / (rows * COLUMNS * 2)))
-    weights = [
-        (f"model.layers.{i:04}.weight", torch.randn(rows, COLUMNS).to(torch.bfloat16).contiguous())
-        for i in range(number)
-    ]
+    weights = model_weights(num_bytes, bucket_bytes=bucket_bytes)
     files = MappedFiles()
     parameters = {name: torch.zeros_like(tensor) for name, tensor in weights}
     total, seconds = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]]()
@@ -70,10 +65,20 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
 
 def publish(
     directory: Path, version: int, weights: list[tuple[str, Tensor]], *, files: MappedFiles, bucket_bytes: int
-) -> None:
+) -> WeightUpdate:
     """Write a version after the previous one is loaded; the one before that is removed."""
     discard_updates(directory, keep_version=version - 1, spare_for=version_folder(directory, version))
-    write_update(directory, version=version, tensors=weights, bucket_bytes=bucket_bytes, files=files)
+    return write_update(directory, version=version, tensors=weights, bucket_bytes=bucket_bytes, files=files)
+
+
+def model_weights(num_bytes: int, *, bucket_bytes: int) -> list[tuple[str, Tensor]]:
+    """About `num_bytes` of bfloat16 weights of equal size, four of them in a bucket."""
+    rows = bucket_bytes // 4 // (2 * COLUMNS)
+    number = max(1, round(num_bytes / (rows * COLUMNS * 2)))
+    return [
+        (f"model.layers.{i:04}.weight", torch.randn(rows, COLUMNS).to(torch.bfloat16).contiguous())
+        for i in range(number)
+    ]
 
 
 def put(tensors: Iterator[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:

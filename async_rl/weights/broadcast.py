@@ -215,9 +215,9 @@ class _Group:
 
 
 def _mapped(file: Path) -> Tensor:
-    """Bytes of a file, for reading. Raises OSError if it does not exist."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
-    with file.open("rb") as opened:
+    """Bytes of a file, which is only read here. Raises OSError if it does not exist."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a private mapping that torch accepts would be a copy
+    with file.open("r+b") as opened:
         return torch.frombuffer(mmap.mmap(opened.fileno(), 0, flags=flags), dtype=torch.uint8)
 
 
