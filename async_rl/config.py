@@ -295,8 +295,8 @@ class ClusterConfig:
     gpus_per_replica: float | None = None
     """GPUs of one engine replica.
 
-    None is engine.tensor_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank > 0 with
-    engine.device=auto), else 0.
+    None is engine.tensor_parallel x engine.data_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank >
+    0 with engine.device=auto), else 0.
     """
     rank_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
     """Environment variables of the processes of trainer ranks."""
@@ -408,7 +408,7 @@ class RunConfig:
         if (given := self.cluster.gpus_per_replica) is not None:
             return given
         on_gpus = self.engine.device == "cuda" or (self.engine.device == "auto" and self.cluster.gpus_per_rank > 0)
-        return float(self.engine.tensor_parallel) if on_gpus else 0.0
+        return float(self.engine.ranks) if on_gpus else 0.0
 
 
 def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
@@ -754,10 +754,11 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
             f"{asked} with engine.device=auto and cluster.gpus_per_rank={cluster.gpus_per_rank}; set "
             "cluster.gpus_per_replica=null for replicas on GPUs, or engine.device=cpu"
         )
-    elif gpus > 0 and (gpus > 1 or engine.tensor_parallel > 1) and (gpus % 1 or gpus < engine.tensor_parallel):
+    elif gpus > 0 and (gpus > 1 or engine.ranks > 1) and (gpus % 1 or gpus < engine.ranks):
         yield (
-            f"{asked} with engine.tensor_parallel={engine.tensor_parallel}: a replica needs one whole GPU per worker, "
-            "and only a replica of one worker may take a part of one; set cluster.gpus_per_replica=null"
+            f"{asked} with engine.tensor_parallel={engine.tensor_parallel} and engine.data_parallel="
+            f"{engine.data_parallel}: a replica needs one whole GPU per rank, and only a replica of one rank may take "
+            "a part of one; set cluster.gpus_per_replica=null"
         )
     if config.sync.backend == "nccl" and not (gpus and cluster.gpus_per_rank):
         yield (

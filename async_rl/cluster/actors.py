@@ -95,7 +95,9 @@ class Placement:
         replica = _without_zero({"CPU": config.cpus_per_replica, "GPU": gpus_per_replica})
         if ranks:
             _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
-        _require_node(replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel)")
+        _require_node(
+            replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel x data_parallel)"
+        )
         self._ranks, self._replicas, self._queue = ranks, replicas, ranks + replicas + workers
         self._config, self._gpus_per_replica = config, gpus_per_replica
         self._bundles = [*[rank] * ranks, *[replica] * replicas, *[{"CPU": 1.0}] * (workers + 1)]

@@ -1,4 +1,5 @@
-"""Fixes for vLLM 0.32's CPU backend: routed-experts capture, expert weight updates, seeded sampling, forced routing.
+"""Fixes for vLLM 0.32's CPU backend: routed-experts capture, expert weight updates, seeded sampling, forced routing,
+expert and data parallelism.
 
 In vLLM, only the GPU model runner V2 uses the routed-experts data plane (`vllm/distributed/aux_output_connector`), and
 only that runner returns the tokens that the sampler kept. Here the CPU runner makes the same calls to the data plane
@@ -8,6 +9,7 @@ and returns kept tokens in the same form.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from vllm.distributed.aux_output_connector.worker import (
     PendingAuxOutput,
     get_aux_output_connector,
 )
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -72,9 +76,9 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return output
 
     def pin_routing(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `ForcedRouting.pin`."""
+        """See `ForcedRouting.pin`; of the requests of this group of data parallelism."""
         if self._forced is not None:
-            self._forced.pin(rows)
+            self._forced.pin({request_id: fields for request_id, fields in rows.items() if request_id in self.requests})
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass with the forced experts of this step; a warm-up run has no requests."""
@@ -211,6 +215,60 @@ def prepack_experts_on_reload() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     upstream.process_weights_after_loading = process_and_pack
+    setattr(upstream, REPAIRED, True)
+
+
+def compute_local_experts_only() -> None:
+    """Patch vLLM's CPU kernel for expert parallelism: a rank computes its own experts and gives the others weight 0.
+
+    Without the patch the kernel uses ids of the whole layer as indices of the rank's experts and reads beyond them.
+    """
+    upstream: Any = CPUUnquantizedExperts
+    if getattr(upstream, REPAIRED, False):
+        return
+    parameters = inspect.signature(upstream.apply)
+    apply = upstream.apply
+
+    def apply_local(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = parameters.bind(self, *args, **kwargs)
+        local_of = given.arguments["expert_map"]  # [experts] -> index on this rank, -1 elsewhere; None without
+        if local_of is not None:
+            local = local_of[given.arguments["topk_ids"].long()]
+            given.arguments["topk_weights"] = given.arguments["topk_weights"].masked_fill(local < 0, 0.0)
+            given.arguments["topk_ids"] = local.clamp(min=0)
+        apply(*given.args, **given.kwargs)
+
+    upstream.apply = apply_local
+    setattr(upstream, REPAIRED, True)
+
+
+def exchange_tokens_of_groups() -> None:
+    """Patch vLLM's communicator on the CPU with the two collectives that data parallelism needs around the experts.
+
+    Groups with 3 and 1 tokens: each gathers all 4, computes its part of the experts, and gets the sums of its own back.
+    """
+    upstream: Any = CpuCommunicator
+    if getattr(upstream, REPAIRED, False):
+        return
+
+    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        if isinstance(input_, list):
+            return [all_gatherv(self, part, dim, sizes) for part in input_]
+        counts = sizes or [len(input_)] * self.world_size
+        padded = input_.new_zeros(max(counts), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in counts]
+        torch.distributed.all_gather(parts, padded, group=self.device_group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> Any:
+        counts = sizes or [len(input_) // self.world_size] * self.world_size
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        return total.split(counts)[self.rank_in_group]
+
+    upstream.all_gatherv = all_gatherv
+    upstream.reduce_scatterv = reduce_scatterv
     setattr(upstream, REPAIRED, True)
 
 

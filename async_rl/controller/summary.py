@@ -39,7 +39,8 @@ def _lines(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
     yield (
         "engine",
-        f"{engine.name}, {engine.replicas} replicas x tensor {engine.tensor_parallel}, {engine.dtype}, "
+        f"{engine.name}, {engine.replicas} replicas x data {engine.data_parallel} x tensor {engine.tensor_parallel}, "
+        f"expert {engine.expert_parallel}; {engine.dtype}, "
         f"max_model_len={engine.max_model_len}",
     )
     yield (
@@ -73,7 +74,7 @@ def _memory(config: RunConfig, checkpoint: Path) -> str:
     frozen = config.trainer.lora.rank > 0
     kind = "frozen weights, plus adapters and" if frozen else "weights, gradients and optimizer state, plus"
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    served = (dense + experts) * (4 if engine.dtype == "float32" else 2) / engine.tensor_parallel
+    served = (dense / engine.tensor_parallel + experts / engine.ranks) * (4 if engine.dtype == "float32" else 2)
     kv = engine.max_num_seqs * engine.max_model_len * kv_bytes_per_token(fields, dtype=engine.dtype)
     return (
         f"a trainer rank holds {held / GIB:.3g} GiB of {kind} activations; an "

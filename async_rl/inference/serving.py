@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from async_rl.weights.model_info import ModelInfo
 
+LAYOUT = ("tensor_parallel", "data_parallel", "expert_parallel")
 DTYPES = ("float32", "bfloat16", "float16")
 Device = Literal["cpu", "cuda"]
 
@@ -35,13 +36,17 @@ class ServingConfig:
     max_model_len: int = 1024
     """Most tokens of prompt and reply together."""
     max_num_seqs: int = 64
-    """Most requests in one engine step."""
+    """Most requests in one engine step, of each data-parallel group."""
     max_num_batched_tokens: int = 2048
-    """Most tokens in one engine step; for SGLang, in one prefill step."""
+    """Most tokens in one engine step, of each data-parallel group; for SGLang, in one prefill step."""
     gpu_memory_utilization: float = 0.85
     """Share of a GPU's memory for weights and K/V, in (0, 1]."""
     tensor_parallel: int = 1
-    """Tensor-parallel ranks of one replica."""
+    """Tensor-parallel ranks of each data-parallel group of a replica."""
+    data_parallel: int = 1
+    """Groups of ranks in one replica. Each decodes its own requests with all of attention; all share the experts."""
+    expert_parallel: int = 1
+    """Ranks that the experts of a layer are spread over: all ranks of a replica, or 1 to split each expert instead."""
     enforce_eager: bool = True
     """Whether CUDA graphs are off."""
     threads: int = 1
@@ -62,9 +67,14 @@ class ServingConfig:
             raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
         if self.dtype not in DTYPES:
             raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel", "threads"):
+        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "threads", *LAYOUT):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
+        if self.expert_parallel not in (1, self.ranks):
+            raise ValueError(
+                f"engine.expert_parallel is {self.expert_parallel}; use engine.tensor_parallel x engine.data_parallel "
+                f"= {self.ranks} to spread the experts over all ranks of a replica, or 1 to split each expert"
+            )
         if self.max_model_len < 2:
             raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
         for name in ("load_timeout_s", "start_timeout_s"):
@@ -80,6 +90,11 @@ class ServingConfig:
                 "change the weights or the distribution of a token, which the trainer could not reproduce; remove it, "
                 f"or use a field of engine instead. Accepted: {', '.join(sorted(self.ACCEPTED_ARGS))}"
             )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica, each with its own GPU if the run is on GPUs."""
+        return self.tensor_parallel * self.data_parallel
 
 
 def serving_problems(
@@ -108,10 +123,11 @@ def serving_problems(
             f"{checkpoint}; lower it"
         )
     yield from _split_problems(config, info, fields)
+    yield from _expert_problems(config, info, fields)
 
 
 def _split_problems(config: ServingConfig, info: ModelInfo, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Parts of the model that do not divide over the tensor-parallel ranks of a replica."""
+    """Parts of attention that do not divide over the tensor-parallel ranks of a group."""
     size, heads = config.tensor_parallel, fields.get("num_attention_heads") or 0
     groups = 0 if fields.get("kv_lora_rank") else fields.get("num_key_value_heads") or heads
     asked = f"engine.tensor_parallel is {size}, and the model has"
@@ -119,9 +135,30 @@ def _split_problems(config: ServingConfig, info: ModelInfo, fields: Mapping[str,
         yield f"{asked} {heads} attention heads (num_attention_heads); use a divisor"
     elif groups and max(groups, size) % min(groups, size):
         yield f"{asked} {groups} key-value heads (num_key_value_heads); use a divisor or a multiple"
+
+
+def _expert_problems(config: ServingConfig, info: ModelInfo, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Experts, or the MLP of a dense model, that do not divide over the ranks of a replica."""
+    if info.routing is None:
+        for name in ("data_parallel", "expert_parallel"):
+            if (value := getattr(config, name)) > 1:
+                yield (
+                    f"engine.{name} is {value}, and {info.family} has no experts to share; set it to 1, and use "
+                    "engine.replicas or engine.tensor_parallel"
+                )
+    elif (spread := config.expert_parallel) > 1:
+        if info.routing.num_experts % spread:
+            yield (
+                f"engine.expert_parallel is {spread}, and the model has {info.routing.num_experts} experts; use a "
+                "divisor, or 1"
+            )
+        return
     columns = fields.get("moe_intermediate_size" if info.routing else "intermediate_size") or 0
-    if columns % size and not {"enable_expert_parallel", "ep_size"} & set(config.extra_args):
-        yield f"{asked} {columns} columns in each expert or MLP (intermediate_size); use a divisor"
+    if columns % config.ranks:
+        yield (
+            f"engine.tensor_parallel x engine.data_parallel is {config.ranks}, and the model has {columns} columns in "
+            "each expert or MLP (intermediate_size); use a divisor, or engine.expert_parallel for experts"
+        )
 
 
 def kv_bytes_per_token(fields: Mapping[str, Any], *, dtype: str) -> int:

@@ -237,6 +237,7 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["engine.device=cuda", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=cuda"]),
         (["cluster=ray", "cluster.gpus_per_replica=0"], ["cluster.gpus_per_replica is 0", "engine.device=auto"]),
         (["cluster.gpus_per_replica=1", "engine.tensor_parallel=2"], ["gpus_per_replica is 1", "tensor_parallel=2"]),
+        (["cluster.gpus_per_replica=2", "engine.tensor_parallel=2", "engine.data_parallel=2"], ["data_parallel=2"]),
         (["cluster.gpus_per_replica=2.5", "engine.tensor_parallel=2"], ["replica is 2.5", "tensor_parallel=2"]),
         (["cluster.gpus_per_replica=1.5"], ["cluster.gpus_per_replica is 1.5"]),
         (["cluster.gpus_per_replica=-1"], ["cluster.gpus_per_replica is -1"]),
@@ -294,6 +295,7 @@ def test_a_key_of_another_loss_is_refused_by_name(name):
         ([], 0),
         (["engine.device=cuda"], 1),
         (["engine.device=cuda", "engine.tensor_parallel=4"], 4),
+        (["engine.device=cuda", "engine.tensor_parallel=4", "engine.data_parallel=2"], 8),
         (["engine.tensor_parallel=4"], 0),
         (["cluster=ray", "engine.tensor_parallel=2"], 2),
         (["cluster=ray", "engine.device=cpu", "engine.tensor_parallel=2"], 0),
@@ -301,7 +303,7 @@ def test_a_key_of_another_loss_is_refused_by_name(name):
         (["cluster=ray", "cluster.gpus_per_replica=4", "engine.tensor_parallel=2"], 4),
     ],
 )
-def test_gpus_of_a_replica_follow_from_the_device_and_tensor_parallel(overrides, gpus):
+def test_gpus_of_a_replica_follow_from_the_device_and_its_ranks(overrides, gpus):
     assert load_config(overrides).gpus_per_replica == gpus
 
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 Tensors = Sequence[tuple[str, Any]]
-Planted = Literal["none", "half", "stale", "swapped"]
+Planted = Literal["none", "half", "stale", "swapped", "stale_experts"]
 PLUGIN, FAULT = "planted_loads", "fault"
 
 
@@ -23,7 +25,11 @@ class Loads:
         self._before: Tensors = ()
 
     def spoiled(self, fault: str, tensors: Tensors) -> Tensors:
-        """Tensors for the model. stale: the tensors of the load before. swapped: two layers trade a projection."""
+        """Tensors for the model.
+
+        stale: the tensors of the load before. swapped: two layers trade a projection. stale_experts: rank 1 gets the
+        experts of the load before.
+        """
         before, self._before = self._before, [(name, tensor.clone()) for name, tensor in tensors]
         match fault:
             case "none":
@@ -33,6 +39,9 @@ class Loads:
             case "stale":
                 self._before = before
                 return before
+            case "stale_experts":
+                old = dict(before if torch.distributed.get_rank() == 1 else ())
+                return [(name, old.get(name, tensor) if ".experts." in name else tensor) for name, tensor in tensors]
             case "swapped":
                 first, second = (f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 2))
                 names = {first: second, second: first}

@@ -13,6 +13,7 @@ from async_rl.inference.sglang.server import interpreter
 from tests.helpers import numerics
 from tests.helpers.tiny_models import COMMON, mixtral_config, qwen3_moe_config
 
+FIGURES = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
 SMALL_POOL = 1200  # K/V slots: many long requests do not fit at once and some are retracted
 
 
@@ -69,5 +70,6 @@ def glm4_moe(**changes: Any) -> Any:
 
 
 async def loads(replica: SglangReplica) -> dict[str, Any]:
-    """SGLang's own figures of its requests; they are current if decode_log_interval is 1."""
-    return (await replica.backend.server.get("/v1/loads?include=core"))["loads"][0]
+    """Figures of its requests, over all its schedulers; they are current if decode_log_interval is 1."""
+    schedulers = (await replica.backend.server.get("/v1/loads?include=core"))["loads"]
+    return {name: sum(each[name] for each in schedulers) for name in FIGURES}

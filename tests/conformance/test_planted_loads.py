@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from agent_loop.engine import EngineError
-from async_rl.config import FLOAT32_MAX_K3, MismatchConfig
-from async_rl.controller.probe import MismatchError, Probe
-from async_rl.inference.pool import ReplicaPool
-from async_rl.trainer.batch.training_batch import TrainingBatch
-from message_queue.training_sequence import SampledRun, TrainingSequence
-from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, prompts
+from async_rl.config import FLOAT32_MAX_K3
+from async_rl.controller.probe import MismatchError
+from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest
 from tests.conformance.planted import FAULT
 from tests.conformance.probes import VllmProbe
+from tests.conformance.scored import ScoresOfTruth, probe_of
 
 pytestmark = [*MARKS, WITH_KV]
 Plant = Callable[[str], Awaitable[None]]
@@ -66,44 +62,8 @@ async def test_a_checksum_is_of_the_weights_and_changes_with_swapped_tensors(tes
     assert len(set(sums)) == 3
 
 
-class Truth:
-    """Scores by transformers, over the rows of the engine. None of the engine's weights is used."""
-
-    def __init__(self, tested: EngineUnderTest) -> None:
-        self._tested = tested
-
-    async def score(self, batch: TrainingBatch) -> list[torch.Tensor]:
-        scored: list[torch.Tensor] = []
-        for number in range(len(batch)):
-            sequence, at = batch.sequence(number), batch.loss_tokens(number).positions
-            assert sequence.routed_experts is not None
-            ids, forced = sequence.token_ids, sequence.routed_experts[:-1]
-            found = self._tested.truth([(1, len(ids))], ids, forced=forced).logprobs
-            scored.append(torch.from_numpy(found[at - 1, ids[at]].astype(np.float32)))
-        return scored
-
-
-def probe_of(tested: EngineUnderTest) -> Probe:
-    probe = Probe(
-        ReplicaPool([tested.replica]),
-        config=MismatchConfig(),
-        max_k3=FLOAT32_MAX_K3,
-        temperature=1.0,
-        max_tokens=256,
-        timeout_s=60.0,
-        routing=tested.routing,
-    )
-    run, logprobs = SampledRun(20, 1, 0), np.zeros(1, np.float32)  # the last token stands for a sampled one
-    sequences = [
-        TrainingSequence(token_ids=ids, runs=(run,), logprobs=logprobs, rows=None, row_runs=())
-        for ids in prompts(4, length=21)
-    ]
-    probe.take_prompts([((sequence,),) for sequence in sequences])
-    return probe
-
-
 async def test_the_probe_finds_swapped_tensors_and_accepts_a_good_load(tested: EngineUnderTest, plant: Plant):
-    probe, truth = probe_of(tested), Truth(tested)
+    probe, truth = probe_of(tested), ScoresOfTruth(tested, version=1)
     await tested.publish(version=1)
     probe.ask_all(version=1)
     assert await probe.compare(1, truth) <= FLOAT32_MAX_K3

@@ -47,7 +47,7 @@ def test_the_ray_job_has_the_gpus_of_its_preset():
     job = yaml.safe_load(module_of(GUIDE, "run.yaml"))["spec"]
     preset = re.search(r"scale=(\w+)", job["entrypoint"])[0]
     config = load_config([preset, "model.checkpoint=/m", "sync.directory=/w"])
-    needed = config.trainer.ranks + config.engine.replicas * config.engine.tensor_parallel
+    needed = config.trainer.ranks + config.engine.replicas * config.engine.ranks
     (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     assert needed == group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
@@ -60,8 +60,8 @@ def test_the_memory_in_the_guide_is_that_of_the_preset(name):
     trainer = rank_bytes(
         config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts, layers=LAYERS[name]
     )
-    engine = 2 * (dense + experts) / config.engine.tensor_parallel
-    gpus = config.trainer.ranks + config.engine.replicas * config.engine.tensor_parallel
+    engine = 2 * (dense + experts) / config.engine.ranks
+    gpus = config.trainer.ranks + config.engine.replicas * config.engine.ranks
     (row,) = [line for line in (ROOT / GUIDE).read_text().splitlines() if line.startswith(f"| `{name}`")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert [cells[1], *cells[-2:]] == [f"{gpus}", f"{trainer / 1e9:.1f}", f"{engine / 1e9:.1f}"]

@@ -35,7 +35,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.conformance.sglang_support import config as sglang_config
 from tests.conformance.sglang_support import mixtral, require_sglang
-from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
+from tests.helpers.tiny_models import qwen3_dense_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -47,6 +47,7 @@ VLLM = VllmConfig(
     kv_cache_bytes=8 << 20,
     load_timeout_s=20,
 )
+CONFIGS = {"vllm": VLLM, "vllm-dp2": replace(VLLM, data_parallel=2)}
 SGLANG = sglang_config(load_timeout_s=20)
 SAID = "said: "
 PATIENCE_S = 30.0  # far below any time-out of the configuration but the load's
@@ -62,7 +63,7 @@ def command(engine: str, *arguments: object) -> tuple[list[str], dict[str, str]]
     """Command and environment of the scenario."""
     if engine == "sglang":
         require_sglang()
-    environment = engine_environment(VLLM) if engine == "vllm" else {}
+    environment = engine_environment(VLLM) if engine in CONFIGS else {}
     return [sys.executable, "-m", __name__, engine, *map(str, arguments)], {**os.environ, **environment}
 
 
@@ -86,9 +87,10 @@ def test_a_killed_engine_fails_every_call_and_lets_its_owner_exit(
     assert not said["folder"] or not Path(said["folder"]).exists()
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: str):
-    arguments, environment = command(engine, checkpoint, "wait", "leave")
+@pytest.mark.parametrize("engine", ["vllm-dp2", "sglang"])
+def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: str, tmp_path: Path):
+    served = save_checkpoint(qwen3_moe_config(), tmp_path, seed=0) if engine == "vllm-dp2" else checkpoint
+    arguments, environment = command(engine, served, "wait", "leave")
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as owner:
         try:
             assert owner.stdout is not None
@@ -161,12 +163,13 @@ async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(
 async def scenario(engine: str, checkpoint: Path, victim: str, ending: str) -> None:
     """Kill a process under running and held requests, and write the outcome of each call."""
     options: Any = {"name": "replica-0", "checkpoint": checkpoint, "capture_routing": False}
-    replica: Any = await (start_vllm(VLLM, **options) if engine == "vllm" else start_sglang(SGLANG, **options))
-    processes = descendants(os.getpid())
-    main = replica.backend.processes[0].pid if engine == "vllm" else replica.backend.server.pid
-    folder = "" if engine == "vllm" else str(replica.backend.server.folder)
+    on_vllm = engine in CONFIGS
+    replica: Any = await (start_vllm(CONFIGS[engine], **options) if on_vllm else start_sglang(SGLANG, **options))
+    processes = [process for process in descendants(os.getpid()) if not on_vllm or "VLLM" in process.name()]
+    main = replica.backend.processes[0].pid if on_vllm else replica.backend.server.pid
+    folder = "" if on_vllm else str(replica.backend.server.folder)
     if victim == "wait":
-        pids = [main] if engine == "vllm" else [process.pid for process in processes]
+        pids = [process.pid for process in processes]
         say([folder, pids])
         await asyncio.Event().wait()
     [segment] = await replica.generate(request("dense", 20))

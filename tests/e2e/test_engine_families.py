@@ -14,14 +14,20 @@ import psutil
 import pytest
 import transformers
 
-from agent_loop.engine import GenerateRequest
+from agent_loop.engine import EngineError, GenerateRequest
+from async_rl.controller.probe import MismatchError
+from async_rl.inference.sglang import server as sglang_server
+from async_rl.inference.sglang.config import server_environment
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import engine_environment
+from async_rl.inference.vllm.process import call_ranks
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_forced, assert_true, assert_whole, odd_rows, versions_of, whole
 from tests.conformance.engines import STEP_S, VOCAB, EngineUnderTest, prompts, tokens
+from tests.conformance.planted import FAULT, PLUGIN, plugin_folder
 from tests.conformance.probes import VllmProbe
 from tests.conformance.reference import logprob_gap, reference, reference_of_parts
+from tests.conformance.scored import ScoresOfTruth, probe_of
 from tests.conformance.served import VLLM, Models, make_models, start_vllm, under_test
 from tests.helpers import tiny_models
 
@@ -53,6 +59,13 @@ async def serving(
         replica: Any = await start_vllm(config, checkpoint=models.paths[0])
     else:
         config = sglang_support.config(kv_cache_tokens=4096, **changes)
+        plugins = plugin_folder(models.paths[0].parent)
+
+        def environment(*args: Any, **options: Any) -> dict[str, str]:
+            made = server_environment(*args, **options)
+            return made | {"PYTHONPATH": f"{made['PYTHONPATH']}:{plugins}"}
+
+        patch.setattr(sglang_server, "server_environment", environment)
         replica = await start_sglang(config, name="replica-0", checkpoint=models.paths[0])
     try:
         tested = under_test(replica, models, patch=patch)
@@ -153,26 +166,83 @@ async def test_a_dense_model_of_sglang_is_updated(tmp_path: Path):
         await replica.close()
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-async def test_tensor_parallel_ranks_agree_load_alike_and_end_together(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def ask_two(tested: EngineUnderTest) -> None:
+    """Two requests at once, one for each group of data parallelism."""
+    number = len(tested.exchanges)
+    await asyncio.gather(*(tested.ask(f"both-{number + i}", tokens(40, seed=i)) for i in range(2)))
+
+
+async def update_in_flight(tested: EngineUnderTest) -> None:
+    """Loads whose K/V of requests in flight is computed again, on every group."""
+    rollouts, tasks = tested.start_rollouts(prompts(2, length=50), max_new_tokens=80)
+    for staged in (False, True):
+        await tested.until_more(10)
+        await tested.publish("keep-recompute", stays_slow=not staged, staged=staged)
+    await asyncio.gather(*tasks)
+    assert_whole(tested, *rollouts)
+
+
+async def find_wrong_experts(tested: EngineUnderTest, folder: Path, *, staged: bool) -> None:
+    """Experts that stayed old on one rank, and a load that reached no rank.
+
+    folder: of the models.
+    """
+
+    async def plant(fault: str) -> None:
+        if isinstance(tested.probe, VllmProbe):
+            backend: Any = tested.replica
+            await backend.backend.engine.collective_rpc("plant", args=(fault,))
+        else:
+            (folder / PLUGIN / FAULT).write_text(fault)
+
+    await plant("")
+    await tested.publish(version=9, staged=staged)
+    for version, fault in ((10, "stale_experts"), (12, "")):
+        await plant(fault)
+        await tested.publish(version=version, staged=staged)
+        probe = probe_of(tested)
+        probe.ask_all(version=version)
+        with pytest.raises(MismatchError) if fault else contextlib.nullcontext():
+            await probe.compare(version, ScoresOfTruth(tested, version=version))
+    await plant("none")
+    await tested.replica.pause()
+    with pytest.raises(EngineError, match="version 13"):
+        await tested.load(13)
+
+
+LAYOUTS = {
+    "vllm-tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2},
+    "vllm-dp2-ep2": {"data_parallel": 2, "expert_parallel": 2},
+    "sglang-tp2": {"tensor_parallel": 2},
+    "sglang-dp2-ep2": {"data_parallel": 2, "expert_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_ranks_of_a_layout_agree_load_alike_and_end_together(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    engine, fields = layout.split("-")[0], LAYOUTS[layout]
     if engine == "sglang":
         sglang_support.require_sglang()
     architecture = tiny_models.qwen3_moe_config() if engine == "vllm" else sglang_support.qwen3_moe()
-    async with serving(engine, make_models(tmp_path, architecture), monkeypatch, tensor_parallel=2) as tested:
-        await tested.ask("before", tokens(40))
+    async with serving(engine, make_models(tmp_path, architecture), monkeypatch, **fields) as tested:
+        await ask_two(tested)
         for staged in (False, True, True):
             await tested.publish(staged=staged)
-            await tested.ask(f"after-{len(tested.exchanges)}", tokens(40))
+            await ask_two(tested)
         assert_true(tested, tested.exchanges)
         assert_forced(tested, await tested.ask("forced", tokens(90), forced_experts=odd_rows(tested, 60)))
+        if "dp2" in layout:
+            await update_in_flight(tested)
+        if "ep2" in layout:
+            await find_wrong_experts(tested, tmp_path, staged="dp2" in layout)
         backend: Any = tested.replica.backend
-        pid = backend.processes[0].pid if engine == "vllm" else backend.server.pid
-        ranks = psutil.Process(pid).children(recursive=True)
+        pids = [process.pid for process in backend.processes] if engine == "vllm" else [backend.server.pid]
+        ranks = [rank for pid in pids for rank in psutil.Process(pid).children(recursive=True)]
         if engine == "vllm":
-            assert len(ranks) == 2
-            psutil.Process(pid).kill()
+            assert len(await call_ranks(backend.engine, "live_checksums")) == len(ranks) == 2
+            psutil.Process(pids[0]).kill()
         else:
             assert sum("scheduler" in process.name() for process in ranks) == 2
     assert (await asyncio.to_thread(psutil.wait_procs, ranks, timeout=30))[1] == []

@@ -33,8 +33,8 @@ def run(directory, *overrides):
     return steps, groups
 
 
-def test_staged_publishes_to_two_workers_of_vllm_and_two_trainer_ranks_under_drop(tmp_path):
-    _, groups = run(tmp_path, "engine.tensor_parallel=2", "trainer.ranks=2", "sync.mode=staged", "staleness=drop")
+def test_staged_publishes_to_two_groups_of_vllm_and_two_trainer_ranks_under_drop(tmp_path):
+    _, groups = run(tmp_path, "engine.data_parallel=2", "trainer.ranks=2", "sync.mode=staged", "staleness=drop")
     expired = [g for g in groups if g["outcome"] == "dropped" and "expired" in g["reason"]]
     assert expired and all(g["tokens"] > 0 for g in expired)
 

@@ -35,7 +35,7 @@ ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the 
         *("page_size", "disable_radix_cache", "radix_eviction_policy", "cpu_offload_gb"),
         *("schedule_policy", "schedule_conservativeness", "max_queued_requests", "prefill_max_requests"),
         *("scheduler_recv_interval", "retraction_policy"),
-        *("ep_size", "moe_a2a_backend", "deepep_mode", "dist_timeout", "enable_nccl_nvls", "enable_symm_mem"),
+        *("moe_a2a_backend", "deepep_mode", "dist_timeout", "enable_nccl_nvls", "enable_symm_mem"),
         *("disable_custom_all_reduce", "enable_mscclpp", "numa_node", "base_gpu_id", "gpu_id_step"),
         *("decode_attention_backend", "prefill_attention_backend", "moe_runner_backend", "bf16_gemm_backend"),
         *("triton_attention_num_kv_splits", "triton_attention_reduce_in_fp32", "disable_flashinfer_autotune"),
@@ -169,8 +169,8 @@ def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dic
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHDYNAMO_DISABLE": "1",  # a compiled embedding of two ranks gave wrong token ids
     }
-    if config.tensor_parallel > 1:
-        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(config.tensor_parallel))
+    if config.ranks > 1:
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(config.ranks))
     return {**kept, **own}
 
 
@@ -191,10 +191,12 @@ def server_arguments(
         "port": port,
         "dtype": config.dtype,
         "context_length": config.max_model_len + CONTEXT_SLACK,
-        "max_running_requests": config.max_num_seqs,
-        "chunked_prefill_size": config.max_num_batched_tokens,
+        "max_running_requests": config.max_num_seqs * config.data_parallel,  # SGLang divides it by the groups
+        "chunked_prefill_size": config.max_num_batched_tokens * config.data_parallel,  # likewise
         "max_prefill_tokens": config.max_num_batched_tokens,
-        "tp_size": config.tensor_parallel,
+        "tp_size": config.ranks,  # SGLang's tensor parallelism contains the groups of its attention data parallelism
+        "attn_dp_size": config.data_parallel,
+        "ep_size": config.expert_parallel,
         "random_seed": config.seed,
         "weight_version": label,
         "enable_return_routed_experts": capture_routing,
@@ -204,7 +206,7 @@ def server_arguments(
         "sampling_defaults": "openai",  # sampling comes from the request alone
         "sampling_mask_max_tokens": MAX_KEPT,
         "skip_server_warmup": True,
-        "sleep_on_idle": True,  # an idle scheduler would take a core
+        "sleep_on_idle": config.data_parallel == 1,  # else an idle one takes a core; groups that sleep delay all calls
         "grammar_backend": "none",
         "watchdog_timeout": LONGEST_FORWARD_S + config.load_timeout_s,  # a freeze is no hang
         "log_level": "warning",

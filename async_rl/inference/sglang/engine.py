@@ -41,7 +41,7 @@ from async_rl.inference.sglang.config import (
 from async_rl.inference.sglang.ids import PrefixFreeIds
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
-from async_rl.inference.sglang.update import STAGED, check_update, first_load, reported_load
+from async_rl.inference.sglang.update import check_update, first_load, is_staged, reported_load
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate
@@ -173,7 +173,7 @@ class SglangBackend:
     async def stage(self, update: WeightUpdate) -> None:
         check_update(update, self._shapes)
         await self._plugin(f"stage {update.path.absolute()}")
-        while (await self._plugin("staged"))["message"] != STAGED:  # noqa: ASYNC110 - the server has no event for it
+        while not is_staged(await self._plugin("staged")):  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(STAGED_AGAIN_S)
         self._staged = update.weights
 

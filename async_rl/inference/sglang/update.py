@@ -20,13 +20,16 @@ STAGED = "staged"  # the plugin's answer when all ranks have staged a version
 HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/`
     "DefaultModelLoader.load_weights_only",
     "Scheduler.get_init_info",
+    "DataParallelController.get_init_info",
     "Scheduler.flush_cache",
+    "TokenizerControlMixin.flush_cache",
     "SchedulerWeightUpdaterManager.update_weights_from_disk",
     "SchedulerWeightUpdaterManager.check_weights",
     "ModelConfig._get_hf_eos_token_id",
     "schedule_batch.release_req",
     "Scheduler.send_abort_output",
     "ForwardBatch.init_new",
+    "ForwardBatch.prepare_mlp_sync_batch",
     "ModelRunner.forward",
     "topk.select_experts",
     "Sampler._sample_from_probs",
@@ -89,6 +92,14 @@ def reported_load(answer: Any) -> EngineLoad:
     if not answer.get("success") or not ranks:
         raise ContractError(f"the server loaded nothing and answers {said[:500]!r}")
     return _load_of(json.JSONDecoder().raw_decode(ranks)[0])  # SGLang appends text after the JSON
+
+
+def is_staged(answer: Any) -> bool:
+    """Whether all ranks have staged a version, from the server's answer to the plugin's action `staged`.
+
+    The schedulers of all groups of attention data parallelism answer, separated by bars.
+    """
+    return set(answer["message"].split(" | ")) == {STAGED}
 
 
 def _load_of(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:

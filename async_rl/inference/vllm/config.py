@@ -33,7 +33,7 @@ ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the 
         *("enable_prefix_caching", "prefix_caching_hash_algo", "num_gpu_blocks_override", "cpu_offload_gb"),
         *("max_num_scheduled_tokens", "long_prefill_token_threshold", "enable_chunked_prefill", "scheduling_policy"),
         *("scheduler_reserve_full_isl", "prefill_schedule_interval", "async_scheduling", "watermark"),
-        *("enable_expert_parallel", "all2all_backend", "disable_custom_all_reduce", "distributed_timeout_seconds"),
+        *("all2all_backend", "disable_custom_all_reduce", "distributed_timeout_seconds"),
         *("numa_bind", "numa_bind_nodes", "numa_bind_cpus", "max_parallel_loading_workers"),
         *("attention_backend", "moe_backend", "disable_cascade_attn", "enable_flashinfer_autotune"),
         *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"),
@@ -157,6 +157,11 @@ def _cpu_problems(
             "engine.enforce_eager is false with routing capture on the CPU, where compiled graphs return wrong expert "
             "ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
         )
+    if config.tensor_parallel > 1 and config.data_parallel > 1:
+        yield (
+            f"engine.tensor_parallel is {config.tensor_parallel} with engine.data_parallel={config.data_parallel} on "
+            "the CPU, where vLLM cannot gather the expert ids of a group; set one of them to 1"
+        )
     if config.block_size is not None and latent and config.block_size != CPU_MLA_BLOCK:
         yield (
             f"engine.block_size is {config.block_size}, but latent attention ({info.family}) on the CPU has "
@@ -233,6 +238,8 @@ def engine_args(
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel,
+        "data_parallel_size": config.data_parallel,
+        "enable_expert_parallel": config.expert_parallel > 1,
         "enforce_eager": config.enforce_eager,
         "seed": config.seed,
         "worker_extension_cls": "async_rl.inference.vllm.worker.LoadsUpdates",
@@ -243,7 +250,7 @@ def engine_args(
         "generation_config": "vllm",  # sampling comes from the request alone
         "disable_log_stats": True,
     }
-    if config.tensor_parallel > 1:
+    if config.ranks > 1:
         args["distributed_executor_backend"] = "mp"  # vLLM would choose Ray's inside a placement group
     if device_of(config) == "cuda":
         args |= {"gpu_memory_utilization": config.gpu_memory_utilization}

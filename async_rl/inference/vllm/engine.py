@@ -26,7 +26,14 @@ from async_rl.inference.vllm.config import (
     engine_environment,
     wrong_environment,
 )
-from async_rl.inference.vllm.process import describe, engine_processes, is_engine_death, start_engine, stop_engine
+from async_rl.inference.vllm.process import (
+    call_ranks,
+    describe,
+    engine_processes,
+    is_engine_death,
+    start_engine,
+    stop_engine,
+)
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import CheckpointError, is_carried
@@ -177,8 +184,8 @@ class VllmBackend:
 
     async def stage(self, update: WeightUpdate) -> None:
         self._check_names(update)
-        await self.engine.collective_rpc("start_staging", args=(str(update.path),))
-        while not all(await self.engine.collective_rpc("is_staged")):  # noqa: ASYNC110 - vLLM has no event for it
+        await call_ranks(self.engine, "start_staging", str(update.path))
+        while not all(await call_ranks(self.engine, "is_staged")):  # noqa: ASYNC110 - vLLM has no event for it
             await asyncio.sleep(STAGED_AGAIN_S)
         self._staged = update.weights
 
@@ -194,9 +201,9 @@ class VllmBackend:
             await self._evict(requests)
         staged, self._staged = self._staged, None
         if update.weights == staged:
-            ranks: Any = await self.engine.collective_rpc("commit_staged")
+            ranks = await call_ranks(self.engine, "commit_staged")
         else:
-            ranks = await self.engine.collective_rpc("load_update", args=(str(update.path),))
+            ranks = await call_ranks(self.engine, "load_update", str(update.path))
         if kv == "keep":
             await self._pin_routing()
         elif not await self.engine.reset_prefix_cache():
@@ -225,7 +232,7 @@ class VllmBackend:
         if self._model.routing is None or self._model.unforcible is not None:
             return
         if rows := recorded_rows(self.engine, self._model.routing):
-            await self.engine.collective_rpc("pin_routing", args=(rows,))
+            await call_ranks(self.engine, "pin_routing", rows)
 
     # ---- process
 
@@ -291,7 +298,7 @@ async def start_vllm(
             engine = await start_engine(args)
             digest = await asyncio.to_thread(hash_checkpoint, checkpoint, num_layers=model.info.num_layers)
             weights = WeightVersion(0, digest.hexdigest())
-            ranks: Any = await engine.collective_rpc("live_checksums")
+            ranks = await call_ranks(engine, "live_checksums")
             await engine.update_weight_version(weight_label(weights))
     except TimeoutError as error:
         raise EngineError(

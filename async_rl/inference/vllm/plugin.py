@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+from typing import Any
 
 PLUGIN_VARIABLE = "ASYNC_RL_VLLM"  # set to 1 in the processes of a replica
 
@@ -26,11 +27,27 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from async_rl.compat.vllm import allow_routing_capture, note_packed_weights, prepack_experts_on_reload
+    from async_rl.compat.vllm import (
+        allow_routing_capture,
+        compute_local_experts_only,
+        exchange_tokens_of_groups,
+        note_packed_weights,
+        prepack_experts_on_reload,
+    )
 
     allow_routing_capture()
     prepack_experts_on_reload()
+    compute_local_experts_only()
+    exchange_tokens_of_groups()
     note_packed_weights()
+
+
+def run_coordinator(*args: Any, **options: Any) -> None:
+    """Main function of the process that coordinates data parallelism, which loads no plugin; ends with its parent."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    _end_with_parent()
+    DPCoordinatorProc.run_coordinator(*args, **options)
 
 
 def _end_with_parent() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.engine import EngineError
+from async_rl.inference.vllm.plugin import run_coordinator
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,7 +24,9 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
     def start() -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
 
+        DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)  # started by its name in another process
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
 
     engine = await asyncio.to_thread(start)
@@ -31,6 +34,16 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
     engine.input_processor.model_config.return_sampling_mask = False
     await engine.get_supported_tasks()  # vLLM caches the result, which saves the first request a call
     return engine
+
+
+async def call_ranks(engine: AsyncLLM, method: str, *args: Any) -> list[Any]:
+    """Call a method of the worker of every rank and return all answers.
+
+    vLLM's own `collective_rpc` returns only the answers of the first group of data parallelism.
+    """
+    client: Any = engine.engine_core
+    groups = await client.call_utility_all_async("collective_rpc", method, None, args, None)
+    return [answer for group in groups for answer in group]
 
 
 async def stop_engine(engine: Any) -> None:

@@ -50,6 +50,9 @@ def check(config, folder, fields, *, capture_routing=True, **options):
                 ("max_num_batched_tokens", 0),
                 ("gpu_memory_utilization", 1.5),
                 ("tensor_parallel", 0),
+                ("data_parallel", 0),
+                ("expert_parallel", 0),
+                ("expert_parallel", 2),
                 ("threads", 0),
                 ("load_timeout_s", 0.0),
                 ("start_timeout_s", 0.0),
@@ -80,13 +83,13 @@ CHANGING = {
         ),
         *("override_generation_config", "enable_lora", "kv_cache_dtype", "load_format", "model_impl"),
         *("watermark_config", "enforce_eager", "logprobs_mode", "distributed_executor_backend"),
-        *("return_sampling_mask", "an_option_of_tomorrow"),
+        *("return_sampling_mask", "enable_expert_parallel", "data_parallel_size", "an_option_of_tomorrow"),
     ),
     SglangConfig: (
         *("disable_overlap_schedule", "dp_size", "weight_version", "sampling_defaults", "json_model_override_args"),
         *("speculative_algorithm", "speculative_num_steps", "quantization", "load_format", "enable_lora"),
         *("enable_custom_logit_processor", "preferred_sampling_params", "kv_cache_dtype"),
-        *("enable_watermark", "custom_weight_loader", "model_impl", "an_option_of_tomorrow"),
+        *("enable_watermark", "custom_weight_loader", "model_impl", "ep_size", "attn_dp_size", "an_option_of_tomorrow"),
     ),
 }
 
@@ -103,6 +106,30 @@ def test_capture_of_a_dense_model_is_refused(tmp_path, engine):
     with pytest.raises(ValueError, match=r"qwen3.*trainer\.router_replay"):
         check(engine(device="cpu"), tmp_path, DENSE)
     check(engine(device="cpu"), tmp_path, DENSE, capture_routing=False)
+
+
+@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("layout", [(2, 1, 2), (1, 2, 2), (1, 2, 1), (4, 2, 8)])
+def test_layouts_that_share_experts_are_accepted_for_models_with_experts(tmp_path, engine, layout):
+    fields = dict(zip(("tensor_parallel", "data_parallel", "expert_parallel"), layout, strict=True))
+    config = engine(device="cuda", **fields)
+    assert config.ranks == layout[0] * layout[1]
+    check(config, tmp_path, {**QWEN, "moe_intermediate_size": 64})
+    for name in ("data_parallel", "expert_parallel"):
+        if fields[name] > 1:
+            with pytest.raises(ValueError, match=rf"engine\.{name} is {fields[name]}, and qwen3 .*engine\.replicas"):
+                check(config, tmp_path, DENSE, capture_routing=False)
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_experts_that_do_not_divide_over_the_ranks_are_refused(tmp_path, engine):
+    fields = {**QWEN, "moe_intermediate_size": 6}
+    with pytest.raises(ValueError, match=r"engine\.tensor_parallel x engine\.data_parallel is 4.* 6 columns"):
+        check(engine(device="cuda", tensor_parallel=2, data_parallel=2), tmp_path, fields)
+    spread = engine(device="cuda", tensor_parallel=2, data_parallel=2, expert_parallel=4)
+    check(spread, tmp_path, fields)
+    with pytest.raises(ValueError, match=r"engine\.expert_parallel is 4.* 6 experts"):
+        check(spread, tmp_path, {**fields, "num_experts": 6})
 
 
 @pytest.mark.parametrize("engine", EVERY)

@@ -14,7 +14,7 @@ from async_rl.inference.replica import EngineLoad
 from async_rl.inference.sglang.config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
 from async_rl.inference.sglang.engine import SglangConfig, start_sglang
 from async_rl.inference.sglang.server import check_version, interpreter
-from async_rl.inference.sglang.update import HOOKS, REPORTED, first_load, reported_load
+from async_rl.inference.sglang.update import HOOKS, REPORTED, first_load, is_staged, reported_load
 from message_queue.tokens import ContractError
 from tests.async_rl.inference.test_serving import QWEN, check, checkpoint
 
@@ -59,6 +59,16 @@ def test_server_arguments_ask_for_exact_versions_and_rows(tmp_path):
     assert (pairs["--context-length"], pairs["--max-total-tokens"]) == ("108", "864")
     assert (pairs["--host"], pairs["--page-size"]) == ("127.0.0.1", "1")
     assert "--log-requests" not in given
+
+
+def test_server_counts_the_requests_and_tokens_of_all_groups(tmp_path):
+    fields = {"max_num_seqs": 10, "max_num_batched_tokens": 100}
+    given = arguments(tmp_path, device="cpu", tensor_parallel=2, data_parallel=3, expert_parallel=1, **fields)
+    pairs = dict(itertools.pairwise(given))
+    assert [pairs[f"--{name}-size"] for name in ("tp", "attn-dp", "ep")] == ["6", "3", "1"]
+    assert (pairs["--max-running-requests"], pairs["--chunked-prefill-size"]) == ("30", "300")
+    assert "--sleep-on-idle" not in given
+    assert "--sleep-on-idle" in arguments(tmp_path, device="cpu", tensor_parallel=2, expert_parallel=2)
 
 
 def test_server_on_a_gpu_has_no_shim(tmp_path):
@@ -139,6 +149,11 @@ def test_reported_load_has_one_digest_and_the_checksums_of_each_rank():
     ):
         with pytest.raises(ContractError):
             reported_load(answer)
+
+
+def test_a_version_is_staged_when_every_scheduler_says_so():
+    assert is_staged({"message": "staged"}) and is_staged({"message": "staged | staged"})
+    assert not is_staged({"message": "not yet"}) and not is_staged({"message": "staged | not yet"})
 
 
 def test_sglang_plugin_is_found_by_its_path_and_names_the_hooks():

@@ -24,6 +24,10 @@ def forcing(monkeypatch):
     return importlib.import_module("async_rl_sglang.forcing")
 
 
+def batch_with(forcing, plan):
+    return SimpleNamespace(**{forcing.PLAN: plan})
+
+
 def chosen_by(scores, *, bias=0.0, renormalize, scale):
     ids = (scores + bias).topk(2, -1).indices
     weights = scores.gather(-1, ids)
@@ -69,7 +73,7 @@ def test_select_forced_forces_planned_tokens_and_layers_alone(forcing):
     plan[1, 1] = torch.tensor([6, 0])
     config = SimpleNamespace(renormalize=True)
     free = select(None, logits, config, layer_id=0)
-    with forcing.applied(plan):
+    with forcing.applied(batch_with(forcing, plan)):
         untouched = forcing.select_forced(select, None, logits, config, layer_id=0)
         forced = forcing.select_forced(select, None, logits, config, layer_id=1)
     assert untouched.topk_ids.equal(free.topk_ids)
@@ -82,7 +86,20 @@ def test_select_forced_forces_planned_tokens_and_layers_alone(forcing):
 
 def test_forward_pass_around_the_hook_of_forcing_is_an_error(forcing):
     plan = torch.zeros((3, 2, 2), dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="0 of 2 layers"), forcing.applied(plan):
+    with pytest.raises(RuntimeError, match="0 of 2 layers"), forcing.applied(batch_with(forcing, plan)):
         pass
-    with pytest.raises(RuntimeError, match="plan"), forcing.applied(plan[:2]):
+    with pytest.raises(RuntimeError, match="plan"), forcing.applied(batch_with(forcing, plan[:2])):
         forcing.select_forced(select, None, torch.randn(3, 8), SimpleNamespace(renormalize=True), layer_id=0)
+
+
+@pytest.mark.parametrize(("answers", "success"), [("11", True), ("10", False), ("01", False)])
+async def test_flush_all_reports_the_failure_of_any_scheduler(forcing, monkeypatch, answers, success):
+    loading = importlib.import_module("async_rl_sglang.loading")
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", SimpleNamespace(FlushCacheReqInput=dict))
+
+    async def ask(request):
+        assert request == {"timeout_s": 3.0}
+        return [SimpleNamespace(success=answer == "1") for answer in answers]
+
+    manager = SimpleNamespace(flush_cache_communicator=ask)
+    assert (await loading.flush_all(None, manager, timeout_s=3.0)).success is success

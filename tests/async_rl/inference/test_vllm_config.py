@@ -76,9 +76,25 @@ def test_latent_attention_on_the_cpu_avoids_kernels_that_are_wrong_or_refuse(tmp
     assert on_gpu["gpu_memory_utilization"] == 0.85
 
 
-def test_workers_of_tensor_parallelism_are_processes_of_the_replica(tmp_path):
-    assert args_of(tmp_path, tensor_parallel=2)["distributed_executor_backend"] == "mp"
-    assert "distributed_executor_backend" not in args_of(tmp_path)
+@pytest.mark.parametrize("name", ["tensor_parallel", "data_parallel"])
+def test_ranks_of_a_replica_are_its_own_processes(tmp_path, name):
+    args = args_of(tmp_path, **{name: 2}, expert_parallel=2)
+    assert args["distributed_executor_backend"] == "mp"
+    assert (args[f"{name}_size"], args["enable_expert_parallel"]) == (2, True)
+    alone = args_of(tmp_path)
+    assert "distributed_executor_backend" not in alone
+    assert (alone["tensor_parallel_size"], alone["data_parallel_size"], alone["enable_expert_parallel"]) == (
+        1,
+        1,
+        False,
+    )
+
+
+def test_groups_of_several_ranks_are_refused_on_the_cpu(tmp_path):
+    layout = {"tensor_parallel": 2, "data_parallel": 2}
+    with pytest.raises(ValueError, match=r"engine\.tensor_parallel is 2 with engine\.data_parallel=2 on the CPU"):
+        check(VllmConfig(device="cpu", **layout), tmp_path, QWEN)
+    check(VllmConfig(device="cuda", **layout), tmp_path, QWEN)
 
 
 @pytest.mark.parametrize(

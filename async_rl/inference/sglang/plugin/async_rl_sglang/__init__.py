@@ -1,13 +1,14 @@
 """Plugin for SGLang; SGLang calls `register` in each process of a replica's server through its plugin group.
 
 The folder of the plugin is only on the PYTHONPATH of a replica's server. The plugin needs no installation in SGLang's
-virtualenv, and always belongs to the same source tree as the replica. It adds six things:
+virtualenv, and always belongs to the same source tree as the replica. It adds seven things:
 
     end with the owner    every process of the server ends when the replica's process ends
     proof of loads        the server reports a digest of the loaded tensors and checksums of its parameters
     stop tokens           only those of the request; SGLang either adds the checkpoint's or ignores both
     kept rows             a retracted request keeps the routing rows of the forward passes that sampled
     forced rows           positions that are forwarded again use their recorded experts
+    spread experts        expert and attention data parallelism run on the CPU
     cut distributions     top-p, top-k and min-p keep the same tokens on every engine
 
 A hook is named by the function of SGLang 0.5.23 that it wraps. SGLang only logs a hook that does not apply. Therefore
@@ -28,13 +29,15 @@ STOP_TOKENS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
 
 def register() -> None:
     """Prepare a process of a replica's server: end it with its owner and register the hooks."""
-    from . import loading, owner, routing, sampling
+    from . import experts, loading, owner, routing, sampling
 
     owner.end_with(int(os.environ[OWNER_VARIABLE]), folder=os.environ[FOLDER_VARIABLE])
-    if os.environ[DEVICE_VARIABLE] == "cpu":
-        _plain_host_memory()
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks = {**loading.HOOKS, **routing.HOOKS, **sampling.HOOKS, STOP_TOKENS: (_none_of_the_checkpoint, "AFTER")}
+    if os.environ[DEVICE_VARIABLE] == "cpu":
+        _plain_host_memory()
+        experts.give_padding_a_length()
+        hooks |= experts.HOOKS
     for target, (hook, kind) in hooks.items():
         registry.HookRegistry.register(target, hook, registry.HookType[kind])
 

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 
 TOLERANCE = 1e-4
+PLAN = "_async_rl_plan"  # attribute of a batch: int32 [tokens, layers, top_k], -1 if the router chooses
 
 
 class _Current:
     """State of the current forward pass in this process."""
 
-    plan: torch.Tensor | None = None
-    """Forced experts, int32 [tokens, layers, top_k], -1 if the router chooses; None if nothing is forced."""
+    batch: Any = None
+    """The batch, whose attribute PLAN has the forced experts, or which has none; None between passes."""
     layers_done: int = 0
     """Layers that were forced in this pass."""
     routed_layers: ClassVar[set[int]] = set()
@@ -36,23 +37,21 @@ def free_dense_layers(rows: torch.Tensor) -> None:
 
 
 @contextmanager
-def applied(plan: torch.Tensor) -> Generator[None]:
-    """Apply `plan` to the forward pass inside the block.
-
-    Args:
-        plan: int32 [tokens, layers, top_k], -1 if the router chooses.
+def applied(batch: Any) -> Generator[None]:
+    """Apply the plan of a batch, which may get it during the forward pass inside the block.
 
     Raises:
         RuntimeError: the pass bypassed the hook in some layers, for instance in a captured CUDA graph.
     """
-    _Current.plan, _Current.layers_done = plan, 0
+    _Current.batch, _Current.layers_done = batch, 0
     try:
         yield
-        forced = int((plan >= 0).any(-1).any(0).sum())
+        plan = getattr(batch, PLAN, None)
+        forced = 0 if plan is None else int((plan >= 0).any(-1).any(0).sum())
         if _Current.layers_done < forced:
             raise RuntimeError(f"experts were forced in {_Current.layers_done} of {forced} layers; is a graph used?")
     finally:
-        _Current.plan = None
+        _Current.batch = None
 
 
 def select_forced(
@@ -60,7 +59,8 @@ def select_forced(
 ) -> Any:
     """Hook around layers.moe.topk.select_experts: replace its choice for forced tokens."""
     chosen = select(hidden_states, router_logits, *args, **kwargs)
-    config, layer, plan = args[0] if args else kwargs["topk_config"], kwargs.get("layer_id"), _Current.plan
+    config, layer = args[0] if args else kwargs["topk_config"], kwargs.get("layer_id")
+    plan = getattr(_Current.batch, PLAN, None)
     if layer is not None:
         _Current.routed_layers.add(layer)
     if plan is None:

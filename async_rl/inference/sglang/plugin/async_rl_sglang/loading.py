@@ -64,6 +64,11 @@ def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     return {**info, REPORT: {"ranks": ranks, "hooks": hooks}}
 
 
+def pass_report(info: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """Hook after DataParallelController.get_init_info: pass on the report, which is the same from each scheduler."""
+    return {**info, REPORT: controller._scheduler_init_infos[0][REPORT]}
+
+
 def report_update(answer: Any, updater: Any, request: Any) -> Any:
     """Hook after SchedulerWeightUpdaterManager.update_weights_from_disk: add the report to the message."""
     del request
@@ -134,9 +139,22 @@ def flush_pools_only(scheduler: Any, empty_cache: bool = True) -> tuple[tuple[An
     return (scheduler,), {"empty_cache": False}
 
 
+async def flush_all(flush: Callable[..., Any], manager: Any, timeout_s: float | None = None) -> Any:
+    """Hook around TokenizerControlMixin.flush_cache: the first answer that is a failure, if any.
+
+    With attention data parallelism, SGLang asks the scheduler of every group and returns the answer of the first.
+    """
+    del flush
+    io: Any = importlib.import_module("sglang.srt.managers.io_struct")
+    answers = await manager.flush_cache_communicator(io.FlushCacheReqInput(timeout_s=timeout_s))
+    return next((answer for answer in answers if not answer.success), answers[0])
+
+
 HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only": (load_and_hash, "AROUND"),
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": (report_start, "AFTER"),
+    "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info": (pass_report, "AFTER"),
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache": (flush_all, "AROUND"),
     "sglang.srt.managers.scheduler.Scheduler.flush_cache": (flush_pools_only, "BEFORE"),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk": (
         report_update,

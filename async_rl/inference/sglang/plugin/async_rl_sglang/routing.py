@@ -95,16 +95,39 @@ def plan_forcing(forward_batch: Any, kind: Any, batch: Any, *args: Any, **kwargs
         plan = torch.full((at, *parts[0][1].shape[1:]), -1, dtype=torch.int32)
         for offset, rows in parts:
             plan[offset : offset + len(rows)] = rows
-        forward_batch._async_rl_plan = plan.to(forward_batch.input_ids.device)
+        setattr(forward_batch, forcing.PLAN, plan.to(forward_batch.input_ids.device))
     return forward_batch
+
+
+def join_plans(result: Any, forward_batch: Any, *args: Any) -> Any:
+    """Hook after ForwardBatch.prepare_mlp_sync_batch: join the forced rows of all groups of attention data parallelism.
+
+    A layer with experts then forwards the tokens of all groups, one group after the other, on every rank: groups with 4
+    and 6 tokens have the rows 0 to 3 and 4 to 9. Collective.
+    """
+    del args
+    if not forward_batch.is_extend_in_batch:
+        return result
+    parallel: Any = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    plan: torch.Tensor | None = getattr(forward_batch, forcing.PLAN, None)
+    ranks: list[Any] = [None] * parallel.tp_size
+    mine = (parallel.attn_dp_rank, None if plan is None else plan.cpu())
+    torch.distributed.all_gather_object(ranks, mine, group=parallel.tp_group.cpu_group)
+    plans = {group: rows for group, rows in ranks if rows is not None}
+    if not plans:
+        return result
+    counts = forward_batch.global_num_tokens_cpu
+    joined = torch.full((sum(counts), *next(iter(plans.values())).shape[1:]), -1, dtype=torch.int32)
+    for group, rows in plans.items():
+        start = sum(counts[:group])
+        joined[start : start + len(rows)] = rows
+    setattr(forward_batch, forcing.PLAN, joined.to(forward_batch.input_ids.device))
+    return result
 
 
 def forward_forced(forward: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around ModelRunner.forward: apply the forced rows of the batch."""
-    plan = getattr(forward_batch, "_async_rl_plan", None)
-    if plan is None:
-        return forward(runner, forward_batch, *args, **kwargs)
-    with forcing.applied(plan):
+    with forcing.applied(forward_batch):
         return forward(runner, forward_batch, *args, **kwargs)
 
 
@@ -128,6 +151,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "sglang.srt.managers.schedule_batch.release_req": (keep_rows, "BEFORE"),
     "sglang.srt.managers.scheduler.Scheduler.send_abort_output": (abort_with_rows, "AROUND"),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (plan_forcing, "AFTER"),
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch": (join_plans, "AFTER"),
     "sglang.srt.model_executor.model_runner.ModelRunner.forward": (forward_forced, "AROUND"),
     "sglang.srt.layers.moe.topk.select_experts": (forcing.select_forced, "AROUND"),
 }
