@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -36,7 +36,6 @@ class Deliveries:
         self._backend: Backend = backend
         self._timeout_s = timeout_s
         self._bucket_s = timeout_s / 4
-        self._numbers = itertools.count()
 
     async def deliver(self, update: WeightUpdate, waiting: Collection[Member]) -> None:
         """Return when each node of the members in `waiting` has the version. Members that are lost leave the pool.
@@ -105,7 +104,7 @@ class Deliveries:
     def _seat(self, sources: tuple[Source, ...], *, size: int = 1) -> Seat:
         """The first seat of a new delivery."""
         return Seat(
-            delivery=f"delivery {next(self._numbers)}",
+            delivery=uuid.uuid4().hex,
             index=0,
             size=size,
             sources=sources,

@@ -370,6 +370,7 @@ class EngineReplica(Generic[BackendT]):
         live: checksums of the parameters of its model.
 
     Attributes:
+        node: id of its node, which its clients know; another one for each replica in this process.
         store: where this node keeps published versions; None if engines read them where the trainer writes them.
     """
 
@@ -377,6 +378,7 @@ class EngineReplica(Generic[BackendT]):
         self, backend: BackendT, *, config: ServingConfig, name: str, weights: WeightVersion, live: LiveWeights
     ) -> None:
         self.name = name
+        self.node = name
         self.backend = backend
         self.store: LocalStore | None = None
         self._config = config

@@ -53,6 +53,7 @@ class VersionServer:
 
     def __init__(self, host: str, directory: Path) -> None:
         self._directory = directory
+        self._ended: list[str] = []  # names of deliveries
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.address = f"{host}:{self._store.port}"
         self._thread = threading.Thread(target=self._serve, name="weights server", daemon=True)
@@ -74,8 +75,16 @@ class VersionServer:
             if request == _STOP.encode():
                 return
             store.delete_key(f"request {number}")
+            self._forget_ended(store)
             threading.Thread(target=self._send, args=(json.loads(request),), daemon=True).start()
             number += 1
+
+    def _forget_ended(self, store: TCPStore) -> None:
+        """Remove the keys of the deliveries that had ended when another one was asked for."""
+        ended, self._ended = self._ended, []
+        for key in store.list_keys() if ended else []:
+            if key.partition("/")[0] in ended:
+                store.delete_key(key)
 
     def _send(self, request: dict[str, Any]) -> None:
         """Send the buckets of a request. If this fails, it fails in the receivers too, which report it."""
@@ -93,7 +102,9 @@ class VersionServer:
                 for file in files:
                     group.broadcast(_mapped(file))
         except (RuntimeError, OSError) as error:
-            _log.warning("%s of %s ended early: %s", request["delivery"], request["version"], error)
+            _log.warning("a delivery of %s ended early: %s", request["version"], error)
+        finally:
+            self._ended.append(request["delivery"])
 
 
 def receive(version: str, seat: Seat, *, into: Path) -> Generator[int]:

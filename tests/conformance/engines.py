@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import contextlib
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,7 +18,9 @@ from agent_loop.loop import TurnLimits
 from async_rl.inference.pool import PoolReplica
 from async_rl.inference.publisher import OnUpdate, Publisher, PublishReport
 from async_rl.inference.replica import KVPolicy
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.store import LocalStore
+from async_rl.weights.transport import Source, WeightUpdate
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.reference import Reference
@@ -32,6 +36,7 @@ MODES: dict[str, tuple[OnUpdate, KVPolicy]] = {
 }
 TIMEOUT_S = 100.0  # of one call; only a hang takes that long
 STEP_S = 0.02  # of an engine that is slowed down
+HOST = "127.0.0.1"
 VOCAB = 117
 MARKS = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 # The fake has no K/V, hence no prefix cache, no chunks of a prefill and no preemption, and a place for every request.
@@ -119,6 +124,7 @@ class EngineUnderTest:
         """Version -> treatment of the K/V of requests in flight by its load."""
         self._updates = updates
         self._version = -1
+        self._server: VersionServer | None = None
         self._running: list[GenerateRequest] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._slow: asyncio.Task[None] | None = None
@@ -210,7 +216,23 @@ class EngineUnderTest:
     def update(self, version: int) -> WeightUpdate:
         """A version as the trainer would publish it."""
         source = self._updates[version % len(self._updates)]
-        return replace(source, weights=WeightVersion(version, source.weights.digest))
+        return replace(source, weights=WeightVersion(version, source.weights.digest), sources=self._sources(source))
+
+    def _sources(self, update: WeightUpdate) -> tuple[Source, ...]:
+        return () if self._server is None else (Source(self._server.address, tuple(range(len(update.buckets)))),)
+
+    @contextlib.contextmanager
+    def broadcast(self, directory: Path) -> Generator[None]:
+        """Publish by broadcast in this block. directory: of the node of the replica."""
+        self._server = VersionServer(HOST, self._updates[0].path.parent)
+        self.replica.store = LocalStore(directory, host=HOST)
+        try:
+            yield
+        finally:
+            self.replica.store.release()
+            self.replica.store = None
+            self._server.close()
+            self._server = None
 
     async def freeze(self) -> int:
         """Pause and freeze; returns how many requests are frozen."""

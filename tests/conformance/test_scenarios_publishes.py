@@ -1,6 +1,6 @@
 """Many publishes in a row under load: nothing is lost, and each token is of the version that it names.
 
-PUBLISHES=50 in the environment makes fifty of them.
+PUBLISHES=50 in the environment makes fifty of them, by each route and mode.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -19,15 +20,25 @@ from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, 
 
 pytestmark = [*MARKS, WITH_KV]
 PUBLISHES = int(os.environ.get("PUBLISHES", "6"))
+ALL = "PUBLISHES" in os.environ
 TOKENS = 80
 # K/V of other weights that `keep-keep` leaves in the prefix cache would serve an aborted request.
 MODES = {"computed": ["resume", "resume", "keep-recompute", "keep-recompute", "drain"], "kept": ["keep-keep"]}
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
+@pytest.mark.parametrize(
+    ("route", "staged"),
+    [("memory", False), ("broadcast", True), *[("memory", True), ("broadcast", False)] * ALL],
+    ids=["memory-at_once", "broadcast-staged", *["memory-staged", "broadcast-at_once"] * ALL],
+)
 @pytest.mark.parametrize("kv", MODES)
-async def test_many_publishes_under_load(tested: EngineUnderTest, kv: str, staged: bool):
+async def test_many_publishes_under_load(tested: EngineUnderTest, kv: str, route: str, staged: bool, tmp_path: Path):
     """Between two publishes a random number of tokens is sampled, and one time in five all requests are aborted."""
+    with tested.broadcast(tmp_path / "node") if route == "broadcast" else contextlib.nullcontext():
+        await publish_under_load(tested, kv, staged=staged)
+
+
+async def publish_under_load(tested: EngineUnderTest, kv: str, *, staged: bool) -> None:
     chance, published = random.Random(f"publishes {kv} {staged}"), 0
     rollouts: list[Rollout] = []
     while published < PUBLISHES:
