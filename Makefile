@@ -112,6 +112,7 @@ bench: setup
 	$(BIN)/python benchmarks/update_modes.py
 	$(BIN)/python benchmarks/load_checks.py
 	$(BIN)/python benchmarks/publish_files.py
+	$(BIN)/python benchmarks/broadcast.py
 	$(BIN)/python benchmarks/publish_pauses.py
 	$(BIN)/python benchmarks/publish_arithmetic.py
 	$(BIN)/python benchmarks/delta.py

@@ -1,14 +1,14 @@
 """Seconds of a publish for large models: rates measured on this machine, combined with named assumptions.
 
 The rates are those of the functions that a publish calls, on one thread: `write_bucket` of an owner,
-`LocalStore.fetch` of a node, `read_update` and the digest of an engine's worker, and the pauses of an idle replica of
-vLLM. Versions are bfloat16 weights under Adam, as in benchmarks/delta.py; rates are medians over versions. Everything
-that this machine does not have is an argument: copies between GPU and host and inside a GPU, network, shared folder,
-layouts.
+`LocalStore.fetch` and `receive` of a node (gloo inside a process), `read_update` of an engine's worker, and the pauses
+of an idle replica of vLLM. Versions are bfloat16 weights under Adam, as in benchmarks/delta.py; rates are medians over
+versions. Everything that this machine does not have is an argument: copies between GPU and host and inside a GPU,
+network, shared folder, layouts.
 
     python benchmarks/publish_arithmetic.py [--mb 256] [--versions 12] [--lr 1e-6] [--gpu-host-gbs 12.5]
         [--device-gbs 1300] [--network-gbs 50] [--folder-gbs 20] [--bytes-per-parameter 2]
-        [--model NAME BILLIONS DENSE_BILLIONS STAGES EXPERT_RANKS TENSOR_PARALLEL REPLICAS NODES] ...
+        [--model NAME BILLIONS DENSE_BILLIONS STAGES TENSOR_RANKS EXPERT_RANKS TENSOR_PARALLEL REPLICAS NODES] ...
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import (
     MAX_DELTAS,
     Bases,
+    Seat,
+    Source,
     WeightUpdate,
-    digest_of,
     discard_updates,
     finish_update,
     read_update,
@@ -45,6 +48,7 @@ from benchmarks.delta import adam_versions
 from benchmarks.publish_files import timed
 from benchmarks.support import markdown_table, say, show
 
+HOST = "127.0.0.1"
 Bucket = list[tuple[str, Tensor]]
 
 
@@ -60,6 +64,8 @@ class Model:
     """Parameters / 1e9 outside of routed experts."""
     stages: int
     """Pipeline stages of the trainer."""
+    tensor_ranks: int
+    """Tensor-parallel ranks of a stage."""
     expert_ranks: int
     """Expert-parallel ranks of a stage."""
     tensor_parallel: int
@@ -78,12 +84,12 @@ class Rates:
     """An owner: digest and file of a complete bucket."""
     write_delta: float
     """An owner: digest, changes, file, and the new base."""
-    digest: float
-    """Digest alone."""
     fetch: float
     """A node: a complete version read, verified and written to shared memory."""
     fetch_delta: float
     """A node: a version made from changes, verified and written to shared memory."""
+    receive: float
+    """A node: a complete version received over gloo into shared memory, and verified."""
     read: float
     """A worker: a version read from shared memory and verified."""
     delta_share: float
@@ -133,13 +139,10 @@ class Publish:
 
     @property
     def owner(self) -> float:
-        """What the slowest owner writes or waits for.
-
-        The tensor ranks of a stage gather dense tensors together, so that each waits while another one writes. The
-        experts of a rank are complete there, and all ranks write at the same time.
-        """
+        """What an owner writes: its turn of the dense tensors, and its experts. All owners write at the same time."""
         dense = self.model.dense_billions * self.hardware.bytes_per_parameter
-        return (dense + (self.total - dense) / self.model.expert_ranks) / self.model.stages
+        experts = self.total - dense
+        return (dense / self.model.tensor_ranks + experts / self.model.expert_ranks) / self.model.stages
 
     @property
     def worker(self) -> float:
@@ -149,7 +152,7 @@ class Publish:
     # ---- the trainer waits
 
     def stall_memory(self) -> float:
-        """Owners write to shared memory: copy to the host, digest and file."""
+        """Owners write to the shared memory of their nodes: copy to the host, digest and file. Also of `broadcast`."""
         return self.owner / self.hardware.gpu_host_gbs + self.owner / self.rates.write
 
     def stall_folder(self) -> float:
@@ -160,11 +163,6 @@ class Publish:
         """Copy to the host, digest and changes; the folder takes the changes of all owners."""
         files = self.rates.delta_share * self.total / self.hardware.folder_gbs
         return self.owner / self.hardware.gpu_host_gbs + self.owner / self.rates.write_delta + files
-
-    def stall_broadcast(self) -> float:
-        """Copy to the host and digest; then all nodes receive all weights at the same time."""
-        own = self.owner / self.hardware.gpu_host_gbs + self.owner / self.rates.digest
-        return own + self.total / self.hardware.network_gbs
 
     def stall_single(self) -> float:
         """One rank has all weights: copy to the host, digest and one file in shared memory."""
@@ -181,8 +179,8 @@ class Publish:
         return self._from_folder(self.rates.delta_share * self.total) + self.total / self.rates.fetch_delta
 
     def receive_broadcast(self) -> float:
-        """A node receives all weights, verifies them and writes them to its shared memory."""
-        return self.total / self.hardware.network_gbs + self.total / self.rates.write
+        """A node receives all weights into its shared memory and verifies them, while the trainer goes on."""
+        return self.total / min(self.hardware.network_gbs, self.rates.receive)
 
     def _from_folder(self, gigabytes: float) -> float:
         """All nodes read at the same time; the folder or the network of a node is the limit."""
@@ -191,12 +189,11 @@ class Publish:
     # ---- a replica
 
     def load(self) -> float:
-        """Each worker reads and verifies all weights, and hashes them as loaded; the engine takes the worker's part.
+        """Each worker reads and verifies all weights; the engine takes the worker's part.
 
         This is the pause with `at_once` and `rolling`. With `staged` the replica serves meanwhile.
         """
-        read = self.total / self.rates.read + self.total / self.rates.digest
-        return read + self.worker / min(self.rates.engine, self.hardware.gpu_host_gbs)
+        return self.total / self.rates.read + self.worker / min(self.rates.engine, self.hardware.gpu_host_gbs)
 
     def rolling(self, *, max_paused: int) -> float:
         """Loads of all replicas, `max_paused` at a time."""
@@ -214,6 +211,7 @@ MODELS = (
         billions=30.53,
         dense_billions=1.54,
         stages=1,
+        tensor_ranks=2,
         expert_ranks=8,
         tensor_parallel=2,
         replicas=4,
@@ -224,6 +222,7 @@ MODELS = (
         billions=235.1,
         dense_billions=8.0,
         stages=2,
+        tensor_ranks=4,
         expert_ranks=32,
         tensor_parallel=8,
         replicas=4,
@@ -234,6 +233,7 @@ MODELS = (
         billions=1000,
         dense_billions=12,
         stages=8,
+        tensor_ranks=8,
         expert_ranks=32,
         tensor_parallel=8,
         replicas=16,
@@ -246,12 +246,11 @@ def seconds_table(publishes: Sequence[Publish], *, max_paused: int = 1) -> str:
     """The parts of a publish of each model."""
     parts = {
         "GB of weights": [p.total for p in publishes],
-        "GB written by an owner, with the wait for others": [p.owner for p in publishes],
+        "GB written by an owner": [p.owner for p in publishes],
         "GB on a worker of a replica": [p.worker for p in publishes],
-        "trainer stall: `memory` (one node)": [p.stall_memory() for p in publishes],
+        "trainer stall: `memory`, `broadcast`": [p.stall_memory() for p in publishes],
         "trainer stall: `folder`": [p.stall_folder() for p in publishes],
         "trainer stall: `folder`, `sync.delta`": [p.stall_delta() for p in publishes],
-        "trainer stall: `broadcast`": [p.stall_broadcast() for p in publishes],
         "trainer stall: one owner, one file": [p.stall_single() for p in publishes],
         "before the pause, a node: `folder`": [p.fetch_folder() for p in publishes],
         "before the pause, a node: `folder`, `sync.delta`": [p.fetch_delta() for p in publishes],
@@ -275,9 +274,9 @@ def rates_table(rates: Rates) -> str:
     rows = [
         ["owner: digest and file", f"{rates.write:.2f} GB/s"],
         ["owner: digest, changes and new base", f"{rates.write_delta:.2f} GB/s"],
-        ["digest", f"{rates.digest:.2f} GB/s"],
         ["node: fetch of a complete version", f"{rates.fetch:.2f} GB/s"],
         ["node: fetch of changes", f"{rates.fetch_delta:.2f} GB/s"],
+        ["node: receive over gloo", f"{rates.receive:.2f} GB/s"],
         ["worker: read and verify", f"{rates.read:.2f} GB/s"],
         ["worker: rest of a load by vLLM", f"{rates.engine:.2f} GB/s"],
         ["changes over weights", f"{rates.delta_share:.2%}"],
@@ -302,31 +301,44 @@ def measure_rates(directory: Path, *, num_bytes: int, bucket_bytes: int, version
     if versions >= MAX_DELTAS:
         raise ValueError(f"versions is {versions}; must be < {MAX_DELTAS}, or a version is complete")
     complete, changes = directory / "complete", directory / "changes"
-    stores = LocalStore(directory / "node-complete"), LocalStore(directory / "node-changes")
-    bases, found = Bases(), list[tuple[float, ...]]()
+    stores = [LocalStore(directory / name) for name in ("node-complete", "node-changes", "node-received")]
+    server, updates = VersionServer(HOST, complete), dict[int, WeightUpdate]()
+    bases, files, found = Bases(), MappedFiles(), list[tuple[float, ...]]()
+
+    def write_complete(version: int, buckets: Sequence[Bucket]) -> None:
+        discard_updates(complete, keep_version=version - 1, spare_for=version_folder(complete, version))
+        updates[version] = write_version(complete, version=version, buckets=buckets, files=files)
+
+    def receive(version: int) -> None:
+        update = updates[version]
+        source = Source(server.address, tuple(range(len(update.buckets))))
+        name = f"version {version}"
+        seat = Seat(delivery=name, index=0, size=1, sources=(source,), backend="gloo", timeout_s=300.0)
+        stores[2].receive(update, seat)
+
     for version, values in enumerate(adam_versions(num_bytes // 2, lr=lr, versions=versions + 1)):
         buckets = buckets_of(values, bucket_bytes=bucket_bytes)
         seconds = (
-            timed(lambda v=version, b=buckets: write_version(complete, version=v, buckets=b)),
+            timed(lambda v=version, b=buckets: write_complete(v, b)),
             timed(lambda v=version, b=buckets: write_version(changes, version=v, buckets=b, bases=bases)),
-            timed(lambda b=buckets: [digest_of(bucket) for bucket in b]),
             timed(lambda v=version: stores[0].fetch(version_folder(complete, v))),
             timed(lambda v=version: stores[1].fetch(version_folder(changes, v))),
+            timed(lambda v=version: receive(v)),
             timed(lambda v=version: sum(1 for _ in read_update(stores[0].local(version_folder(complete, v))))),
         )
-        files = sum(file.stat().st_size for file in version_folder(changes, version).glob("*.delta"))
-        for folder in (complete, changes):
-            discard_updates(folder, keep_version=version)
+        num_changes = sum(file.stat().st_size for file in version_folder(changes, version).glob("*.delta"))
+        discard_updates(changes, keep_version=version)
         say(f"version {version}: " + ", ".join(f"{second:.3f} s" for second in seconds))
         if version > 1:
-            found.append((*seconds, files))
+            found.append((*seconds, num_changes))
     for store in stores:
         store.release()
-    *times, files = np.median(np.array(found), axis=0).tolist()
-    names = ("write", "write_delta", "digest", "fetch", "fetch_delta", "read")
+    server.close()
+    *times, num_changes = np.median(np.array(found), axis=0).tolist()
+    names = ("write", "write_delta", "fetch", "fetch_delta", "receive", "read")
     total = 2 * (num_bytes // 2)
     return {name: total / 1e9 / second for name, second in zip(names, times, strict=True)} | {
-        "delta_share": files / total
+        "delta_share": num_changes / total
     }
 
 
@@ -337,11 +349,16 @@ def buckets_of(values: Tensor, *, bucket_bytes: int) -> list[Bucket]:
 
 
 def write_version(
-    directory: Path, *, version: int, buckets: Sequence[Bucket], bases: Bases | None = None
+    directory: Path,
+    *,
+    version: int,
+    buckets: Sequence[Bucket],
+    bases: Bases | None = None,
+    files: MappedFiles | None = None,
 ) -> WeightUpdate:
     """Write a version as `async_rl.trainer.export.export_update` does on the only owner."""
     folder = version_folder(directory, version)
-    digests = [write_bucket(folder, number, bucket, bases=bases) for number, bucket in enumerate(buckets)]
+    digests = [write_bucket(folder, number, bucket, bases=bases, files=files) for number, bucket in enumerate(buckets)]
     base = None if bases is None else bases.base_of_next()
     if bases is not None:
         bases.published(version)
@@ -355,7 +372,7 @@ async def measure_engine(directory: Path, *, mb: int, publishes: int, reading: f
         directory: in memory.
         mb: megabytes of the model.
         publishes: in each mode.
-        reading: seconds in which a worker reads, verifies and hashes a gigabyte.
+        reading: seconds in which a worker reads and verifies a gigabyte.
     """
     from benchmarks import publish_pauses  # imports vLLM
 
@@ -368,12 +385,13 @@ async def measure_engine(directory: Path, *, mb: int, publishes: int, reading: f
 
 def model_of(values: Sequence[str]) -> Model:
     """Model of the values of `--model`."""
-    name, billions, dense_billions, stages, expert_ranks, tensor_parallel, replicas, nodes = values
+    name, billions, dense_billions, stages, tensor_ranks, expert_ranks, tensor_parallel, replicas, nodes = values
     return Model(
         name=name,
         billions=float(billions),
         dense_billions=float(dense_billions),
         stages=int(stages),
+        tensor_ranks=int(tensor_ranks),
         expert_ranks=int(expert_ranks),
         tensor_parallel=int(tensor_parallel),
         replicas=int(replicas),
@@ -396,7 +414,7 @@ def main() -> None:
     parser.add_argument("--folder-gbs", type=float, default=20.0)
     parser.add_argument("--bytes-per-parameter", type=float, default=2.0)
     parser.add_argument("--max-paused", type=int, default=1, help="sync.max_paused with rolling")
-    parser.add_argument("--model", nargs=8, action="append", help="instead of 30B, 235B and 1T; see above")
+    parser.add_argument("--model", nargs=9, action="append", help="instead of 30B, 235B and 1T; see above")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
@@ -408,7 +426,7 @@ def main() -> None:
             lr=args.lr,
         )
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        reading = 1 / measured["read"] + 1 / measured["digest"]
+        reading = 1 / measured["read"]
         measured |= asyncio.run(
             measure_engine(Path(directory), mb=args.engine_mb, publishes=args.publishes, reading=reading)
         )

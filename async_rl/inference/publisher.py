@@ -31,6 +31,7 @@ from functools import partial
 from typing import Literal, Protocol, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
+from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import KVPolicy
@@ -70,6 +71,10 @@ class _Load:
     """Requests that stayed in the engine."""
 
 
+class _WrongLoad(EngineError):
+    """A replica refused the version, or loaded other weights. It serves nothing until a load succeeds."""
+
+
 class Rollouts(Protocol):
     """The part of the rollouts that a publish uses; see `async_rl.rollout.dispatcher.Dispatcher`."""
 
@@ -90,7 +95,7 @@ class Publisher:
     """Loads a version on all replicas, concurrently or a few at a time.
 
     A replica that dies, or does not load the version within `timeout_s`, leaves the pool. The publish continues with
-    the remaining replicas.
+    the remaining replicas. A replica that refuses the version or loads other weights leaves too, unless it is the last.
 
     Args:
         replicas: the replicas that serve the run.
@@ -140,8 +145,8 @@ class Publisher:
                 version.
 
         Raises:
-            EngineError: a replica refused the version, loaded other weights, or has other parameters than another
-                replica.
+            EngineError: the last replica refused the version or loaded other weights, or one has other parameters than
+                another, of which either may be wrong.
             ReplicaLostError: no replica remains.
         """
         async with self._turn:
@@ -234,7 +239,7 @@ class Publisher:
     async def _prepare(self, update: WeightUpdate, waiting: deque[Member]) -> None:
         """Have the members in `waiting` do what needs no pause: fetch the version, and stage it if versions are staged.
 
-        Members that are lost leave `waiting`.
+        Members that are lost or refuse it leave `waiting`.
         """
         if update.sources:
             await self._deliveries.deliver(update, waiting)
@@ -246,7 +251,8 @@ class Publisher:
                     await member.replica.fetch(update)
                     if self._staged:
                         await member.replica.stage(update)
-            except ReplicaLostError:
+            except EngineError as error:
+                self._lose(member, error)
                 with contextlib.suppress(ValueError):  # the publish was cancelled
                     waiting.remove(member)
 
@@ -297,15 +303,22 @@ class Publisher:
     async def _load_or_lose(
         self, member: Member, update: WeightUpdate, probe: Callable[[Member], None] | None
     ) -> _Load | None:
-        """None if the replica died or was too slow."""
+        """None if the replica died, was too slow, or refused the version."""
         late = f"did not load version {update.weights.version} (sync.timeout_s)"
         try:
             async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
                 return await self._load(
                     member.replica, update, paused=None if probe is None else partial(probe, member)
                 )
-        except ReplicaLostError:
+        except (ReplicaLostError, _WrongLoad) as error:
+            self._lose(member, error)
             return None
+
+    def _lose(self, member: Member, error: EngineError) -> None:
+        """Remove a replica that died or refused the version; raise the refusal if no other is left."""
+        if not isinstance(error, ReplicaLostError) and self._pool.live_or_none == (member,):
+            raise error
+        self._pool.lose(member, reason=str(error), notes=notes_of(error))
 
     async def _load(
         self, replica: PoolReplica, update: WeightUpdate, *, paused: Callable[[], None] | None = None
@@ -324,9 +337,14 @@ class Publisher:
                 await replica.drain()
             case _:
                 assert_never(self._on_update)
-        loaded = await replica.load(update, kv=kv)
+        try:
+            loaded = await replica.load(update, kv=kv)
+        except ReplicaLostError:
+            raise
+        except EngineError as error:
+            raise _WrongLoad(str(error)) from error
         if loaded != update.weights:
-            raise EngineError(f"{replica.name} loaded {loaded}, but {update.weights} was published")
+            raise _WrongLoad(f"{replica.name} loaded {loaded}, but {update.weights} was published")
         self._require_alike(replica.name, await replica.checksum(), update)
         await replica.resume()
         return _Load(pause_seconds=time.monotonic() - started, aborted=aborted, frozen=frozen)

@@ -201,13 +201,14 @@ MODEL = publish_arithmetic.Model(
     billions=100,
     dense_billions=20,
     stages=2,
+    tensor_ranks=5,
     expert_ranks=4,
     tensor_parallel=5,
     replicas=4,
     nodes=3,
 )
 RATES = publish_arithmetic.Rates(
-    write=4, write_delta=2, digest=8, fetch=5, fetch_delta=2, read=10, engine=2, delta_share=0.01, exchange_s=0.5
+    write=4, write_delta=2, fetch=5, fetch_delta=2, receive=8, read=10, engine=2, delta_share=0.01, exchange_s=0.5
 )
 HARDWARE = publish_arithmetic.Hardware(
     gpu_host_gbs=10, device_gbs=80, network_gbs=20, folder_gbs=40, bytes_per_parameter=2
@@ -216,25 +217,26 @@ HARDWARE = publish_arithmetic.Hardware(
 
 def test_publish_arithmetic_gives_the_seconds_computed_by_hand():
     publish = publish_arithmetic.Publish(MODEL, RATES, HARDWARE)
-    assert (publish.total, publish.owner, publish.worker) == (200, (40 + 160 / 4) / 2, 200 / 5)
-    assert publish.stall_memory() == 40 / 10 + 40 / 4
-    assert publish.stall_folder() == 14 + 200 / 40
-    assert publish.stall_delta() == pytest.approx(40 / 10 + 40 / 2 + 2 / 40)
-    assert publish.stall_broadcast() == 40 / 10 + 40 / 8 + 200 / 20
+    assert (publish.total, publish.owner, publish.worker) == (200, (40 / 5 + 160 / 4) / 2, 200 / 5)
+    assert publish.stall_memory() == pytest.approx(24 / 10 + 24 / 4)
+    assert publish.stall_folder() == pytest.approx(8.4 + 200 / 40)
+    assert publish.stall_delta() == pytest.approx(24 / 10 + 24 / 2 + 2 / 40)
     assert publish.stall_single() == 200 / 10 + 200 / 4
     assert publish.fetch_folder() == 3 * 200 / 40 + 200 / 5
     assert publish.fetch_delta() == pytest.approx(3 * 2 / 40 + 200 / 2)
-    assert publish.receive_broadcast() == 200 / 20 + 200 / 4
-    assert publish.load() == 200 / 10 + 200 / 8 + 40 / 2
-    assert publish.rolling(max_paused=3) == 2 * 65
+    assert publish.receive_broadcast() == 200 / 8
+    assert publish.load() == 200 / 10 + 40 / 2
+    assert publish.rolling(max_paused=3) == 2 * 40
     assert publish.exchange() == 0.5 + 40 / 80
 
 
 def test_publish_arithmetic_takes_the_slower_of_two_limits():
     one_node = publish_arithmetic.Publish(dataclasses.replace(MODEL, nodes=1), RATES, HARDWARE)
     assert one_node.fetch_folder() == 200 / 20 + 200 / 5, "the network of the node"
+    slow = publish_arithmetic.Publish(MODEL, RATES, dataclasses.replace(HARDWARE, network_gbs=5))
+    assert slow.receive_broadcast() == 200 / 5
     fast_engine = publish_arithmetic.Publish(MODEL, dataclasses.replace(RATES, engine=100), HARDWARE)
-    assert fast_engine.load() == 200 / 10 + 200 / 8 + 40 / 10, "the copy to the GPU"
+    assert fast_engine.load() == 200 / 10 + 40 / 10, "the copy to the GPU"
 
 
 def test_publish_arithmetic_measures_every_rate_that_needs_no_engine(tmp_path):
@@ -251,4 +253,4 @@ def test_publish_arithmetic_table_has_a_column_for_each_model():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert rows[0] == ["seconds", "30B", "235B", "1T"]
     assert ["GB of weights", "61.1", "470", "2,000"] in rows
-    assert publish_arithmetic.model_of(["100B", "100", "20", "2", "4", "5", "4", "3"]) == MODEL
+    assert publish_arithmetic.model_of(["100B", "100", "20", "2", "5", "4", "5", "4", "3"]) == MODEL

@@ -103,11 +103,45 @@ async def test_publish_that_loses_all_replicas_names_each_with_its_reason():
     assert "b: b: process died during abort" in str(caught.value)
 
 
-async def test_replica_that_loaded_other_weights_is_refused_and_serves_nothing():
-    wrong = ScriptedReplica(loads=WeightVersion(1, "other"))
-    with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match=r"other.*d1")):
-        await make_publisher([wrong]).publish(UPDATE)
-    assert wrong.calls[-1] == "load"
+class Refusing(ScriptedReplica):
+    """Refuses the version at `at`."""
+
+    def __init__(self, name, at):
+        super().__init__(name)
+        self.at = at
+
+    async def call(self, name, *args, **options):
+        await super().call(name, *args, **options)
+        if name == self.at:
+            raise EngineError(f"{self.name} refused at {name}")
+        return self.results.get(name)
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+async def test_replica_that_loaded_other_weights_serves_nothing_and_leaves(rolling):
+    wrong, good = ScriptedReplica("wrong", loads=WeightVersion(1, "other")), ScriptedReplica("good")
+    pool = ReplicaPool([wrong, good])
+    await make_publisher(pool, max_paused=1 if rolling else None).publish(UPDATE)
+    assert wrong.calls[-1] == "load" and good.calls[-1] == "resume"
+    assert [member.name for member in pool.live] == ["good"]
+    assert all(text in pool.lost["wrong"] for text in ("other", "d1"))
+
+
+@pytest.mark.parametrize("at", ["stage", "load"])
+async def test_replica_that_refuses_a_version_leaves(at):
+    refusing, good = Refusing("refusing", at), ScriptedReplica("good")
+    pool = ReplicaPool([refusing, good])
+    await make_publisher(pool, staged=True).publish(UPDATE)
+    assert refusing.calls[-1] == at and good.calls[-1] == "resume"
+    assert pool.lost == {"refusing": f"refusing refused at {at}"}
+
+
+@pytest.mark.parametrize("at", ["stage", "load"])
+async def test_publish_that_all_replicas_refuse_ends_with_the_refusal_of_the_last(at):
+    pool = ReplicaPool([Refusing("a", at), Refusing("b", at)])
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match=f"b refused at {at}")):
+        await make_publisher(pool, staged=True).publish(UPDATE)
+    assert pool.lost == {"a": f"a refused at {at}"}
 
 
 @pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
