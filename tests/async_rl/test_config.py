@@ -318,7 +318,7 @@ def test_the_documented_cluster_command_is_accepted():
     while command[-1] == "\\":
         command[-1:] = next(lines).split()
     config = load_config(command[3:])
-    assert config.sync.route == "folder", "it asks for more GPUs than one node has"
+    assert config.sync.route == "broadcast", "it asks for more GPUs than one node has"
 
 
 def paths_of(config, prefix=""):

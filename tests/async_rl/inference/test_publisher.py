@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import random
 from pathlib import Path
@@ -14,7 +15,7 @@ from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools import PauseGate
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import Source, WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.helpers.fakes.rollouts import RolloutsHere
 
@@ -421,3 +422,27 @@ async def test_time_limit_of_a_rolling_publish_holds_for_each_replica():
     pool = ReplicaPool([Slow(f"replica-{i}") for i in range(4)])
     await make_publisher(pool, max_paused=1, timeout_s=0.1).publish(UPDATE)
     assert len(pool.live) == 4
+
+
+# ---- broadcast
+
+
+class Receiving(ScriptedReplica):
+    """Keeps the sources of its deliveries; serves the version that it has."""
+
+    async def fetch(self, update, seat=None):
+        if seat is not None:
+            self.calls.append(("receive", seat.sources))
+
+    async def offer(self, update):
+        return Source(self.name, (0,))
+
+
+async def test_broadcast_version_is_received_before_any_pause_and_by_a_late_replica_from_another_one():
+    update = dataclasses.replace(UPDATE, sources=(Source("trainer", (0,)),))
+    replicas, late = [Receiving("a"), Receiving("b")], Receiving("late")
+    publisher = make_publisher(ReplicaPool(replicas))
+    await publisher.publish(update)
+    assert all(replica.calls[:2] == [("receive", update.sources), "pause"] for replica in replicas)
+    await publisher.bring_up(late, slot=0)
+    assert late.calls[:2] == [("receive", (Source("a", (0,)),)), "pause"]

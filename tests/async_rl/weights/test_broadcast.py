@@ -93,6 +93,16 @@ def test_the_next_version_replaces_the_one_before(tmp_path, stores, serve, publi
         assert not store.local(published.path).exists()
 
 
+def test_a_server_forgets_deliveries_that_have_ended(tmp_path, stores, published):
+    server, kept = VersionServer(HOST, tmp_path / "trainer"), []
+    for number in range(6):
+        sources = (Source(server.address, tuple(range(NUM_BUCKETS))),)
+        assert deliver(stores[:2], published, sources, delivery=f"delivery {number}") == [None, None]
+        kept.append(server._store.num_keys())
+    server.close()
+    assert max(kept[3:]) <= max(kept[:3])
+
+
 def test_a_node_that_comes_late_gets_the_version_from_another_one(stores, serve, published, weights):
     first, second, third = stores
     assert deliver([first], published, serve(range(5))) == [None]
