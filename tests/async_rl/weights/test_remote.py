@@ -247,3 +247,11 @@ def test_a_late_node_names_the_object_of_a_base_that_is_missing(planted, bucket,
     (bucket / "weights-1" / "bucket-00000.safetensors").unlink()
     with pytest.raises(RemoteError, match=r"weights-1/bucket-00000\.safetensors"):
         store.download(update.url)
+
+
+async def test_a_replica_fetches_from_a_folder_and_from_a_url(bucket, tmp_path):
+    for name, directory in (("folder", bucket), ("url", f"file://{bucket}-url")):
+        trainer, store = Trainer(directory), LocalStore(tmp_path / name)
+        update = trainer.publish(1)
+        await replica_of(store).fetch(update)
+        check(store.local(update.path), trainer.versions[1])
