@@ -62,6 +62,7 @@ FLOAT32_MAX_K3 = 1e-4
 grows with the square of the error. Float32 has a k3 of about 1e-12."""
 HALF_MAX_K3 = 5e-2
 """For bfloat16 and float16; the models of benchmarks/equal_weights.py have at most 3.4e-4."""
+Url = Annotated[str, PydanticField(pattern="^[a-z0-9+:]+://.")]
 EnvironmentValue = Annotated[str, PydanticField(coerce_numbers_to_str=True)]
 
 
@@ -137,10 +138,11 @@ class SyncConfig:
     """Train steps per publish, a multiple of trainer.updates_per_batch."""
     route: Literal["memory", "broadcast", "folder"] = "memory"
     """`memory`: shared memory of one node. `broadcast`: from the shared memory of the trainer's nodes to that of the
-    nodes of replicas. `folder`: a directory that all nodes see. With the last two, one replica of a node brings a
-    version into the node's shared memory, from which all replicas of the node read it."""
-    directory: Path | None = None
-    """Directory of `folder`."""
+    nodes of replicas. `folder`: a directory that all nodes see, or an object store. With the last two, one
+    replica of a node brings a version into the node's shared memory, from which all replicas of the node read it."""
+    directory: Path | Url | None = None
+    """Directory of `folder`, or URL of one in an object store, such as s3://bucket/prefix, for which fsspec has a
+    driver."""
     backend: Backend = "gloo"
     """With `broadcast`: `gloo` sends over TCP, `nccl` between GPUs. NCCL needs a GPU in each trainer rank and in each
     replica, and memory of one bucket there."""
@@ -163,7 +165,9 @@ class SyncConfig:
         if self.max_paused < 1:
             raise ValueError(f"sync.max_paused is {self.max_paused}; must be >= 1")
         if self.route == "folder" and self.directory is None:
-            raise ValueError("sync.route is 'folder' and sync.directory is null; give a directory all nodes see")
+            raise ValueError(
+                "sync.route is 'folder' and sync.directory is null; give a directory all nodes see, or a URL"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

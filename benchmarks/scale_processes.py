@@ -219,7 +219,7 @@ class FakeTrainer(TrainerClient):
     exported: asyncio.Event
     exported_at = 0.0
 
-    async def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate:
+    async def export(self, directory: Path | str, *, version: int, keep_version: int = 0) -> WeightUpdate:
         self.exported_at = time.monotonic()
         self.exported.set()
         return WeightUpdate(path=directory / f"weights-{version}", weights=WeightVersion(version, DIGEST))

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import tempfile
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from async_rl.files.logs import log_failure, open_log
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import EngineConfig, start_replica
+from async_rl.weights.remote import download, driver_problem, remove, upload
 from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import WeightUpdate
 
@@ -165,6 +167,40 @@ class Placement:
                 f"{field} is {directory}, which node {blind[0]} of the cluster does not see ({len(blind)} of "
                 f"{len(bundles) + 1} nodes); give a directory that all nodes share"
             )
+
+    async def require_store(self, url: str, *, field: str) -> None:
+        """Check that every node of the run reads, writes and removes objects below `url`.
+
+        Args:
+            field: of the config, for the error.
+
+        Raises:
+            PlacementError: a node does not, or not within `cluster.start_timeout_s`.
+        """
+        bundles = {node: bundle for bundle, node in self._nodes().items()}
+        probes = {node: f"{url}/.probe-{uuid.uuid4().hex}" for node in bundles}
+        for step in (_write_probe, _read_probes, _remove_probe):
+            calls = {
+                node: step.options(**self._options(bundle, cpus=0.0, gpus=0.0), max_retries=0).remote(
+                    probes[node], list(probes.values())
+                )
+                for node, bundle in bundles.items()
+            }
+            _, late = await asyncio.to_thread(
+                ray.wait, list(calls.values()), num_returns=len(calls), timeout=self._config.start_timeout_s
+            )
+            for node, call in calls.items():
+                if call in late:
+                    ray.cancel(call, force=True)
+                    problem = f"it did not answer within cluster.start_timeout_s={self._config.start_timeout_s}"
+                else:
+                    problem = await call
+                if problem:
+                    raise PlacementError(
+                        f"{field} is {url}, which node {_address(node)} cannot use: {problem}; give its driver and its "
+                        "credentials to all nodes in the way that fsspec documents, or give a directory that all "
+                        "nodes share"
+                    )
 
     async def wait_for_node(self, options: dict[str, Any], *, timeout_s: float) -> None:
         """Wait until the place of an actor is on a node that lives.
@@ -482,11 +518,11 @@ class TrainerActor:
         with log_failure():
             return self._rank.score(batch)
 
-    def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate | None:
+    def export(self, directory: Path | str, *, version: int, keep_version: int) -> WeightUpdate | None:
         with log_failure():
             return self._rank.export(directory, version=version, keep_version=keep_version)
 
-    def remove_updates(self, directory: Path) -> None:
+    def remove_updates(self, directory: Path | str) -> None:
         with log_failure():
             self._rank.remove_updates(directory)
 
@@ -532,6 +568,40 @@ def _answer() -> None:
 def _exists(path: Path) -> bool:
     """Whether the node of this task sees `path`."""
     return path.exists()
+
+
+@_remote
+def _write_probe(own: str, _others: Sequence[str]) -> str:
+    """Write an object; return why that failed, if it did. The same holds for the next functions."""
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(own)
+        file.flush()
+        return driver_problem(own) or _error_of(upload, Path(file.name), own)
+
+
+@_remote
+def _read_probes(_own: str, all_probes: Sequence[str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "probe"
+        for url in all_probes:
+            if problem := _error_of(download, url, file):
+                return problem
+            if file.read_text() != url:
+                return f"{url} has another content than another node wrote"
+    return ""
+
+
+@_remote
+def _remove_probe(own: str, _others: Sequence[str]) -> str:
+    return _error_of(remove, own)
+
+
+def _error_of(call: Callable[..., None], *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except OSError as error:
+        return f"{error}"
+    return ""
 
 
 def _require_node(bundle: dict[str, float], *, fields: str) -> None:

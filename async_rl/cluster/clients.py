@@ -306,7 +306,7 @@ class TrainerClient:
         plan, contents = await asyncio.to_thread(_stored, self._planner.supervised, batch)
         return await self._first("train_supervised", lambda actor: actor.train_supervised.remote(plan, contents))
 
-    async def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate:
+    async def export(self, directory: Path | str, *, version: int, keep_version: int = 0) -> WeightUpdate:
         """Write the current weights as `version`; remove those before `keep_version` where the ranks have them."""
         return await self._first(
             "export", lambda actor: actor.export.remote(directory, version=version, keep_version=keep_version)
@@ -320,7 +320,7 @@ class TrainerClient:
         """Logprobs of the tokens in the loss under the weights of `snapshot_weights`; see TrainerRank.logprobs."""
         return await self._first("score", lambda actor: actor.score.remote(batch))
 
-    async def remove_updates(self, directory: Path) -> None:
+    async def remove_updates(self, directory: Path | str) -> None:
         """Remove what `export` wrote."""
         await self._first("remove_updates", lambda actor: actor.remove_updates.remote(directory))
 
@@ -343,7 +343,7 @@ class TrainerClient:
     async def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         await self._first("reset_optimizer", lambda actor: actor.reset_optimizer.remote(optimizer))
 
-    async def close(self, *, timeout_s: float, remove_updates: Path | None = None) -> None:
+    async def close(self, *, timeout_s: float, remove_updates: Path | str | None = None) -> None:
         """Close every rank, after `remove_updates` if given; a rank that does not answer is killed."""
         try:
             async with asyncio.timeout(timeout_s):

@@ -91,7 +91,7 @@ class Launcher:
             placement = await place_run(config, ranks=config.trainer.ranks, stack=stack, status=console.status)
             await self._require_places(placement)
             weights_directory = self._weights_directory
-            stack.callback(remove_directory, weights_directory)  # if rank 0 died, it did not remove it on this node
+            stack.callback(self._remove_versions, recorder)  # if rank 0 died, it did not remove them on this node
             processes = Processes(
                 config,
                 task=self._task,
@@ -132,7 +132,8 @@ class Launcher:
         """Check, before any actor starts, that the nodes of the run share the directories that they use together.
 
         Raises:
-            PlacementError: a directory that a node does not see, or shared memory over several nodes.
+            PlacementError: a directory that a node does not see, an object store that a node cannot use, or shared
+                memory over several nodes.
         """
         config = self._config
         if config.sync.route == "memory":
@@ -146,18 +147,28 @@ class Launcher:
             else None,
         }
         for field, directory in shared.items():
-            if directory is not None:
+            if isinstance(directory, str):
+                await placement.require_store(directory, field=field)
+            elif directory is not None:
                 make_folder(directory)
                 await placement.require_visible(directory, field=field)
 
     @property
-    def _weights_directory(self) -> Path:
-        """Where trainer ranks write published versions."""
+    def _weights_directory(self) -> Path | str:
+        """Folder, or URL, where trainer ranks write published versions."""
         sync = self._config.sync
         parent = sync.directory if sync.route == "folder" else Path("/dev/shm")
         assert parent is not None
         name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
-        return parent / f"async_rl-weights-{name}"
+        folder = f"async_rl-weights-{name}"
+        return f"{parent.rstrip('/')}/{folder}" if isinstance(parent, str) else parent / folder
+
+    def _remove_versions(self, recorder: Recorder) -> None:
+        """Remove all published versions that this node sees; a store that refuses does not hide why the run ended."""
+        try:
+            remove_directory(self._weights_directory)
+        except OSError as error:
+            recorder.warn(f"published versions stay (sync.directory): {error}")
 
     async def _build_parts(
         self,

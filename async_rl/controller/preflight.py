@@ -29,6 +29,7 @@ from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.layout import layout_problems, weight_problems
 from async_rl.weights.model_info import CheckpointError, ModelInfo, is_quantized, read_model_info
 from async_rl.weights.quantized import dequantization_problems, plain_folder
+from async_rl.weights.remote import driver_problem
 
 T = TypeVar("T")
 
@@ -87,6 +88,8 @@ def check_run(config: RunConfig) -> CheckedRun:
     if config.schedule is not None:
         schedule = problems.attempt(lambda: _read_schedule(config), of="schedule")
     problems.found += tracker_problems(config.tracking)
+    if isinstance(url := config.sync.directory, str) and (problem := driver_problem(url)):
+        problems.found.append(f"sync.directory is {url}, {problem}")
     resume = problems.attempt(lambda: Resume(config), of="resume")
     if problems.found:
         raise ConfigError("\n".join(dict.fromkeys(problems.found)))

@@ -70,8 +70,8 @@ class Processes:
     """The trainer's ranks, the replicas, the rollout workers and the queue.
 
     Args:
-        stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0; None if
-            there is no trainer.
+        stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0, or its URL;
+            None if there is no trainer.
         processes: file that names the process of each, for whoever looks at a run from outside.
         logs: folder with the output of each.
     """
@@ -83,7 +83,7 @@ class Processes:
         task: Task,
         placement: Placement,
         stack: contextlib.AsyncExitStack,
-        weights_directory: Path | None,
+        weights_directory: Path | str | None,
         processes: Path,
         logs: Path,
     ) -> None:
@@ -94,7 +94,7 @@ class Processes:
         self._weights_directory = weights_directory
         self._store: Path | None = None  # on each node
         if weights_directory is not None and config.sync.route != "memory":
-            self._store = Path("/dev/shm") / f"{weights_directory.name}-local"
+            self._store = Path("/dev/shm") / f"{Path(weights_directory).name}-local"
         self._processes_file = processes
         self._logs = logs
         self._console: Console | None = None

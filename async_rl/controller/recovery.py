@@ -69,8 +69,8 @@ class RunParts(Generic[T]):
     """Records of the run."""
     trace: Trace
     """Time spans of the stages."""
-    weights_directory: Path
-    """Folder of published versions, on the node of trainer rank 0."""
+    weights_directory: Path | str
+    """Folder of published versions, on the node of trainer rank 0, or its URL."""
     schedule_replay: NoReplay
     """Controls the timing of events; rollouts pass through it."""
     probe: Probe | None = None

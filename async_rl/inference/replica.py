@@ -450,7 +450,7 @@ class EngineReplica(Generic[BackendT]):
 
         Args:
             seat: place of this node in a delivery by broadcast; None if the version is in a folder that all nodes see,
-                or already on this node.
+                in an object store, or already on this node.
 
         Raises:
             DeliveryError: a bucket of the delivery did not come, because of this node or another one.
@@ -461,7 +461,9 @@ class EngineReplica(Generic[BackendT]):
         what = f"{self.name}: version {update.weights.version}"
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
-                if seat is None:
+                if update.url is not None:
+                    await asyncio.to_thread(store.download, update.url)
+                elif seat is None:
                     await asyncio.to_thread(store.fetch, update.path)
                 else:
                     await asyncio.to_thread(store.receive, update, seat)

@@ -51,7 +51,7 @@ class SimulatedTrainer:
         self._world.note("trainer", "train", self.train_step, self.digest)
         return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
 
-    async def export(self, directory: Path, *, version: int, keep_version: int) -> WeightUpdate:
+    async def export(self, directory: Path | str, *, version: int, keep_version: int) -> WeightUpdate:
         await self._work("export", seconds=self._world.scenario.train_s / 4)
         weights = WeightVersion(version, self.digest)
         self._world.judge(self._world.oracle.exported, weights, updates=self.train_step)

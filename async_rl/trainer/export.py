@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.layout import adapted_modules
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.overwrite import MappedFiles
+from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
 from async_rl.weights.pretrained import save_adapter, save_pretrained
+from async_rl.weights.remote import upload
 from async_rl.weights.transport import (
+    MANIFEST,
     Bases,
     Source,
     WeightUpdate,
+    discard_remote_updates,
     discard_updates,
     finish_update,
     version_folder,
@@ -30,7 +37,7 @@ from async_rl.weights.transport import (
 
 def export_update(
     source: WeightSource,
-    directory: Path,
+    directory: Path | str,
     *,
     version: int,
     keep_version: int,
@@ -42,7 +49,8 @@ def export_update(
 
     Args:
         source: weights of all ranks.
-        directory: parent of the folders of the versions.
+        directory: parent of the folders of the versions, or its URL in an object store. Each rank then writes a bucket
+            in the memory of its node first.
         version: `param_version`.
         keep_version: oldest version that a replica may need.
         bases: what this rank has published last, if versions are written as changes; they become this version.
@@ -54,12 +62,71 @@ def export_update(
 
     Raises:
         OSError: `directory` has no free space or is not writable.
+        UpdateError: an object store has a damaged manifest.
     """
+    if isinstance(directory, str):
+        return _export_remote(source, directory, version=version, keep_version=keep_version, bases=bases)
     rank = dist.get_rank()
     folder = version_folder(directory, version)
     base = None if bases is None else bases.base_of_next()
     if rank == (0 if servers is None else servers.index(servers[rank])):
         discard_updates(directory, keep_version=keep_version, spare_for=folder if base is None else None)
+    parts = _write_buckets(source, partial(write_bucket, folder, bases=bases, files=files))
+    if bases is not None:
+        bases.published(version)
+    if parts is None:
+        return None
+    update = finish_update(folder, version=version, buckets=_in_order(parts), base=base)
+    return update if servers is None else replace(update, sources=_sources(servers, parts))
+
+
+def _export_remote(
+    source: WeightSource, url: str, *, version: int, keep_version: int, bases: Bases | None
+) -> WeightUpdate | None:
+    """As `export_update`, into an object store. Rank 0 uploads the manifest when all buckets are there."""
+    rank = dist.get_rank()
+    base = None if bases is None else bases.base_of_next()
+    if rank == 0:
+        discard_remote_updates(url, keep_version=keep_version)
+    with _upload_folder(url, rank) as directory:
+        folder = version_folder(directory, version)
+
+        def write(number: int, tensors: Sequence[tuple[str, Tensor]]) -> WeightsDigest:
+            digest = write_bucket(folder, number, tensors, bases=bases)
+            for file in folder.iterdir():
+                upload(file, f"{url}/{folder.name}/{file.name}")
+                file.unlink()
+            return digest
+
+        parts = _write_buckets(source, write)
+        if bases is not None:
+            bases.published(version)
+        if parts is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)  # of a rank without tensors
+        update = finish_update(folder, version=version, buckets=_in_order(parts), base=base)
+        upload(folder / MANIFEST, f"{url}/{folder.name}/{MANIFEST}")
+    return replace(update, url=f"{url}/{folder.name}")
+
+
+@contextmanager
+def _upload_folder(url: str, rank: int) -> Generator[Path]:
+    """Folder in the memory of this node for the files that this rank uploads; removed at the end."""
+    directory = SHARED_MEMORY / f"{url.rpartition('/')[2]}-upload-{rank}"
+    shutil.rmtree(directory, ignore_errors=True)  # of a killed run
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write_buckets(
+    source: WeightSource, write: Callable[[int, Sequence[tuple[str, Tensor]]], WeightsDigest]
+) -> list[dict[int, WeightsDigest]] | None:
+    """Call `write` for each bucket of this rank; on rank 0, return number -> digest of the buckets of each rank.
+
+    Returns on rank 0 when all buckets are written.
+    """
     mine: dict[int, WeightsDigest] = {}
     with ThreadPoolExecutor(1) as writer:
         writing: tuple[int, Future[WeightsDigest]] | None = None
@@ -67,20 +134,18 @@ def export_update(
             if tensors:
                 if writing is not None:
                     mine[writing[0]] = writing[1].result()
-                number = bucket.number
-                writing = number, writer.submit(write_bucket, folder, number, tensors, bases=bases, files=files)
+                writing = bucket.number, writer.submit(write, bucket.number, tensors)
         if writing is not None:
             mine[writing[0]] = writing[1].result()
-    if bases is not None:
-        bases.published(version)
-    parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, parts)
-    if parts is None:
-        return None
-    digests: dict[int, WeightsDigest] = {number: digest for part in parts for number, digest in part.items()}
-    buckets = [digests[number] for number in sorted(digests)]
-    update = finish_update(folder, version=version, buckets=buckets, base=base)
-    return update if servers is None else replace(update, sources=_sources(servers, parts))
+    return parts
+
+
+def _in_order(parts: Sequence[Mapping[int, WeightsDigest]]) -> list[WeightsDigest]:
+    """Digest of each bucket, by its number."""
+    digests = {number: digest for part in parts for number, digest in part.items()}
+    return [digests[number] for number in sorted(digests)]
 
 
 def _sources(servers: Sequence[str], parts: Sequence[Mapping[int, WeightsDigest]]) -> tuple[Source, ...]:

@@ -202,9 +202,9 @@ class TrainerRank:
 
     # ---- weights and state
 
-    def export(self, directory: Path, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
+    def export(self, directory: Path | str, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
         """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
-        if self._host is not None and self._servers is None:
+        if self._host is not None and self._servers is None and isinstance(directory, Path):
             self._servers = self._serve(self._host, directory)
         return export_update(
             self._source,
@@ -224,7 +224,7 @@ class TrainerRank:
         addresses = self._groups.gather(None if self._server is None else self._server.address)
         return [addresses[hosts.index(other)] for other in hosts]
 
-    def remove_updates(self, directory: Path) -> None:
+    def remove_updates(self, directory: Path | str) -> None:
         """Remove `directory` with all versions, on the machine of rank 0, or on those of all ranks if they serve it."""
         if dist.get_rank() == 0 or self._host is not None:
             remove_directory(directory)

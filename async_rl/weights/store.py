@@ -1,4 +1,6 @@
-"""Published versions on one node, from a folder that all nodes see or by broadcast. Its replicas share them.
+"""Published versions on one node, from a folder that all nodes see, an object store or by broadcast.
+
+The replicas of the node share them.
 
     folder of the run                    memory of the node
     weights-16   complete          ->    weights-16
@@ -21,12 +23,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from async_rl.weights.remote import download
 from async_rl.weights.transport import (
+    MANIFEST,
     Seat,
     Source,
     UpdateError,
     WeightUpdate,
     base_of,
+    bucket_file,
     discard_update,
     holds,
     read_bucket,
@@ -77,14 +82,39 @@ class LocalStore:
             OSError: the folder cannot be read, or the node has no memory left.
         """
         with self._locked():
-            missing: list[Path] = []
-            while not holds(self.local(folder), update_buckets(folder)):
-                missing.append(folder)
-                if (base := base_of(folder)) is None:
-                    break
-                folder = base
-            for version in reversed(missing):
-                self._bring(version)
+            self._fetch(folder)
+
+    def download(self, url: str) -> None:
+        """As `fetch`, from the folder of a version in an object store, one bucket after another.
+
+        Raises:
+            UpdateError: an object is damaged, or its base is not the one that it was written against.
+            OSError: an object is missing, the store does not answer, or the node has no memory left.
+        """
+        parent, _, name = url.rpartition("/")
+        with self._locked():
+            downloads = self._directory / "downloads"
+            try:
+                self._fetch(downloads / name, parent=parent)
+            except UpdateError as error:
+                raise UpdateError(f"of {url}: {error}") from error
+            finally:
+                shutil.rmtree(downloads, ignore_errors=True)
+
+    def _fetch(self, folder: Path, parent: str | None = None) -> None:
+        """Bring a version. parent: URL from which the files of `folder` are downloaded first."""
+        missing: list[Path] = []
+        while True:
+            if parent is not None:
+                self._download(parent, folder / MANIFEST)
+            if holds(self.local(folder), update_buckets(folder)):
+                break
+            missing.append(folder)
+            if (base := base_of(folder)) is None:
+                break
+            folder = base
+        for version in reversed(missing):
+            self._bring(version, parent)
 
     def receive(self, update: WeightUpdate, seat: Seat) -> None:
         """Take part in a delivery by broadcast, and verify each bucket when it arrives. Other versions are removed.
@@ -127,14 +157,23 @@ class LocalStore:
             if not _is_used(self._directory):
                 shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _bring(self, folder: Path) -> None:
+    def _bring(self, folder: Path, parent: str | None) -> None:
         base = base_of(folder)
         digests = update_buckets(folder)
         with self._new_version(self.local(folder), digests) as partial:
             for number, digest in enumerate(digests):
                 self.waiting_for = f"bucket {number} of {folder}"
+                file = bucket_file(folder, number, changes=base is not None)
+                if parent is not None:
+                    self._download(parent, file)
                 tensors = read_bucket(folder, number, published=digest, base=None if base is None else self.local(base))
                 save_bucket(partial, number, dict(tensors))
+                if parent is not None:
+                    file.unlink()
+
+    def _download(self, parent: str, file: Path) -> None:
+        self.waiting_for = f"{parent}/{file.parent.name}/{file.name}"
+        download(self.waiting_for, file)
 
     @contextmanager
     def _new_version(self, local: Path, digests: Sequence[str]) -> Generator[Path]:

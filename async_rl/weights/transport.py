@@ -1,4 +1,4 @@
-"""Files of a published version, in shared memory or in a folder that all nodes see.
+"""Files of a published version, in shared memory, in a folder that all nodes see, or in an object store.
 
 Each trainer rank that owns tensors writes its buckets, then rank 0 writes the manifest:
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from async_rl.weights import delta
+from async_rl.weights import delta, remote
 from async_rl.weights.digest import ModuleDigest, WeightsDigest
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles, digest_of
 from async_rl.weights.plan import BUCKET_BYTES
@@ -83,7 +84,7 @@ class WeightUpdate:
     """A published version."""
 
     path: Path
-    """Folder of the version; its tensors have Hugging Face names."""
+    """Folder of the version; its tensors have Hugging Face names. With `url` it only has the name."""
     weights: WeightVersion
     """Version number and digest of the tensors."""
     modules: Mapping[str, ModuleDigest] = field(default_factory=dict[str, ModuleDigest])
@@ -92,6 +93,8 @@ class WeightUpdate:
     """Digest of each bucket, by its number."""
     sources: tuple[Source, ...] = ()
     """Servers of the route `broadcast`; empty if `path` is on this node or in a folder that all nodes see."""
+    url: str | None = None
+    """Folder of the version in an object store; None if it is not in one."""
 
 
 def version_folder(directory: Path, version: int) -> Path:
@@ -323,7 +326,7 @@ def _read_verified(
     folder: Path, number: int, *, published: str, base: Path | None = None
 ) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest]:
     """The tensors of `read_bucket` and their digest."""
-    path = folder / (_bucket_file(number) if base is None else _delta_file(number))
+    path = bucket_file(folder, number, changes=base is not None)
     try:
         if base is None:
             held = list(read_tensors(path))
@@ -382,14 +385,46 @@ def discard_update(folder: Path, *, spare_for: Path | None = None) -> None:
     shutil.rmtree(folder)
 
 
-def remove_directory(directory: Path) -> None:
-    """Remove the directory of all versions."""
-    shutil.rmtree(directory, ignore_errors=True)
+def discard_remote_updates(url: str, *, keep_version: int) -> None:
+    """As `discard_updates`, in an object store.
+
+    Raises:
+        OSError: the store does not answer, or does not remove a version.
+        UpdateError: a manifest is damaged.
+    """
+    numbers = {int(name.split("-")[1]) for name in remote.list_names(url) if name.startswith("weights-")}
+    needed, version = set[int](), keep_version
+    with tempfile.TemporaryDirectory() as scratch:
+        while version in numbers - needed:
+            folder = version_folder(Path(scratch), version)
+            try:
+                remote.download(f"{url}/{folder.name}/{MANIFEST}", folder / MANIFEST)
+            except remote.RemoteError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                break  # a rank failed before all buckets were there
+            needed.add(version)
+            version = _manifest(folder)["base"]
+    for number in sorted(numbers - needed):
+        if number < keep_version:
+            remote.remove(f"{url}/weights-{number}")
 
 
-def bucket_file(folder: Path, number: int) -> Path:
-    """File of a complete bucket of a version."""
-    return folder / _bucket_file(number)
+def remove_directory(directory: Path | str) -> None:
+    """Remove the directory of all versions, or the URL of one.
+
+    Raises:
+        OSError: an object store does not remove it.
+    """
+    if isinstance(directory, str):
+        remote.remove(directory)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def bucket_file(folder: Path, number: int, *, changes: bool = False) -> Path:
+    """File of a bucket of a version. changes: whether it has the changes against another version."""
+    return folder / (_delta_file(number) if changes else _bucket_file(number))
 
 
 def _bucket_file(number: int) -> str:

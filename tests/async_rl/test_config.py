@@ -56,6 +56,7 @@ def test_every_choice_of_every_group_builds_a_run(group, choice, dense_checkpoin
         "rollout.failure.max_fills=2 rollout.failure.on_failed=fill",
         "staleness=recycle staleness.max_requeues=2 sync.every=2 resume=never",
         "sync.directory=/tmp sync.route=folder",
+        "sync.directory=s3://bucket/prefix sync.route=folder sync.delta=true",
         "trainer.ranks=2 trainer.parallel.tensor=2 trainer.recompute=full trainer.packing=false",
         "loss.kl_estimator=k2 loss.kl_coefficient=0.1",
         "trainer.lora.rank=4 trainer.lora.alpha=8 trainer.lora.target_modules=[q_proj,v_proj]",
@@ -353,6 +354,11 @@ def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
         "warm_start.cache": "warm",
         "task.prompt_file": "prompts.jsonl",
     }
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/prefix", "file:///shared/weights", "simplecache::gs://bucket/a"])
+def test_a_url_of_a_config_stays_unchanged(url):
+    assert load_config(["sync.route=folder", f"sync.directory={url}"]).sync.directory == url
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)

@@ -111,7 +111,7 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
         *APART,
         f"cluster.address={address}",
         "sync.route=folder",
-        "sync.directory=weights",
+        f"sync.directory=file://{tmp_path}/weights",
         "sync.delta=true",
         "sync.mode=staged",
         "+cluster.rank_env.ASYNC_RL_TEST=rank",
@@ -152,6 +152,16 @@ def test_a_run_directory_that_other_nodes_do_not_see_is_refused(address, environ
     assert process.returncode == 1, output
     assert "output_dir" in output.splitlines()[-1], output
     assert not (tmp_path / tmp_path.name / "processes.json").exists()
+
+
+def test_an_object_store_that_nodes_do_not_share_is_refused(address, environment, tmp_path):
+    shared = ("sync.route=folder", "sync.directory=memory://weights")  # each process has another
+    process = start("run", "warm", *APART, *shared, f"cluster.address={address}", cwd=tmp_path, env=environment)
+    output = finish(process)
+    assert process.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert "sync.directory" in last and "memory://weights/.probe" in last, output
+    assert not (tmp_path / "run" / "processes.json").exists()
 
 
 GATED = (

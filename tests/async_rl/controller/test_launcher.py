@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_rl.config import load_config
+from async_rl.config import ConfigError, load_config
 from async_rl.controller import launcher, processes
 from async_rl.controller.launcher import Launcher
 from async_rl.run import causes
@@ -16,6 +16,7 @@ class FakePlacement:
 
     def __init__(self, error=None, lacks=None):
         self.error, self.lacks, self.watched = error, lacks, None
+        self.required = {}
 
     def shortage(self):
         return self.lacks
@@ -27,7 +28,11 @@ class FakePlacement:
         pass
 
     async def require_visible(self, directory, *, field):
-        pass
+        assert directory.is_dir()
+        self.required[field] = directory
+
+    async def require_store(self, url, *, field):
+        self.required[field] = url
 
     async def watch(self, note):
         self.watched = asyncio.current_task()
@@ -36,14 +41,14 @@ class FakePlacement:
         await asyncio.Event().wait()
 
 
-def program_of(tmp_path, monkeypatch, *, placement, run):
+def program_of(tmp_path, monkeypatch, *, placement, run, overrides=()):
     """A program whose processes are replaced by `run`."""
     monkeypatch.setattr(processes, "start_ray", lambda _config: None)
     monkeypatch.setattr(processes.ray, "shutdown", lambda: None)
     monkeypatch.setattr(processes, "Placement", lambda *_args, **_options: placement)
     monkeypatch.setattr(launcher, "read_run", lambda directory: SimpleNamespace())
     monkeypatch.setattr(launcher, "write_report", lambda runs, path: None)
-    config = load_config([f"output_dir={tmp_path}", f"warm_start.cache={tmp_path}"])
+    config = load_config([f"output_dir={tmp_path}", f"warm_start.cache={tmp_path}", *overrides])
     made = Launcher(config, resume_command="again")
     monkeypatch.setattr(made, "_run_with", run)
     return made
@@ -87,3 +92,42 @@ async def test_a_shortage_of_the_cluster_is_shown_while_the_run_waits(monkeypatc
     made = program_of(tmp_path, monkeypatch, placement=FakePlacement(lacks="the run needs 9 GPU"), run=run)
     await made.run()
     assert "the run needs 9 GPU" in (tmp_path / "logs" / "driver.log").read_text()
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+async def test_versions_are_in_a_checked_folder_or_url_and_are_removed(scheme, monkeypatch, tmp_path):
+    parent = tmp_path / "weights"
+    folders = []
+
+    async def run(processes, **_options):
+        name = processes._store.name.removesuffix("-local")
+        assert processes._weights_directory == (f"{scheme}{parent}/{name}" if scheme else parent / name)
+        folders.append(parent / name / "weights-1")
+        folders[0].mkdir(parents=True)
+        return True
+
+    given = ("sync.route=folder", f"sync.directory={scheme}{parent}")
+    made = program_of(tmp_path, monkeypatch, placement=(placement := FakePlacement()), run=run, overrides=given)
+    assert await made.run()
+    assert placement.required["sync.directory"] == (f"{scheme}{parent}" if scheme else parent)
+    assert folders and not folders[0].parent.exists() and parent.is_dir()
+
+
+async def test_a_store_that_does_not_remove_versions_is_reported(monkeypatch, tmp_path):
+    async def run(*_args, **_options):
+        return True
+
+    def refuse(directory):
+        raise OSError(f"{directory} cannot be removed")
+
+    monkeypatch.setattr(launcher, "remove_directory", refuse)
+    given = ("sync.route=folder", f"sync.directory=file://{tmp_path}/weights")
+    made = program_of(tmp_path, monkeypatch, placement=FakePlacement(), run=run, overrides=given)
+    assert await made.run()
+    assert "published versions stay (sync.directory)" in (tmp_path / "logs" / "driver.log").read_text()
+
+
+def test_a_url_without_a_driver_is_refused_before_the_start(tmp_path):
+    given = [f"output_dir={tmp_path}", "sync.route=folder", "sync.directory=nothing://bucket"]
+    with pytest.raises(ConfigError, match=r"sync\.directory is nothing://bucket"):
+        Launcher(load_config(given), resume_command="again")
