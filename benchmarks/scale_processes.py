@@ -222,7 +222,7 @@ class FakeTrainer(TrainerClient):
     async def export(self, directory: Path | str, *, version: int, keep_version: int = 0) -> WeightUpdate:
         self.exported_at = time.monotonic()
         self.exported.set()
-        return WeightUpdate(path=directory / f"weights-{version}", weights=WeightVersion(version, DIGEST))
+        return WeightUpdate(path=Path(directory) / f"weights-{version}", weights=WeightVersion(version, DIGEST))
 
     async def snapshot_weights(self) -> None: ...
 

@@ -56,7 +56,7 @@ class SimulatedTrainer:
         weights = WeightVersion(version, self.digest)
         self._world.judge(self._world.oracle.exported, weights, updates=self.train_step)
         self._world.note("trainer", "export", version, self.digest)
-        return WeightUpdate(path=directory / f"weights-{version}", weights=weights)
+        return WeightUpdate(path=Path(directory) / f"weights-{version}", weights=weights)
 
     async def snapshot_weights(self) -> None:
         """The simulation compares what engines sampled by itself, so nothing is scored."""
