@@ -186,15 +186,17 @@ class Placement:
                 )
                 for node, bundle in bundles.items()
             }
-            _, late = await asyncio.to_thread(
-                ray.wait, list(calls.values()), num_returns=len(calls), timeout=self._config.start_timeout_s
-            )
-            for node, call in calls.items():
-                if call in late:
-                    ray.cancel(call, force=True)
+            answers: dict[str, asyncio.Future[str]] = {
+                node: asyncio.ensure_future(call) for node, call in calls.items()
+            }
+            _, late = await asyncio.wait(answers.values(), timeout=self._config.start_timeout_s)
+            for node, answer in answers.items():
+                if answer in late:
+                    answer.cancel()
+                    ray.cancel(calls[node], force=True)
                     problem = f"it did not answer within cluster.start_timeout_s={self._config.start_timeout_s}"
                 else:
-                    problem = await call
+                    problem = await answer
                 if problem:
                     raise PlacementError(
                         f"{field} is {url}, which node {_address(node)} cannot use: {problem}; give its driver and its "
