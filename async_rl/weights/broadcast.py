@@ -91,17 +91,17 @@ class VersionServer:
         timeout = timedelta(seconds=request["timeout_s"])
         store = PrefixStore(request["delivery"], self._store)
         try:
-            files = [bucket_file(self._directory / request["version"], number) for number in request["buckets"]]
-            sizes = [file.stat().st_size for file in files]
-        except OSError as error:
-            store.set("answer", json.dumps({"error": str(error)}))
-            return
-        store.set("answer", json.dumps({"sizes": sizes}))
-        try:
+            try:
+                files = [bucket_file(self._directory / request["version"], number) for number in request["buckets"]]
+                answer = {"sizes": [file.stat().st_size for file in files]}
+            except OSError as error:
+                store.set("answer", json.dumps({"error": str(error)}))
+                raise
+            store.set("answer", json.dumps(answer))
             with _group(store, rank=0, size=request["size"] + 1, backend=request["backend"], timeout=timeout) as group:
                 for file in files:
                     group.broadcast(_mapped(file))
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the receivers report it
             _log.warning("a delivery of %s ended early: %s", request["version"], error)
         finally:
             self._ended.append(request["delivery"])
@@ -160,7 +160,7 @@ def _receive_from(
                 file = bucket_file(into, number)
                 group.broadcast(torch.from_numpy(bytes_to_fill(file, num_bytes, spare=file.with_suffix(SPARE))))
                 arrived(number)
-    except (RuntimeError, OSError) as error:  # those of stores and groups are RuntimeErrors
+    except Exception as error:  # noqa: BLE001 - the caller waits for each bucket or for an error
         arrived(UpdateError(f"{awaited}: {error}"))
 
 
@@ -170,7 +170,7 @@ def _group(store: Store, *, rank: int, size: int, backend: Backend, timeout: tim
     group = _Group(store, rank=rank, size=size, backend=backend, timeout=timeout)
     try:
         yield group
-    except (RuntimeError, OSError) as error:
+    except Exception as error:
         group.fail(str(error))
         raise
 

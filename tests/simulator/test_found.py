@@ -9,6 +9,7 @@ from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.controller.recovery import _lost_part
 from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.replica import DeliveryError
 from async_rl.simulator.virtual_time import run_in_virtual_time
 
 
@@ -36,5 +37,5 @@ def test_lost_queue_that_only_the_rollouts_noticed_is_a_lost_part():
     assert _lost_part(ExceptionGroup("stages", [stage])) is lost
     stage.__cause__ = ExceptionGroup("rollouts", [ValueError("something else")])
     assert _lost_part(ExceptionGroup("stages", [stage])) is None
-    trainer = TrainerLostError("rank 0 is dead")
-    assert _lost_part(trainer) is trainer
+    for trainer in (TrainerLostError("rank 0 is dead"), DeliveryError("bucket 3 did not come from rank 0")):
+        assert _lost_part(trainer) is trainer

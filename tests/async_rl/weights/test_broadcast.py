@@ -122,6 +122,13 @@ def test_a_damaged_bucket_is_named_and_the_version_is_not_taken(stores, serve, p
     assert not any(store.local(published.path).exists() for store in stores)
 
 
+def test_an_empty_bucket_of_the_server_is_named(stores, serve, published):
+    """No mapping of such a file is possible, on either side."""
+    (published.path / "bucket-00002.safetensors").write_bytes(b"")
+    for error in deliver(stores, published, serve(range(5))):
+        assert isinstance(error, UpdateError) and "bucket 2 of weights-3 did not come" in str(error)
+
+
 def test_a_server_without_the_version_says_so(stores, serve, published):
     update = dataclasses.replace(published, path=published.path.with_name("weights-9"))
     for error in deliver(stores, update, serve(range(5))):
