@@ -75,8 +75,10 @@ def leveldb_records(data):
 
 
 def in_wandb(directory):
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # the service of wandb writes the end of a file after a run has finished; at exit, wandb waits
     history, ids, configs, axes = [], set(), [], set()
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         for data in leveldb_records(path.read_bytes()):
