@@ -24,8 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, assert_never
@@ -34,6 +33,7 @@ from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
+from async_rl.inference.publish_state import PublishState
 from async_rl.inference.replica import KVPolicy
 from async_rl.weights.transport import Backend, WeightUpdate
 
@@ -130,8 +130,7 @@ class Publisher:
         self._staged = staged
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()  # a replica must not join during a publish
-        self._newest: WeightUpdate | None = None
-        self._first_load: tuple[str, str] | None = None  # replica and checksum of the newest version's first load
+        self._newest: tuple[WeightUpdate, PublishState] | None = None
 
     async def publish(self, update: WeightUpdate, *, probe: Callable[[Member], None] | None = None) -> PublishReport:
         """Return when every remaining replica serves `update`.
@@ -148,15 +147,18 @@ class Publisher:
             EngineError: the last replica refused the version or loaded other weights, or one has other parameters than
                 another, of which either may be wrong.
             ReplicaLostError: no replica remains.
+            ValueError: the version was published before with other weights, or a newer one was.
         """
         async with self._turn:
-            self._newest, self._first_load = update, None
-            waiting = deque(self._pool.live)
-            publish = asyncio.create_task(self._publish(update, waiting, probe))
+            members = {member.name: member for member in self._pool.live}
+            before = None if self._newest is None else self._newest[1]
+            state = PublishState(update.weights, members, max_paused=self._max_paused, before=before)
+            self._newest = update, state
+            publish = asyncio.create_task(self._publish(update, state, members, probe))
             try:
                 return await asyncio.shield(publish)
             except asyncio.CancelledError:
-                waiting.clear()
+                state.cancel()
                 await asyncio.wait({publish})
                 if not publish.cancelled():
                     publish.exception()  # retrieved, so that asyncio does not log it: the cancellation takes precedence
@@ -174,13 +176,14 @@ class Publisher:
             ReplicaLostError: it died, or did not load the version within `timeout_s`.
         """
         async with self._turn:
-            if (update := self._newest) is not None:
+            if self._newest is not None:
+                update, state = self._newest
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         if update.sources:
                             await self._deliveries.bring_to(replica, update)
                         await replica.fetch(update)
-                        await self._load(replica, update)
+                        await self._load(replica, update, state)
                 except TimeoutError as error:
                     raise ReplicaLostError(
                         f"{replica.name} did not load version {update.weights.version} (sync.timeout_s) within "
@@ -218,16 +221,20 @@ class Publisher:
                 await call()
 
     async def _publish(
-        self, update: WeightUpdate, waiting: deque[Member], probe: Callable[[Member], None] | None
+        self,
+        update: WeightUpdate,
+        state: PublishState,
+        members: Mapping[str, Member],
+        probe: Callable[[Member], None] | None,
     ) -> PublishReport:
-        """Publish to the members in `waiting`, and remove each from it before its pause."""
         started = time.monotonic()
-        await self._prepare(update, waiting)
-        if self._max_paused is None:
-            work = self._all_at_once(update, waiting, probe)
-        else:
-            work = self._rolling(update, waiting, probe, max_paused=self._max_paused)
-        done = [load for load in await work if load is not None]
+        if update.sources:
+            await self._deliveries.deliver(update, members.values())
+        async with asyncio.TaskGroup() as stagings:
+            for member in members.values():
+                stagings.create_task(self._stage(member, update, state))
+        async with self._prepared_rollouts():
+            done = await self._load_all(update, state, members, probe)
         self._pool.require_any()
         return PublishReport(
             seconds=time.monotonic() - started,
@@ -236,83 +243,66 @@ class Publisher:
             frozen=sum(load.frozen for load in done),
         )
 
-    async def _prepare(self, update: WeightUpdate, waiting: deque[Member]) -> None:
-        """Have the members in `waiting` do what needs no pause: fetch the version, and stage it if versions are staged.
-
-        Members that are lost or refuse it leave `waiting`.
-        """
-        if update.sources:
-            await self._deliveries.deliver(update, waiting)
+    async def _stage(self, member: Member, update: WeightUpdate, state: PublishState) -> None:
+        """Have a replica do what needs no pause: fetch the version, and stage it if versions are staged."""
         late = f"did not {'stage' if self._staged else 'fetch'} version {update.weights.version} (sync.timeout_s)"
-
-        async def prepare_or_lose(member: Member) -> None:
-            try:
-                async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
-                    await member.replica.fetch(update)
-                    if self._staged:
-                        await member.replica.stage(update)
-            except EngineError as error:
-                self._lose(member, error)
-                with contextlib.suppress(ValueError):  # the publish was cancelled
-                    waiting.remove(member)
-
-        async with asyncio.TaskGroup() as preparations:
-            for member in list(waiting):
-                preparations.create_task(prepare_or_lose(member))
-
-    async def _all_at_once(
-        self, update: WeightUpdate, waiting: deque[Member], probe: Callable[[Member], None] | None
-    ) -> list[_Load | None]:
-        members = list(waiting)
-        await self._rollouts.pause()
-        try:
-            async with asyncio.TaskGroup() as loads:
-                tasks = [loads.create_task(self._load_or_lose(member, update, probe)) for member in members]
-        finally:
-            await self._rollouts.resume()
-        return [task.result() for task in tasks]
-
-    async def _rolling(
-        self,
-        update: WeightUpdate,
-        waiting: deque[Member],
-        probe: Callable[[Member], None] | None,
-        *,
-        max_paused: int,
-    ) -> list[_Load | None]:
-        """Pause the next replica when one of `max_paused` has ended: with the new version, or lost."""
-        done: list[_Load | None] = []
-        paused: set[str] = set()
-
-        async def load_one_after_another() -> None:
-            while waiting:
-                member = waiting.popleft()
-                paused.add(member.name)
-                await self._rollouts.avoid(paused)  # first, so that an aborted request does not come back
-                done.append(await self._load_or_lose(member, update, probe))
-                paused.remove(member.name)
-
-        try:
-            async with asyncio.TaskGroup() as loads:
-                for _ in range(max_paused):
-                    loads.create_task(load_one_after_another())
-        finally:
-            await self._rollouts.avoid(())
-        return done
-
-    async def _load_or_lose(
-        self, member: Member, update: WeightUpdate, probe: Callable[[Member], None] | None
-    ) -> _Load | None:
-        """None if the replica died, was too slow, or refused the version."""
-        late = f"did not load version {update.weights.version} (sync.timeout_s)"
         try:
             async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
-                return await self._load(
-                    member.replica, update, paused=None if probe is None else partial(probe, member)
-                )
-        except (ReplicaLostError, _WrongLoad) as error:
+                await member.replica.fetch(update)
+                if self._staged:
+                    await member.replica.stage(update)
+        except EngineError as error:
             self._lose(member, error)
-            return None
+            state.fence(member.name)
+        else:
+            state.staged(member.name)
+
+    @contextlib.asynccontextmanager
+    async def _prepared_rollouts(self) -> AsyncGenerator[None]:
+        """Context of the pauses: no tool starts, unless the publish is rolling."""
+        if self._max_paused is None:
+            await self._rollouts.pause()
+        try:
+            yield
+        finally:
+            if self._max_paused is None:
+                await self._rollouts.resume()
+            else:
+                await self._rollouts.avoid(())
+
+    async def _load_all(
+        self,
+        update: WeightUpdate,
+        state: PublishState,
+        members: Mapping[str, Member],
+        probe: Callable[[Member], None] | None,
+    ) -> list[_Load]:
+        """Load the version on each replica, as many at a time as the state allows."""
+        done: list[_Load] = []
+
+        async def load(member: Member) -> None:
+            if self._max_paused is not None:
+                await self._rollouts.avoid(state.paused)  # first, so that an aborted request does not come back
+            late = f"did not load version {update.weights.version} (sync.timeout_s)"
+            try:
+                async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
+                    paused = None if probe is None else partial(probe, member)
+                    done.append(await self._load(member.replica, update, state, paused=paused))
+            except (ReplicaLostError, _WrongLoad) as error:
+                self._lose(member, error)
+                state.fence(member.name)
+            else:
+                state.loaded(member.name)
+            start_next()
+
+        async with asyncio.TaskGroup() as loads:
+
+            def start_next() -> None:
+                for name in state.next_loads():
+                    loads.create_task(load(members[name]))
+
+            start_next()
+        return done
 
     def _lose(self, member: Member, error: EngineError) -> None:
         """Remove a replica that died or refused the version; raise the refusal if no other is left."""
@@ -321,7 +311,12 @@ class Publisher:
         self._pool.lose(member, reason=str(error), notes=notes_of(error))
 
     async def _load(
-        self, replica: PoolReplica, update: WeightUpdate, *, paused: Callable[[], None] | None = None
+        self,
+        replica: PoolReplica,
+        update: WeightUpdate,
+        state: PublishState,
+        *,
+        paused: Callable[[], None] | None = None,
     ) -> _Load:
         started, aborted, frozen = time.monotonic(), 0, 0
         kv: KVPolicy = "recompute"
@@ -345,19 +340,6 @@ class Publisher:
             raise _WrongLoad(str(error)) from error
         if loaded != update.weights:
             raise _WrongLoad(f"{replica.name} loaded {loaded}, but {update.weights} was published")
-        self._require_alike(replica.name, await replica.checksum(), update)
+        state.compare(replica.name, await replica.checksum())
         await replica.resume()
         return _Load(pause_seconds=time.monotonic() - started, aborted=aborted, frozen=frozen)
-
-    def _require_alike(self, replica: str, checksum: str, update: WeightUpdate) -> None:
-        """Compare the parameters of a replica with those of the first one, before it resumes.
-
-        Raises:
-            EngineError: they differ, although all replicas have the same configuration.
-        """
-        first, expected = self._first_load = self._first_load or (replica, checksum)
-        if checksum != expected:
-            raise EngineError(
-                f"{replica} has parameters with checksum {checksum} for version {update.weights.version}, but {first} "
-                f"has {expected}; one replica does not serve the published weights"
-            )

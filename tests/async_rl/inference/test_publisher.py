@@ -255,6 +255,16 @@ async def test_new_replica_that_holds_other_parameters_is_not_brought_up():
     await publisher.publish(UPDATE)  # replicas are compared within one version only
 
 
+async def test_version_that_was_published_with_other_weights_reaches_no_replica():
+    replica = ScriptedReplica()
+    publisher = make_publisher([replica])
+    await publisher.publish(UPDATE)
+    calls = list(replica.calls)
+    with pytest.raises(ValueError, match="version"):
+        await publisher.publish(dataclasses.replace(UPDATE, weights=WeightVersion(1, "other")))
+    assert replica.calls == calls
+
+
 @pytest.mark.parametrize("how", ["dies_at", "hangs_at"])
 async def test_new_replica_to_which_the_version_does_not_come_is_not_brought_up(how):
     good, bad = ScriptedReplica("good"), ScriptedReplica("bad", **{how: "fetch"})
@@ -308,7 +318,7 @@ def timed_replicas(chance, count, service, *, failing):
         TimedReplica(
             f"replica-{i}",
             service=service,
-            turns=chance.randrange(4),
+            turns=chance.randrange(1, 4),
             **({chance.choice(("dies_at", "hangs_at")): chance.choice(calls)} if chance.random() < failing else {}),
         )
         for i in range(count)
