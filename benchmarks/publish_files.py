@@ -6,7 +6,7 @@ The ratio of a copy over a write and a read is the median over rounds, with its 
 the growth of the process's own memory while it writes once more, without the files in shared memory.
 
 The second table is of engines with more ranks, each of which is a process that copies its part of each tensor: seconds
-until the last rank has loaded, median over rounds, and what a rank hashes.
+until the last rank has loaded and CPU seconds of all ranks, medians over rounds, and what a rank hashes.
 
 python benchmarks/publish_files.py [--mb 100 1000] [--bucket-mb 64] [--rounds 9] [--ranks 1 2] [--directory /dev/shm]
 """
@@ -96,7 +96,7 @@ def load(folder: Path, parameters: dict[str, Tensor], *, rank: int = 0, ranks: i
 
 
 def ranks_row(folder: Path, *, ranks: int, rounds: int) -> list[str]:
-    """Seconds of a load of a version on all ranks of an engine."""
+    """Seconds and CPU seconds of a load of a version on all ranks of an engine."""
     context = multiprocessing.get_context("spawn")
     barrier, seconds = context.Barrier(ranks), context.SimpleQueue()
     processes = [
@@ -105,12 +105,12 @@ def ranks_row(folder: Path, *, ranks: int, rounds: int) -> list[str]:
     ]
     for process in processes:
         process.start()
-    found = np.array([seconds.get() for _ in processes])
+    found = np.array([seconds.get() for _ in processes])  # [ranks, 2, rounds]
     for process in processes:
         process.join()
     total = sum(file.stat().st_size for file in update_files(folder))
-    median = float(np.median(found.max(axis=0)))
-    return [str(ranks), f"{total / 1e6:.0f} MB", f"{total / ranks / 1e6:.0f} MB", f"{median:.3f}"]
+    last, cpu = np.median(found[:, 0].max(axis=0)), np.median(found[:, 1].sum(axis=0))
+    return [str(ranks), f"{total / 1e6:.0f} MB", f"{total / ranks / 1e6:.0f} MB", f"{last:.3f}", f"{cpu:.3f}"]
 
 
 def load_rounds(folder: Path, rank: int, ranks: int, rounds: int, barrier: Any, seconds: Any) -> None:
@@ -120,11 +120,12 @@ def load_rounds(folder: Path, rank: int, ranks: int, rounds: int, barrier: Any, 
     parameters = {
         name: torch.zeros_like(tensor.chunk(ranks)[rank]) for file in files for name, tensor in read_tensors(file)
     }
-    found = list[float]()
+    found = list[tuple[float, float]]()
     for _ in range(rounds + 1):
         barrier.wait()
-        found.append(timed(lambda: load(folder, parameters, rank=rank, ranks=ranks)))
-    seconds.put(found[1:])
+        started = time.process_time()
+        found.append((timed(lambda: load(folder, parameters, rank=rank, ranks=ranks)), time.process_time() - started))
+    seconds.put(list(zip(*found[1:], strict=True)))
 
 
 def put(tensors: Iterator[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:
@@ -189,7 +190,7 @@ def main() -> None:
         weights = model_weights(args.mb[-1] * 1_000_000, bucket_bytes=args.bucket_mb << 20)
         folder = write_update(Path(directory), version=0, tensors=weights, bucket_bytes=args.bucket_mb << 20).path
         of_ranks = [ranks_row(folder, ranks=ranks, rounds=args.rounds) for ranks in args.ranks]
-    show("\n" + markdown_table(["ranks", "model", "hashed by a rank", "load, s"], of_ranks))
+    show("\n" + markdown_table(["ranks", "model", "hashed by a rank", "load, s", "CPU, s"], of_ranks))
 
 
 if __name__ == "__main__":
