@@ -1,7 +1,7 @@
 """Seconds of a publish for large models: rates measured on this machine, combined with named assumptions.
 
 The rates are those of the functions that a publish calls, on one thread: `write_bucket` of an owner,
-`LocalStore.fetch` and `receive` of a node (gloo inside a process), `read_update` of an engine's worker, and the pauses
+`LocalStore.fetch` and `receive` of a node (gloo inside a process), `load_share` of an engine's worker, and the pauses
 of an idle replica of vLLM. Versions are bfloat16 weights under Adam, as in benchmarks/delta.py; rates are medians over
 versions. Everything that this machine does not have is an argument: copies between GPU and host and inside a GPU,
 network, shared folder, layouts.
@@ -30,6 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.digest import load_share
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import (
@@ -40,7 +41,7 @@ from async_rl.weights.transport import (
     WeightUpdate,
     discard_updates,
     finish_update,
-    read_update,
+    update_files,
     version_folder,
     write_bucket,
 )
@@ -91,7 +92,7 @@ class Rates:
     receive: float
     """A node: a complete version received over gloo into shared memory, and verified."""
     read: float
-    """A worker: a version read from shared memory and verified."""
+    """A worker: its share of a version read from shared memory and verified."""
     delta_share: float
     """Bytes of the changes over those of the weights."""
     engine: float
@@ -146,7 +147,7 @@ class Publish:
 
     @property
     def worker(self) -> float:
-        """What a worker of a replica keeps; it reads all weights."""
+        """What a worker of a replica keeps; it verifies as much."""
         return self.total / self.model.tensor_parallel
 
     # ---- the trainer waits
@@ -189,11 +190,11 @@ class Publish:
     # ---- a replica
 
     def load(self) -> float:
-        """Each worker reads and verifies all weights; the engine takes the worker's part.
+        """Each worker verifies its share of the buckets; the engine takes the worker's part of all of them.
 
         This is the pause with `at_once` and `rolling`. With `staged` the replica serves meanwhile.
         """
-        return self.total / self.rates.read + self.worker / min(self.rates.engine, self.hardware.gpu_host_gbs)
+        return self.worker / self.rates.read + self.worker / min(self.rates.engine, self.hardware.gpu_host_gbs)
 
     def rolling(self, *, max_paused: int) -> float:
         """Loads of all replicas, `max_paused` at a time."""
@@ -277,7 +278,7 @@ def rates_table(rates: Rates) -> str:
         ["node: fetch of a complete version", f"{rates.fetch:.2f} GB/s"],
         ["node: fetch of changes", f"{rates.fetch_delta:.2f} GB/s"],
         ["node: receive over gloo", f"{rates.receive:.2f} GB/s"],
-        ["worker: read and verify", f"{rates.read:.2f} GB/s"],
+        ["worker: read and verify its share", f"{rates.read:.2f} GB/s"],
         ["worker: rest of a load by vLLM", f"{rates.engine:.2f} GB/s"],
         ["changes over weights", f"{rates.delta_share:.2%}"],
         ["exchange of a staged version", f"{1000 * rates.exchange_s:.1f} ms"],
@@ -309,6 +310,9 @@ def measure_rates(directory: Path, *, num_bytes: int, bucket_bytes: int, version
         discard_updates(complete, keep_version=version - 1, spare_for=version_folder(complete, version))
         updates[version] = write_version(complete, version=version, buckets=buckets, files=files)
 
+    def files_of(version: int) -> list[Path]:
+        return update_files(stores[0].local(version_folder(complete, version)))
+
     def receive(version: int) -> None:
         update = updates[version]
         source = Source(server.address, tuple(range(len(update.buckets))))
@@ -324,7 +328,7 @@ def measure_rates(directory: Path, *, num_bytes: int, bucket_bytes: int, version
             timed(lambda v=version: stores[0].fetch(version_folder(complete, v))),
             timed(lambda v=version: stores[1].fetch(version_folder(changes, v))),
             timed(lambda v=version: receive(v)),
-            timed(lambda v=version: sum(1 for _ in read_update(stores[0].local(version_folder(complete, v))))),
+            timed(lambda v=version: load_share(files_of(v), list, rank=0, ranks=1)),
         )
         num_changes = sum(file.stat().st_size for file in version_folder(changes, version).glob("*.delta"))
         discard_updates(changes, keep_version=version)

@@ -1,16 +1,20 @@
 """Speed and memory of a version that travels through shared memory, against a copy of the same bytes.
 
 A process writes the bfloat16 layers of a model in buckets, as an owner does. Then it reads, verifies and copies them
-into parameters, as the worker of an engine does. Each round also copies the bytes once from tensors into parameters.
+into parameters, as an engine of one rank does. Each round also copies the bytes once from tensors into parameters.
 The ratio of a copy over a write and a read is the median over rounds, with its 95 % bootstrap interval. Extra memory is
 the growth of the process's own memory while it writes once more, without the files in shared memory.
 
-python benchmarks/publish_files.py [--mb 100 1000] [--bucket-mb 64] [--rounds 9] [--directory /dev/shm]
+The second table is of engines with more ranks, each of which is a process that copies its part of each tensor: seconds
+until the last rank has loaded and CPU seconds of all ranks, medians over rounds, and what a rank hashes.
+
+python benchmarks/publish_files.py [--mb 100 1000] [--bucket-mb 64] [--rounds 9] [--ranks 1 2] [--directory /dev/shm]
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 import threading
@@ -18,6 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,9 +31,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import load_share, read_tensors
 from async_rl.weights.overwrite import MappedFiles
-from async_rl.weights.transport import WeightUpdate, discard_updates, read_update, version_folder, write_update
+from async_rl.weights.transport import WeightUpdate, discard_updates, update_files, version_folder, write_update
 from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
 
 COLUMNS = 4096  # of a weight, which has a quarter of a bucket
@@ -45,7 +50,7 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
         copied = timed(lambda: put(iter(weights), parameters))
         written = timed(lambda v=version: publish(directory, v, weights, files=files, bucket_bytes=bucket_bytes))
         folder = version_folder(directory, version)
-        read = timed(lambda f=folder: put(read_update(f, seen=WeightsDigest()), parameters))
+        read = timed(lambda f=folder: load(f, parameters))
         say(f"{total / 1e6:.0f} MB, round {version}: copy {copied:.3f} s, write {written:.3f} s, read {read:.3f} s")
         if version >= NEW_FILES:
             seconds.append((copied, written, read))
@@ -79,6 +84,48 @@ def model_weights(num_bytes: int, *, bucket_bytes: int) -> list[tuple[str, Tenso
         (f"model.layers.{i:04}.weight", torch.randn(rows, COLUMNS).to(torch.bfloat16).contiguous())
         for i in range(number)
     ]
+
+
+def load(folder: Path, parameters: dict[str, Tensor], *, rank: int = 0, ranks: int = 1) -> None:
+    """Load a version on a rank, whose parameters are the rows of its part of each tensor."""
+
+    def put_part(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        put(((name, tensor.chunk(ranks)[rank]) for name, tensor in tensors), parameters)
+
+    load_share(update_files(folder), put_part, rank=rank, ranks=ranks)
+
+
+def ranks_row(folder: Path, *, ranks: int, rounds: int) -> list[str]:
+    """Seconds and CPU seconds of a load of a version on all ranks of an engine."""
+    context = multiprocessing.get_context("spawn")
+    barrier, seconds = context.Barrier(ranks), context.SimpleQueue()
+    processes = [
+        context.Process(target=load_rounds, args=(folder, rank, ranks, rounds, barrier, seconds))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found = np.array([seconds.get() for _ in processes])  # [ranks, 2, rounds]
+    for process in processes:
+        process.join()
+    total = sum(file.stat().st_size for file in update_files(folder))
+    last, cpu = np.median(found[:, 0].max(axis=0)), np.median(found[:, 1].sum(axis=0))
+    return [str(ranks), f"{total / 1e6:.0f} MB", f"{total / ranks / 1e6:.0f} MB", f"{last:.3f}", f"{cpu:.3f}"]
+
+
+def load_rounds(folder: Path, rank: int, ranks: int, rounds: int, barrier: Any, seconds: Any) -> None:
+    """Body of the process of a rank. The first round is not counted."""
+    torch.set_num_threads(1)
+    files = update_files(folder)
+    parameters = {
+        name: torch.zeros_like(tensor.chunk(ranks)[rank]) for file in files for name, tensor in read_tensors(file)
+    }
+    found = list[tuple[float, float]]()
+    for _ in range(rounds + 1):
+        barrier.wait()
+        started = time.process_time()
+        found.append((timed(lambda: load(folder, parameters, rank=rank, ranks=ranks)), time.process_time() - started))
+    seconds.put(list(zip(*found[1:], strict=True)))
 
 
 def put(tensors: Iterator[tuple[str, Tensor]], parameters: dict[str, Tensor]) -> None:
@@ -128,6 +175,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[100, 1000], help="of the models")
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="of the engines of the second table")
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -138,6 +186,11 @@ def main() -> None:
         ]
     header = ["model", "copy GB/s", "write GB/s", "read GB/s", "copy / (write + read)", "extra memory, buckets"]
     show(markdown_table(header, rows))
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        weights = model_weights(args.mb[-1] * 1_000_000, bucket_bytes=args.bucket_mb << 20)
+        folder = write_update(Path(directory), version=0, tensors=weights, bucket_bytes=args.bucket_mb << 20).path
+        of_ranks = [ranks_row(folder, ranks=ranks, rounds=args.rounds) for ranks in args.ranks]
+    show("\n" + markdown_table(["ranks", "model", "hashed by a rank", "load, s", "CPU, s"], of_ranks))
 
 
 if __name__ == "__main__":

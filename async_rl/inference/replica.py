@@ -16,17 +16,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checks import weight_label
+from async_rl.inference.loads import RankLoad, difference
 from async_rl.inference.serving import ServingConfig
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate, damage
+from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
@@ -266,16 +267,6 @@ class LoadedWeights:
         self.by_label[weight_label(weights)] = self.current = weights
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """An engine's report of a load."""
-
-    digest: str
-    """Digest of the tensors that the engine read; if ranks differ, one that differs from the published digest."""
-    checksums: Sequence[Mapping[str, str]]
-    """One mapping per tensor-parallel rank: parameter name -> checksum after the load."""
-
-
 class EngineBackend(Protocol):
     """The calls to one engine. `EngineReplica` orders them, bounds their time and checks their results.
 
@@ -318,16 +309,23 @@ class EngineBackend(Protocol):
         """
         ...
 
-    async def stage(self, update: WeightUpdate) -> None:
+    async def stage(self, update: WeightUpdate) -> Sequence[RankLoad]:
         """Load an update beside the weights that serve, while requests run; the next `load` of it exchanges both.
+
+        Returns:
+            a report of each rank, as the `load` returns it too.
 
         Raises:
             ContractError: the update lacks tensors.
         """
         ...
 
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> EngineLoad:
-        """Load a checked update while no request runs. If it is staged, exchange the weights.
+    async def load(
+        self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]
+    ) -> Sequence[RankLoad]:
+        """Load a checked update while no request runs, and return a report of each rank.
+
+        If the update is staged, exchange the weights.
 
         Args:
             kv: see `Replica.load`.
@@ -496,7 +494,10 @@ class EngineReplica(Generic[BackendT]):
         Raises:
             EngineError: the update is incomplete or damaged, or the engine is dead. The replica continues to serve.
         """
-        await self._control("stage", self.backend.stage(self._here(update)))
+        update = self._here(update)
+        ranks = await self._control("stage", self.backend.stage(update))
+        if problem := difference(update, ranks):
+            raise EngineError(f"{self.name}: version {update.weights.version} was not staged whole: {problem}")
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         """Load new weights while the replica is paused and every request in flight is frozen.
@@ -509,9 +510,9 @@ class EngineReplica(Generic[BackendT]):
                 the K/V of the old weights stays, and so does the prefix cache.
 
         Raises:
-            EngineError: the replica is not paused, a request in flight is not frozen, the update is incomplete, the
-                digest differs from the published one, or parameters did not change although other values were
-                published. After a failed load the replica serves no request until a load succeeds.
+            EngineError: the replica is not paused, a request in flight is not frozen, the update is incomplete, a
+                bucket has another digest than the published one, or parameters did not change although other values
+                were published. After a failed load the replica serves no request until a load succeeds.
         """
         what, update = f"version {update.weights.version}", self._here(update)
         self._gate.require_quiet(f"load of {what}")
@@ -522,8 +523,7 @@ class EngineReplica(Generic[BackendT]):
             raise EngineError(f"{self.name}: {error}") from error
         self._gate.weights_unverified = f"{what} was not loaded whole"
         try:
-            loaded = await self._control("load", self.backend.load(update, kv=kv, requests=requests))
-            await self._verify(update, loaded)
+            self._verify(update, await self._control("load", self.backend.load(update, kv=kv, requests=requests)))
             await self._control("load", self.backend.label(weight_label(update.weights)))
         except EngineError:
             with contextlib.suppress(EngineError):
@@ -537,19 +537,15 @@ class EngineReplica(Generic[BackendT]):
         """The update with the folder that the engine reads."""
         return update if self.store is None else replace(update, path=self.store.local(update.path))
 
-    async def _verify(self, update: WeightUpdate, loaded: EngineLoad) -> None:
+    def _verify(self, update: WeightUpdate, ranks: Sequence[RankLoad]) -> None:
         """Raise EngineError unless the engine loaded the published tensors and its parameters changed with them."""
-        published = update.weights
-        if loaded.digest != published.digest:
-            self._gate.weights_unverified = f"its weights have digest {loaded.digest} instead of {published.digest}"
+        version = update.weights.version
+        if problem := difference(update, ranks):
+            self._gate.weights_unverified = f"its weights are not those of version {version}: {problem}"
+            raise EngineError(f"{self.name}: version {version} was not loaded whole: {problem}")
+        if unchanged := self._live.replace(update.modules, [rank.checksums for rank in ranks]):
             raise EngineError(
-                f"{self.name}: version {published.version} was published with digest {published.digest}, "
-                f"but the engine loaded {loaded.digest} from {update.path}"
-                f"{await asyncio.to_thread(damage, update.path)}"
-            )
-        if unchanged := self._live.replace(update.modules, loaded.checksums):
-            raise EngineError(
-                f"{self.name}: version {published.version} was read with the published digest, but the model's "
+                f"{self.name}: version {version} was read with the published digests, but the model's "
                 f"parameters are still those of the previous load in {len(unchanged)} modules that were published "
                 f"with other values ({', '.join(unchanged[:3])}, ...); the engine does not serve the published weights"
             )

@@ -1,11 +1,19 @@
-"""Content hash of a set of named tensors. It does not depend on the order of the tensors."""
+"""Content hash of a set of named tensors, and a load of which each rank of an engine hashes a part.
+
+A hash does not depend on the order of the tensors. SGLang's server loads this file by its path, so the file must not
+import from async_rl.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 if TYPE_CHECKING:
@@ -14,6 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WHOLE_MODEL = "the whole model"  # name of the module that contains all tensors
+MAX_THREADS = 4
+"""Threads that copy or hash the tensors of a bucket."""
 _BLOCK = 256 << 10  # bytes that are hashed after they are copied, while they are in the cache of the core
 _MODULE = re.compile(r"(?:.*\.)?layers\.\d+\.[^.]+(?=\.)")
 
@@ -99,3 +109,97 @@ class WeightsDigest:
         for name in names:
             total.update(name.encode() + b"\0" + self._entries[name])
         return total.hexdigest()
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
+    """Digest of CPU tensors."""
+
+    def hash_one(named: tuple[str, torch.Tensor]) -> WeightsDigest:
+        digest = WeightsDigest()
+        digest.update(*named)
+        return digest
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        return WeightsDigest.of(pool.map(hash_one, tensors))
+
+
+def num_threads() -> int:
+    """Threads for the tensors of a bucket: at most one for each core that this process may use."""
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, CPU tensor) of a safetensors file, which is mapped: only the parts that are used are read.
+
+    Raises:
+        OSError: the file is missing.
+        SafetensorError: the file is cut or no safetensors file.
+    """
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            yield name, file.get_tensor(name)
+
+
+def load_share(
+    files: Sequence[Path], load: Callable[[Iterator[tuple[str, torch.Tensor]]], object], *, rank: int, ranks: int
+) -> dict[str, Any]:
+    """Load all tensors of a version on one rank of an engine, and hash the buckets of this rank.
+
+        rank 0 of 2   hashes buckets 0, 2, 4, and maps 1, 3
+        rank 1 of 2   hashes buckets 1, 3, and maps 0, 2, 4
+
+    A thread hashes the next bucket while `load` uses the tensors before it.
+
+    Args:
+        files: of the buckets, by number.
+        load: called once with (Hugging Face name, CPU tensor) of every tensor.
+        rank: of this process.
+        ranks: of the engine.
+
+    Returns:
+        the fields of `async_rl.inference.loads.RankLoad` without checksums, as JSON. They are of the tensors that
+        `load` took.
+
+    Raises:
+        OSError: a file is missing or cut; names it.
+    """
+    buckets: dict[int, WeightsDigest] = {}
+    names: list[str] = []
+
+    def hashed(file: Path) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest]:
+        held = list(_named(file))
+        return held, digest_of(held)
+
+    with ThreadPoolExecutor(1) as thread:
+        hashing = {number: thread.submit(hashed, files[number]) for number in range(rank, len(files), ranks)}
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, file in enumerate(files):
+                if number not in hashing:
+                    for name, tensor in _named(file):
+                        names.append(name)
+                        yield name, tensor
+                    continue
+                held, digest = hashing.pop(number).result()
+                buckets[number] = WeightsDigest()
+                for name, tensor in held:
+                    names.append(name)
+                    buckets[number].add(name, of=digest)
+                    yield name, tensor
+
+        try:
+            load(tensors())
+        finally:
+            thread.shutdown(cancel_futures=True)
+    return {
+        "buckets": [[number, digest.hexdigest()] for number, digest in buckets.items()],
+        "names": xxh3_128("\0".join(sorted(names)).encode()).hexdigest(),
+    }
+
+
+def _named(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """`read_tensors` with errors that name the file."""
+    try:
+        yield from read_tensors(file)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{file} cannot be read: {error}") from error

@@ -1,6 +1,6 @@
 """Checks that an engine's parameters changed when the published tensors changed.
 
-The digest of an update proves that the engine read the tensors, not that its model has them. Therefore the engine also
+The digests of the buckets prove that the engine read the tensors, not that its model has them. Therefore each rank also
 reports a checksum of every parameter after each load. Engines fuse and split tensors under their own names, so both
 sides are compared by module, whose names all engines share:
 

@@ -13,7 +13,7 @@ import mmap
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,14 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import WeightsDigest, num_threads
 
 if TYPE_CHECKING:
     import torch
 
 SHARED_MEMORY = Path("/dev/shm")
-MAX_THREADS = 4
-"""Threads that copy or hash the tensors of a bucket."""
 
 
 class _File(NamedTuple):
@@ -97,23 +95,6 @@ def bytes_to_fill(path: Path, num_bytes: int, *, spare: Path) -> NDArray[np.uint
     with path.open("w+b") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)  # if there is no memory, this is an error, and a write a signal
         return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
-
-
-def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
-    """Digest of CPU tensors."""
-
-    def hash_one(named: tuple[str, torch.Tensor]) -> WeightsDigest:
-        digest = WeightsDigest()
-        digest.update(*named)
-        return digest
-
-    with ThreadPoolExecutor(num_threads()) as pool:
-        return WeightsDigest.of(pool.map(hash_one, tensors))
-
-
-def num_threads() -> int:
-    """Threads for the tensors of a bucket: at most one for each core that this process may use."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _open(path: Path) -> _File:

@@ -6,7 +6,8 @@ Each trainer rank that owns tensors writes its buckets, then rank 0 writes the m
     weights-7/bucket-00001.safetensors    by rank 1
     weights-7/manifest.json               by rank 0, when all buckets are there
 
-An engine reads bucket by bucket, compares the digest of each with the manifest, and reports the digest of all tensors.
+Each rank of an engine loads all buckets and reports the digests of its share (`async_rl.weights.digest.load_share`).
+The replica compares them with the published ones. A node that brings a version verifies each bucket first.
 With `sync.delta` the files of most versions are bucket-00000.delta, with the changes against the version before.
 
 In shared memory a version overwrites the files of a removed one (`async_rl.weights.overwrite`):
@@ -28,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from async_rl.weights import delta, remote
-from async_rl.weights.digest import ModuleDigest, WeightsDigest
-from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles, digest_of
+from async_rl.weights.digest import ModuleDigest, WeightsDigest, digest_of, read_tensors
+from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
 from async_rl.weights.plan import BUCKET_BYTES
 from message_queue.tokens import WeightVersion
 
@@ -274,34 +275,14 @@ def update_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_update(folder: Path, *, seen: WeightsDigest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def read_update(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, CPU tensor) of a written version; each bucket is verified before its first tensor.
-
-    A thread verifies the next buckets while the caller uses the tensors.
-
-    Args:
-        folder: of the version.
-        seen: gets the digest of each tensor when the tensor is yielded.
 
     Raises:
         UpdateError: a file is missing, damaged, or not the one that the manifest names.
     """
-    digests = update_buckets(folder)
-    update_files(folder)
-    thread = ThreadPoolExecutor(1)
-    try:
-        reading = [
-            thread.submit(_read_verified, folder, number, published=published)
-            for number, published in enumerate(digests)
-        ]
-        for bucket in reading:
-            tensors, digest = bucket.result()
-            for name, tensor in tensors:
-                if seen is not None:
-                    seen.add(name, of=digest)
-                yield name, tensor
-    finally:
-        thread.shutdown(cancel_futures=True)
+    for number, published in enumerate(update_buckets(folder)):
+        yield from read_bucket(folder, number, published=published)
 
 
 def read_bucket(
@@ -319,13 +300,6 @@ def read_bucket(
     Raises:
         UpdateError: the file is missing, damaged, not the one that was published, or its base is another version.
     """
-    return _read_verified(folder, number, published=published, base=base)[0]
-
-
-def _read_verified(
-    folder: Path, number: int, *, published: str, base: Path | None = None
-) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest]:
-    """The tensors of `read_bucket` and their digest."""
     path = bucket_file(folder, number, changes=base is not None)
     try:
         if base is None:
@@ -335,27 +309,9 @@ def _read_verified(
             held = delta.decode(path.read_bytes(), base=tensors, base_digest=update_buckets(base)[number])
     except (OSError, SafetensorError, delta.DeltaError) as error:
         raise UpdateError(f"{path} cannot be read: {error}") from error
-    digest = digest_of(held)
-    if (found := digest.hexdigest()) != published:
+    if (found := digest_of(held).hexdigest()) != published:
         raise UpdateError(f"{path} has digest {found}, but {published} was published")
-    return held, digest
-
-
-def damage(folder: Path) -> str:
-    """What is wrong with the files of a version, after ": "; empty if each bucket is the published one."""
-    try:
-        for _ in read_update(folder):
-            pass
-    except UpdateError as error:
-        return f": {error}"
-    return ""
-
-
-def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, CPU tensor) of a safetensors file."""
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            yield name, file.get_tensor(name)
+    return held
 
 
 def discard_updates(directory: Path, *, keep_version: int, spare_for: Path | None = None) -> None:

@@ -133,19 +133,16 @@ class Staging(Generic[T]):
 
         self._load = self._thread.submit(run)
 
-    def done(self) -> bool:
-        """Whether the load has ended.
+    def result(self) -> T | None:
+        """Result of the load; None until it has ended.
 
         Raises:
             Exception: the load's own error.
         """
-        if self._load is None or not self._load.done():
-            return False
-        self._load.result()
-        return True
+        return None if self._load is None or not self._load.done() else self._load.result()
 
-    def commit(self) -> T:
-        """Exchange the weights and return the result of the load.
+    def commit(self) -> None:
+        """Exchange the weights.
 
         Raises:
             RuntimeError: no load has ended since the last call.
@@ -153,8 +150,7 @@ class Staging(Generic[T]):
         if self._load is None or self._twin is None:
             raise RuntimeError("no staged version is complete")
         self._twin.exchange()
-        result, self._load = self._load.result(), None
-        return result
+        self._load = None
 
 
 def _bare(module: torch.nn.Module) -> torch.nn.Module:

@@ -19,8 +19,8 @@ from tests.conformance.reference import (
     Reference,
     differing_rows,
     gap_with_rows,
+    logprob_differences,
     logprob_gap,
-    logprob_gaps,
     settled_rows,
 )
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
@@ -36,19 +36,32 @@ def gap_of(tested: EngineUnderTest, exchange: Exchange, *, strict: bool = False)
     return float(np.concatenate(gaps).max())
 
 
-def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> None:
-    """Every token and every row of every answer is of the version that its segment names."""
+def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> float:
+    """Every token and every row of every answer is of the version that its segment names.
+
+    Returns:
+        largest |dlogp|.
+    """
     assert exchanges, "nothing was asked"
+    largest = 0.0
     for exchange in exchanges:
-        gap = gap_of(tested, exchange)
-        assert gap <= 1, f"{tested.name}: {exchange.request.request_id} is off by {gap} bounds {versions_of(exchange)}"
+        for at in range(len(exchange.answer)):
+            found, bound = differences_of_segment(tested, exchange, at)
+            gap, largest = found.max() / bound, max(largest, found.max())
+            what = f"{tested.name}: {exchange.request.request_id} of versions {versions_of(exchange)}"
+            assert gap <= 1, f"{what} is off by {gap} bounds in segment {at}"
+    return largest
 
 
-def assert_whole(tested: EngineUnderTest, *rollouts: Rollout) -> None:
-    """Each trajectory holds its answers, which are true, and each of its rows came once."""
+def assert_whole(tested: EngineUnderTest, *rollouts: Rollout) -> float:
+    """Each trajectory holds its answers, which are true, and each of its rows came once.
+
+    Returns:
+        largest |dlogp|.
+    """
     for rollout in rollouts:
         assert_sent_once(tested, rollout.name, rollout.trajectory)
-    assert_true(tested, tested.exchanges)
+    return assert_true(tested, tested.exchanges)
 
 
 def assert_sent_once(tested: EngineUnderTest, name: str, trajectory: Trajectory) -> None:
@@ -161,24 +174,32 @@ def gaps_of_segment(tested: EngineUnderTest, exchange: Exchange, at: int, *, str
 
     strict: see `gap_of`.
     """
+    found, bound = differences_of_segment(tested, exchange, at, strict=strict)
+    return found / bound
+
+
+def differences_of_segment(
+    tested: EngineUnderTest, exchange: Exchange, at: int, *, strict: bool = False
+) -> tuple[np.ndarray[Any, Any], float]:
+    """As `gaps_of_segment`, but |dlogp| and its bound."""
     request, answer = exchange.request, exchange.answer
     segment, rows = answer[at], answer[at].routed_experts
     starts = np.cumsum([len(request.token_ids), *map(len, answer)]).tolist()
     first_row = starts[at] - 1 if at else request.existing_rows
     if not len(segment):
-        return np.array([0.0 if rows is None and len(answer) == 1 else np.inf])
+        return np.array([0.0 if rows is None and len(answer) == 1 else np.inf]), 1.0
     if rows is None or (rows.first_position, rows.end_position) != (first_row, starts[at + 1] - 1):
-        return np.full(len(segment), np.inf)
+        return np.full(len(segment), np.inf), 1.0
     if segment.weights != tested.update(segment.weights.version).weights:
-        return np.full(len(segment), np.inf)
+        return np.full(len(segment), np.inf), 1.0
     expected = _expected(tested, exchange, at)
     seen = np.concatenate([s.routed_experts.experts for s in answer[: at + 1] if s.routed_experts is not None])
     settled = rows.end_position if strict else settled_rows(expected, seen, start=request.existing_rows)
-    gaps = logprob_gaps(expected, whole(exchange), segment.logprobs, start=starts[at])
-    gaps[max(0, settled + 1 - starts[at]) :] = 0.0
+    found = logprob_differences(expected, whole(exchange), segment.logprobs, start=starts[at])
+    found[max(0, settled + 1 - starts[at]) :] = 0.0
     wrong = first_row + np.flatnonzero(differing_rows(expected, rows.experts, start=first_row).any(-1))
-    gaps[np.maximum(0, wrong[wrong < settled] + 1 - starts[at])] = np.inf
-    return gaps
+    found[np.maximum(0, wrong[wrong < settled] + 1 - starts[at])] = np.inf
+    return found, expected.logprob_bound
 
 
 def gap_of_late_start(tested: EngineUnderTest, exchange: Exchange) -> tuple[float, int]:

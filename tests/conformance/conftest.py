@@ -7,7 +7,9 @@ one of experts alone. Latent attention is in tests/e2e/test_engine_families.py; 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,22 @@ async def engine(models: Models, environment: None) -> AsyncIterator[VllmReplica
     await replica.close()
 
 
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def second_vllm(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
+    replica = await start_vllm(VLLM, name="replica-1", checkpoint=models.paths[0])
+    yield replica
+    await replica.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def vllm_of_two_ranks(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
+    """Each rank has half of the heads, so half of the bytes have the same number of tokens."""
+    config = replace(VLLM, tensor_parallel=2, kv_cache_bytes=VLLM.kv_cache_bytes // 2)
+    replica = await start_vllm(config, checkpoint=models.paths[0])
+    yield replica
+    await replica.close()
+
+
 @pytest.fixture(scope="package")
 def sglang_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Checkpoints of an architecture that SGLang serves too: no dense layer."""
@@ -58,15 +76,31 @@ def sglang_plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plugin_folder(tmp_path_factory.mktemp("plugins"))
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def sglang_server(sglang_models: Models, sglang_plugins: Path) -> AsyncIterator[SglangReplica]:
+@contextmanager
+def sglang_environment(plugins: Path) -> Generator[None]:
+    """Servers that are started in this block have the plugin of `plugin_folder`."""
+
     def environment(*args: Any, **options: Any) -> dict[str, str]:
         made = server_environment(*args, **options)
-        return made | {"PYTHONPATH": f"{made['PYTHONPATH']}:{sglang_plugins}"}
+        return made | {"PYTHONPATH": f"{made['PYTHONPATH']}:{plugins}"}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_server_module, "server_environment", environment)
+        yield
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def sglang_server(sglang_models: Models, sglang_plugins: Path) -> AsyncIterator[SglangReplica]:
+    with sglang_environment(sglang_plugins):
         replica = await start_sglang(sglang_support.config(), name="replica-0", checkpoint=sglang_models.paths[0])
+    yield replica
+    await replica.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def sglang_of_two_ranks(sglang_models: Models) -> AsyncIterator[SglangReplica]:
+    config = sglang_support.config(tensor_parallel=2)
+    replica = await start_sglang(config, name="replica-0", checkpoint=sglang_models.paths[0])
     yield replica
     await replica.close()
 
@@ -94,8 +128,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(params=["fake", "vllm", "sglang"])
 def server(request: pytest.FixtureRequest) -> Any:
     """A replica of each engine, started at most once; None for the fake."""
-    fixtures = {"vllm": "engine", "sglang": "sglang_server"}
+    fixtures = {
+        "vllm": "engine",
+        "vllm-tp2": "vllm_of_two_ranks",
+        "sglang": "sglang_server",
+        "sglang-tp2": "sglang_of_two_ranks",
+    }
     return request.getfixturevalue(fixtures[request.param]) if request.param in fixtures else None
+
+
+@pytest.fixture
+def served_models(server: Any, request: pytest.FixtureRequest) -> Models:
+    """The models that a real engine serves."""
+    return request.getfixturevalue("models" if isinstance(server.backend, VllmBackend) else "sglang_models")
 
 
 @pytest_asyncio.fixture(loop_scope="package")
@@ -106,8 +151,7 @@ async def tested(
     if server is None:
         made = fake_under_test()
     else:
-        models = "models" if isinstance(server.backend, VllmBackend) else "sglang_models"
-        made = under_test(server, request.getfixturevalue(models), patch=monkeypatch)
+        made = under_test(server, request.getfixturevalue("served_models"), patch=monkeypatch)
     await made.publish(version=0)
     yield made
     await made.end()

@@ -20,7 +20,17 @@ from async_rl.inference.publisher import OnUpdate, Publisher, PublishReport
 from async_rl.inference.replica import KVPolicy
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import Source, WeightUpdate
+from async_rl.weights.transport import (
+    Bases,
+    Source,
+    WeightUpdate,
+    discard_updates,
+    finish_update,
+    read_tensors,
+    update_files,
+    version_folder,
+    write_bucket,
+)
 from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.reference import Reference
@@ -94,6 +104,36 @@ class Probe(Protocol):
         ...
 
 
+class RunFolder:
+    """A folder that all nodes see, to which versions are written as by a trainer of one rank.
+
+    Args:
+        directory: parent of the folders of the versions.
+        updates: sets of weights, which the versions take in turn.
+        delta: whether most versions are written as changes, as with `sync.delta`.
+
+    Attributes:
+        written: version -> update.
+    """
+
+    def __init__(self, directory: Path, updates: Sequence[WeightUpdate], *, delta: bool) -> None:
+        self.written: dict[int, WeightUpdate] = {}
+        self._directory = directory
+        self._updates = updates
+        self._bases = Bases() if delta else None
+
+    def write(self, version: int) -> None:
+        """Write a version and remove those that no replica may need."""
+        folder = version_folder(self._directory, version)
+        base = None if self._bases is None else self._bases.base_of_next()
+        discard_updates(self._directory, keep_version=version - 1, spare_for=folder if base is None else None)
+        files = update_files(self._updates[version % len(self._updates)].path)
+        buckets = [write_bucket(folder, i, read_tensors(file), bases=self._bases) for i, file in enumerate(files)]
+        if self._bases is not None:
+            self._bases.published(version)
+        self.written[version] = finish_update(folder, version=version, buckets=buckets, base=base)
+
+
 class EngineUnderTest:
     """A replica that records its requests and answers.
 
@@ -125,6 +165,7 @@ class EngineUnderTest:
         self._updates = updates
         self._version = -1
         self._server: VersionServer | None = None
+        self._folder: RunFolder | None = None
         self._running: list[GenerateRequest] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._slow: asyncio.Task[None] | None = None
@@ -215,6 +256,8 @@ class EngineUnderTest:
 
     def update(self, version: int) -> WeightUpdate:
         """A version as the trainer would publish it."""
+        if self._folder is not None and version in self._folder.written:
+            return self._folder.written[version]
         source = self._updates[version % len(self._updates)]
         return replace(source, weights=WeightVersion(version, source.weights.digest), sources=self._sources(source))
 
@@ -225,14 +268,31 @@ class EngineUnderTest:
     def broadcast(self, directory: Path) -> Generator[None]:
         """Publish by broadcast in this block. directory: of the node of the replica."""
         self._server = VersionServer(HOST, self._updates[0].path.parent)
+        try:
+            with self._store(directory):
+                yield
+        finally:
+            self._server.close()
+            self._server = None
+
+    @contextlib.contextmanager
+    def folder(self, directory: Path, folder: RunFolder) -> Generator[None]:
+        """Publish by a folder in this block. directory: of the node of the replica."""
+        self._folder = folder
+        try:
+            with self._store(directory):
+                yield
+        finally:
+            self._folder = None
+
+    @contextlib.contextmanager
+    def _store(self, directory: Path) -> Generator[None]:
         self.replica.store = LocalStore(directory, host=HOST)
         try:
             yield
         finally:
             self.replica.store.release()
             self.replica.store = None
-            self._server.close()
-            self._server = None
 
     async def freeze(self) -> int:
         """Pause and freeze; returns how many requests are frozen."""
@@ -259,14 +319,19 @@ class EngineUnderTest:
         """
         on_update, kv = MODES[mode]
         self._version = self._version + 1 if version is None else version
-        publisher = Publisher(
-            [self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), staged=staged, timeout_s=TIMEOUT_S
-        )
-        report = await publisher.publish(self.update(self._version))
+        if self._folder is not None:
+            self._folder.write(self._version)
+        report = await self.publisher(on_update, kv, staged=staged).publish(self.update(self._version))
         if not stays_slow:
             await self.full_speed()
         self.kept[self._version] = kv
         return report
+
+    def publisher(self, on_update: OnUpdate, kv: KVPolicy, *, staged: bool) -> Publisher:
+        """The publisher of a run."""
+        return Publisher(
+            [self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), staged=staged, timeout_s=TIMEOUT_S
+        )
 
 
 class Rollout:

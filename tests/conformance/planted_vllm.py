@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from async_rl.inference.vllm import worker
 from async_rl.inference.vllm.worker import LoadsUpdates
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import read_tensors
 from tests.conformance.planted import LOADS
 
-read_update = worker.read_update
+load_share = worker.load_share
 EXTENSION = "tests.conformance.planted_vllm.PlantedLoads"
 
 
@@ -24,7 +27,7 @@ class PlantedLoads(LoadsUpdates):
 
     def plant(self, fault: str) -> None:
         PlantedLoads.fault = fault
-        worker.read_update = _spoiled
+        worker.load_share = _spoiled
 
     def slow_down(self: Any, step_s: float | None) -> None:
         """Make each step of the engine take `step_s` seconds more; None: full speed."""
@@ -38,6 +41,19 @@ class PlantedLoads(LoadsUpdates):
         runner.execute_model = execute if step_s is None else execute_slowly
 
 
-def _spoiled(folder: Path, *, seen: WeightsDigest | None = None) -> Iterator[tuple[str, Any]]:
-    """Instead of `async_rl.weights.transport.read_update`: the digest is right, and the tensors have the fault."""
-    yield from LOADS.spoiled(PlantedLoads.fault, list(read_update(folder, seen=seen)))
+def _spoiled(
+    files: Sequence[Path], load: Callable[[Iterator[tuple[str, Any]]], object], **place: int
+) -> dict[str, Any]:
+    """Instead of `async_rl.weights.digest.load_share`: the report is right, and the tensors have the fault.
+
+    skipped: the loader of rank 1 does not take the last tensor.
+    """
+
+    def spoil(tensors: Iterator[tuple[str, Any]]) -> None:
+        if PlantedLoads.fault == "skipped":
+            taken = sum(1 for file in files for _ in read_tensors(file)) - (torch.distributed.get_rank() == 1)
+            load(islice(tensors, taken))
+        else:
+            load(iter(LOADS.spoiled(PlantedLoads.fault, list(tensors))))
+
+    return load_share(files, spoil, **place)

@@ -104,14 +104,15 @@ class VllmProbe:
     """Looks into vLLM's client.
 
     Args:
+        replicas: one, or those behind a router.
         patch: undone when the test ends.
     """
 
-    def __init__(self, replica: VllmReplica, *, kv_tokens: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, *replicas: VllmReplica, kv_tokens: int, patch: pytest.MonkeyPatch) -> None:
         self.kv_tokens: int | None = kv_tokens
         self.cached_tokens: list[int] = []
         self.retractions: list[int] = []
-        self._replica = replica
+        self._engines = [replica.backend.engine for replica in replicas]
         translate = vllm_engine.to_segments
 
         def spy(output: Any, **context: Any) -> list[TokenOutput]:
@@ -121,20 +122,23 @@ class VllmProbe:
         patch.setattr(vllm_engine, "to_segments", spy)
 
     async def sampled(self, running: Sequence[GenerateRequest]) -> int:
-        states: Any = self._replica.backend.engine.output_processor.request_states
-        held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states.values())
+        held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in self._states())
         return held - sum(len(request.token_ids) for request in running)
 
     async def all_at_work(self, running: Sequence[GenerateRequest]) -> bool:
-        states: Any = self._replica.backend.engine.output_processor.request_states
-        return len(states) == len(running)
+        return len(self._states()) == len(running)
 
     async def idle(self) -> bool:
-        return self._replica.backend.engine.output_processor.get_num_unfinished_requests() == 0
+        return all(engine.output_processor.get_num_unfinished_requests() == 0 for engine in self._engines)
 
     async def slow_down(self, step_s: float | None) -> None:
         """Needs the worker of `tests.conformance.planted_vllm`."""
-        await self._replica.backend.engine.collective_rpc("slow_down", args=(step_s,))
+        for engine in self._engines:
+            await engine.collective_rpc("slow_down", args=(step_s,))
+
+    def _states(self) -> list[Any]:
+        """Requests that are in an engine."""
+        return [state for engine in self._engines for state in engine.output_processor.request_states.values()]
 
 
 class SglangProbe:

@@ -103,7 +103,7 @@ def logprob_gap(
 
     settled: from `settled_rows`; tokens that a later row predicts do not count.
     """
-    gaps = logprob_gaps(expected, token_ids, logprobs, start=start)
+    gaps = logprob_differences(expected, token_ids, logprobs, start=start) / expected.logprob_bound
     return float(gaps[: None if settled is None else max(0, settled + 1 - start)].max(initial=0.0))
 
 
@@ -145,12 +145,12 @@ def settled_rows(expected: Reference, experts: np.ndarray[Any, Any], *, start: i
     return int(found[0]) if len(found) else start + len(experts)
 
 
-def logprob_gaps(
+def logprob_differences(
     expected: Reference, token_ids: np.ndarray[Any, Any], logprobs: Any, *, start: int
 ) -> np.ndarray[Any, Any]:
-    """float64 [len(logprobs)], |difference| of each over its bound."""
+    """float64 [len(logprobs)], |difference| of each."""
     at = np.arange(start, start + len(logprobs))
-    return np.abs(expected.logprobs[at - 1, token_ids[at]] - logprobs) / expected.logprob_bound
+    return np.abs(expected.logprobs[at - 1, token_ids[at]] - logprobs)
 
 
 def differing_rows(expected: Reference, experts: np.ndarray[Any, Any], *, start: int) -> np.ndarray[Any, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.vllm import engine as vllm
@@ -61,6 +63,22 @@ def make_models(folder: Path, architecture: Any) -> Models:
         for i, path in enumerate(paths)
     )
     return Models(paths, tuple(spread_model(architecture, seed=seed) for seed in seeds), updates)
+
+
+def small_steps(models: Models, folder: Path) -> Models:
+    """Models that differ from the first in a tenth of its values, so that `sync.delta` writes changes."""
+    first, made, updates = models.models[0], [], []
+    chance = torch.Generator().manual_seed(0)
+    for version, model in enumerate(models.models):
+        step = copy.deepcopy(first)
+        with torch.no_grad():
+            for value, other in zip(step.parameters(), model.parameters(), strict=True):
+                value.copy_(torch.where(torch.rand(value.shape, generator=chance) < 0.1, other, value))
+        step.save_pretrained(folder / str(version))
+        tensors = read_tensors(folder / str(version) / "model.safetensors")
+        updates.append(write_update(folder / "updates", version=version, tensors=tensors, bucket_bytes=BUCKET_BYTES))
+        made.append(step)
+    return Models(models.paths, tuple(made), tuple(updates))
 
 
 def under_test(

@@ -28,13 +28,6 @@ Pair = tuple[EngineUnderTest, EngineUnderTest]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def second_vllm(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
-    replica = await start_vllm(VLLM, name="replica-1", checkpoint=models.paths[0])
-    yield replica
-    await replica.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def vllm_beside_sglang(sglang_models: Models, environment: None) -> AsyncIterator[VllmReplica]:
     replica = await start_vllm(VLLM, name="replica-2", checkpoint=sglang_models.paths[0])
     yield replica

@@ -1,44 +1,85 @@
 """Many publishes in a row under load: nothing is lost, and each token is of the version that it names.
 
-PUBLISHES=50 in the environment makes fifty of them, by each route and mode.
+PUBLISHES=50 in the environment makes fifty of them, on every layout, by each route and mode.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agent_loop.engine import GenerateRequest
+from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.publisher import OnUpdate, Publisher
+from async_rl.inference.replica import KVPolicy
+from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import read_tensors, update_files
+from message_queue.tokens import TokenOutput
 from tests.conformance.checks import assert_whole, versions_of
-from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, prompts
+from tests.conformance.conftest import Report
+from tests.conformance.engines import MARKS, TIMEOUT_S, WITH_KV, EngineUnderTest, Rollout, RunFolder, prompts
+from tests.conformance.probes import TransformersTruth, VllmProbe
+from tests.conformance.served import VLLM_KV_TOKENS, Models, small_steps, under_test
+from tests.helpers.fakes.rollouts import RolloutsHere
 
-pytestmark = [*MARKS, WITH_KV]
+pytestmark = MARKS
 PUBLISHES = int(os.environ.get("PUBLISHES", "6"))
-ALL = "PUBLISHES" in os.environ
 TOKENS = 80
 # K/V of other weights that `keep-keep` leaves in the prefix cache would serve an aborted request.
 MODES = {"computed": ["resume", "resume", "keep-recompute", "keep-recompute", "drain"], "kept": ["keep-keep"]}
+SERVERS = ("vllm", "sglang", "vllm-tp2", "sglang-tp2")
+ROUTES = ("memory", "broadcast", "folder", "delta")
+STAGED = {"at_once": False, "staged": True}
+ALWAYS = [
+    *itertools.product(SERVERS[:2], MODES, ["memory"], ["at_once"]),
+    *itertools.product(SERVERS[:2], MODES, ["broadcast"], ["staged"]),
+    ("vllm-tp2", "computed", "delta", "staged"),
+]
+CASES = [*itertools.product(SERVERS, MODES, ROUTES, STAGED)] if "PUBLISHES" in os.environ else ALWAYS
 
 
-@pytest.mark.parametrize(
-    ("route", "staged"),
-    [("memory", False), ("broadcast", True), *[("memory", True), ("broadcast", False)] * ALL],
-    ids=["memory-at_once", "broadcast-staged", *["memory-staged", "broadcast-at_once"] * ALL],
-)
-@pytest.mark.parametrize("kv", MODES)
-async def test_many_publishes_under_load(tested: EngineUnderTest, kv: str, route: str, staged: bool, tmp_path: Path):
+@pytest.mark.parametrize(("server", "kv", "route", "mode"), CASES, indirect=["server"])
+async def test_many_publishes_under_load(
+    tested: EngineUnderTest,
+    served_models: Models,
+    kv: str,
+    route: str,
+    mode: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    report: Report,
+):
     """Between two publishes a random number of tokens is sampled, and one time in five all requests are aborted."""
-    with tested.broadcast(tmp_path / "node") if route == "broadcast" else contextlib.nullcontext():
-        await publish_under_load(tested, kv, staged=staged)
+    node, run = tmp_path / "node", tmp_path / "run"
+    updates = served_models.updates
+    if route == "delta":
+        steps = small_steps(served_models, tmp_path / "steps")
+        tested.truth, updates = TransformersTruth(steps.models), steps.updates
+    match route:
+        case "memory":
+            published = contextlib.nullcontext()
+        case "broadcast":
+            published = tested.broadcast(node)
+        case _:
+            published = tested.folder(node, RunFolder(run, updates, delta=route == "delta"))
+    with published:
+        largest = await publish_under_load(tested, kv, staged=STAGED[mode])
+    assert any(run.glob("*/*.delta")) == (route == "delta")
+    report(f"{request.node.callspec.id}: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
 
 
-async def publish_under_load(tested: EngineUnderTest, kv: str, *, staged: bool) -> None:
+async def publish_under_load(tested: EngineUnderTest, kv: str, *, staged: bool) -> float:
+    """Returns the largest |dlogp| of a sampled token against its version."""
     chance, published = random.Random(f"publishes {kv} {staged}"), 0
     rollouts: list[Rollout] = []
     while published < PUBLISHES:
@@ -63,9 +104,67 @@ async def publish_under_load(tested: EngineUnderTest, kv: str, *, staged: bool) 
         await asyncio.gather(*tasks)
     assert {rollout.trajectory.num_sampled for rollout in rollouts} == {TOKENS}
     assert len({version for exchange in tested.exchanges for version in versions_of(exchange)}) > PUBLISHES // 2
-    assert_whole(tested, *rollouts)
+    return assert_whole(tested, *rollouts)
 
 
+class Routed:
+    """The replicas of a pool, as one: requests go through the router of a run.
+
+    Attributes:
+        name: of the pair.
+    """
+
+    def __init__(self, pool: ReplicaPool) -> None:
+        self.name = "routed"
+        self.pool = pool
+        self._router = ReplicaRouter(pool)
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        return await self._router.generate(request)
+
+    async def abort(self) -> int:
+        return sum(await asyncio.gather(*(member.replica.abort() for member in self.pool.live)))
+
+
+class RollingPublishes(EngineUnderTest):
+    """Replicas behind a router, of which a publish pauses one at a time."""
+
+    replica: Any
+
+    def publisher(self, on_update: OnUpdate, kv: KVPolicy, *, staged: bool) -> Publisher:
+        assert not staged
+        pool: ReplicaPool = self.replica.pool
+
+        class Rollouts(RolloutsHere):
+            async def avoid(self, replicas: Collection[str]) -> None:
+                pool.avoid(replicas)
+
+        return Publisher(pool, on_update=on_update, kv=kv, rollouts=Rollouts(), max_paused=1, timeout_s=TIMEOUT_S)
+
+
+async def test_many_rolling_publishes_under_load(
+    engine: VllmReplica, second_vllm: VllmReplica, models: Models, monkeypatch: pytest.MonkeyPatch, report: Report
+):
+    """A request that a load aborts continues on the other replica, under its version."""
+    replicas = [engine, second_vllm]
+    one = under_test(engine, models, patch=monkeypatch)
+    routed: Any = Routed(ReplicaPool(replicas))
+    probe = VllmProbe(*replicas, kv_tokens=2 * VLLM_KV_TOKENS, patch=monkeypatch)
+    tested = RollingPublishes(
+        routed, routing=one.routing, updates=models.updates, truth=TransformersTruth(models.models), probe=probe
+    )
+    await tested.publish(version=0)
+    try:
+        largest = await publish_under_load(tested, "computed", staged=False)
+    finally:
+        await tested.end()
+    sessions = dict.fromkeys(exchange.request.session for exchange in tested.exchanges)
+    owners = [{s.replica for exchange in tested.of_session(name) for s in exchange.answer} for name in sessions]
+    assert {"replica-0", "replica-1"} in owners, "a trajectory moved"
+    report(f"rolling: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
+
+
+@WITH_KV
 @pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
 async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested: EngineUnderTest, staged: bool):
     """Otherwise the next versions would get new files instead of overwriting these."""

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import transformers
+from safetensors.torch import save_file
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.controller.probe import MismatchError
@@ -21,6 +22,7 @@ from async_rl.inference.sglang.config import server_environment
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import engine_environment
 from async_rl.inference.vllm.process import call_ranks
+from async_rl.weights.transport import read_tensors, read_update, update_files, write_update
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_forced, assert_true, assert_whole, odd_rows, versions_of, whole
 from tests.conformance.engines import STEP_S, VOCAB, EngineUnderTest, prompts, tokens
@@ -182,6 +184,33 @@ async def update_in_flight(tested: EngineUnderTest) -> None:
     assert_whole(tested, *rollouts)
 
 
+async def find_wrong_bucket(tested: EngineUnderTest, folder: Path) -> None:
+    """A bucket that rank 1 hashes has other values; the next load is good again.
+
+    folder: for a version.
+    """
+    good = tested.update(1)
+    bad = write_update(folder, version=2, tensors=read_update(good.path), bucket_bytes=256 << 10)
+    file = update_files(bad.path)[1]
+    save_file({name: tensor + 1 for name, tensor in read_tensors(file)}, file)
+    with pytest.raises(EngineError, match=f"rank 1 .*{file.stem}"):
+        await tested.replica.stage(bad)
+    await tested.ask("still", tokens(40))
+    await tested.replica.pause()
+    with pytest.raises(EngineError, match=f"rank 1 .*{file.stem}"):
+        await tested.replica.load(bad)
+    if isinstance(tested.probe, VllmProbe):
+        replica: Any = tested.replica
+        await replica.backend.engine.collective_rpc("plant", args=("skipped",))
+        with pytest.raises(EngineError, match=r"rank 1 .*other tensors"):
+            await tested.load(1)
+        await replica.backend.engine.collective_rpc("plant", args=("",))
+    await tested.load(1)
+    await tested.resume()
+    await tested.ask("again", tokens(40))
+    assert_true(tested, tested.exchanges)
+
+
 async def find_wrong_experts(tested: EngineUnderTest, folder: Path, *, staged: bool) -> None:
     """Experts that stayed old on one rank, and a load that reached no rank.
 
@@ -233,6 +262,7 @@ async def test_ranks_of_a_layout_agree_load_alike_and_end_together(
             await ask_two(tested)
         assert_true(tested, tested.exchanges)
         assert_forced(tested, await tested.ask("forced", tokens(90), forced_experts=odd_rows(tested, 60)))
+        await find_wrong_bucket(tested, tmp_path / "wrong")
         if "dp2" in layout:
             await update_in_flight(tested)
         if "ep2" in layout:

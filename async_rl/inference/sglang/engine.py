@@ -24,9 +24,9 @@ import aiohttp
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
 from async_rl.inference.checkpoint_weights import Shapes, hash_checkpoint, tensor_shapes, weight_files
 from async_rl.inference.checks import weight_label
+from async_rl.inference.loads import RankLoad
 from async_rl.inference.replica import (
     UNKNOWN_LABEL,
-    EngineLoad,
     EngineReplica,
     InflightRequest,
     KVPolicy,
@@ -41,7 +41,7 @@ from async_rl.inference.sglang.config import (
 from async_rl.inference.sglang.ids import PrefixFreeIds
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
-from async_rl.inference.sglang.update import check_update, first_load, is_staged, reported_load
+from async_rl.inference.sglang.update import check_update, first_load, reported_load, staged_load
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate
@@ -83,7 +83,8 @@ class SglangBackend:
         self._routing = info.routing if capture_routing else None
         self._shapes = shapes
         self._frozen = False  # whether SGLang's scheduler is paused
-        self._staged: WeightVersion | None = None  # version that waits in the twins of the ranks' models
+        # The version that waits in the twins of the ranks' models.
+        self._staged: tuple[WeightVersion, list[RankLoad]] | None = None
         self._ids = PrefixFreeIds(name)
         self._closed = False
         self._abandoned: set[asyncio.Task[None]] = set()
@@ -167,25 +168,27 @@ class SglangBackend:
         await self.server.post("/pause_generation", {"mode": mode})
 
     def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
-        if update.weights != self._staged:
+        if self._staged is None or update.weights != self._staged[0]:
             check_update(update, self._shapes)
 
-    async def stage(self, update: WeightUpdate) -> None:
+    async def stage(self, update: WeightUpdate) -> list[RankLoad]:
         check_update(update, self._shapes)
         await self._plugin(f"stage {update.path.absolute()}")
-        while not is_staged(await self._plugin("staged")):  # noqa: ASYNC110 - the server has no event for it
+        while (ranks := staged_load(await self._plugin("staged"))) is None:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(STAGED_AGAIN_S)
-        self._staged = update.weights
+        self._staged = update.weights, ranks
+        return ranks
 
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> EngineLoad:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> list[RankLoad]:
         if kv == "recompute":  # before the load: a failed flush must leave the weights
             if self._frozen:
                 await self.pause_engine("retract")
             patience = 0 if self._frozen else self._config.load_timeout_s  # SGLang answers before it is idle
             await self.server.post(f"/flush_cache?timeout={patience}", {})
         staged, self._staged = self._staged, None
-        if update.weights == staged:
-            return reported_load(await self._plugin("commit"))
+        if staged is not None and update.weights == staged[0]:
+            await self._plugin("commit")
+            return staged[1]
         body = {"model_path": str(update.path.absolute()), "flush_cache": False}
         return reported_load(await self.server.post("/update_weights_from_disk", body))
 

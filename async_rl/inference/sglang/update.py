@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes
-from async_rl.inference.replica import EngineLoad
+from async_rl.inference.loads import RankLoad
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
 from message_queue.tokens import ContractError
 
 REPORTED = "loaded by rank: "  # marks the plugin's report in the server's answer; see `plugin/`
-STAGED = "staged"  # the plugin's answer when all ranks have staged a version
+NOT_STAGED = "not yet"  # the plugin's answer until all ranks have staged a version
 HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/`
     "DefaultModelLoader.load_weights_only",
     "Scheduler.get_init_info",
@@ -64,49 +64,60 @@ def check_update(update: WeightUpdate, expected: Shapes) -> None:
             raise ContractError(f"{what} has {name} of shape {list(shape)}; the checkpoint has {list(expected[name])}")
 
 
-def first_load(report: Mapping[str, Any]) -> EngineLoad:
+class FirstLoad(NamedTuple):
+    """The server's load at its start."""
+
+    digest: str
+    """Digest of all tensors that each rank loaded."""
+    checksums: list[dict[str, str]]
+    """For each tensor-parallel rank, parameter name -> checksum after the load."""
+
+
+def first_load(report: Mapping[str, Any]) -> FirstLoad:
     """The server's load at its start.
 
     Args:
         report: see `SglangServer.report`.
 
     Raises:
-        ContractError: the server runs without the plugin, a hook does not apply, or a rank's report is bad as in
-            `reported_load`.
+        ContractError: the server runs without the plugin, a hook does not apply, the ranks loaded different weights, or
+            a rank reports no checksums.
     """
     if not report:
         raise ContractError("the server runs without async_rl's plugin; check whether SGLANG_PLUGINS excludes it")
     applied = "\n".join(report["hooks"])
     if missing := [hook for hook in HOOKS if hook not in applied]:
         raise ContractError(f"the plugin's hooks do not apply in this SGLang: {', '.join(missing)}")
-    return _load_of(report["ranks"])
-
-
-def reported_load(answer: Any) -> EngineLoad:
-    """The server's load, from its answer to /update_weights_from_disk, or to the plugin's action `commit`.
-
-    Raises:
-        ContractError: the server loaded nothing, the ranks loaded different weights, or a rank reports no checksums.
-    """
-    said, _, ranks = str(answer.get("message")).partition(REPORTED)
-    if not answer.get("success") or not ranks:
-        raise ContractError(f"the server loaded nothing and answers {said[:500]!r}")
-    return _load_of(json.JSONDecoder().raw_decode(ranks)[0])  # SGLang appends text after the JSON
-
-
-def is_staged(answer: Any) -> bool:
-    """Whether all ranks have staged a version, from the server's answer to the plugin's action `staged`.
-
-    The schedulers of all groups of attention data parallelism answer, separated by bars.
-    """
-    return set(answer["message"].split(" | ")) == {STAGED}
-
-
-def _load_of(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
-    digests = sorted({rank["digest"] for rank in ranks})
+    digests = sorted({rank["digest"] for rank in report["ranks"]})
     if len(digests) != 1 or not digests[0]:
         raise ContractError(f"the ranks of the server loaded weights with the digests {', '.join(digests)}")
+    return FirstLoad(digests[0], _checksums(report["ranks"]))
+
+
+def reported_load(answer: Any) -> list[RankLoad]:
+    """Report of each rank, from the server's answer to /update_weights_from_disk.
+
+    Raises:
+        ContractError: the server loaded nothing, or a rank reports no checksums.
+    """
+    said, _, given = str(answer.get("message")).partition(REPORTED)
+    ranks = json.JSONDecoder().raw_decode(given)[0] if given else []  # SGLang appends text after the JSON
+    if not answer.get("success") or not ranks:
+        raise ContractError(f"the server loaded nothing and answers {said[:500]!r}")
+    _checksums(ranks)
+    return [RankLoad.of(rank) for rank in ranks]
+
+
+def staged_load(answer: Any) -> list[RankLoad] | None:
+    """As `reported_load`, from the answer to the plugin's action `staged`; None until all ranks have staged a version.
+
+    The schedulers of all groups of attention data parallelism answer, each for all ranks, separated by bars.
+    """
+    return None if NOT_STAGED in answer["message"].split(" | ") else reported_load(answer)
+
+
+def _checksums(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     checksums = [rank["checksums"] for rank in ranks]
     if not all(checksums):
         raise ContractError("a rank of the server reports no checksums of its parameters")
-    return EngineLoad(digests[0], checksums)
+    return checksums

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
-from async_rl.inference.replica import EngineLoad, EngineReplica, InflightRequest, KVPolicy, LoadedWeights
+from async_rl.inference.loads import RankLoad
+from async_rl.inference.replica import EngineReplica, InflightRequest, KVPolicy, LoadedWeights
 from async_rl.inference.spans import continued, joined
 from async_rl.inference.vllm.config import (
     ServedModel,
@@ -67,7 +68,8 @@ class VllmBackend:
         self._model = model
         self._names = names
         self._frozen = False
-        self._staged: WeightVersion | None = None  # version that waits in the twins of the workers' models
+        # The version that waits in the twins of the workers' models.
+        self._staged: tuple[WeightVersion, list[RankLoad]] | None = None
         self._loop = asyncio.get_running_loop()
 
     # ---- generating
@@ -160,7 +162,7 @@ class VllmBackend:
             self._frozen = False
 
     def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
-        if update.weights != self._staged:
+        if self._staged is None or update.weights != self._staged[0]:
             self._check_names(update)
         recorded = in_flight and self._model.routing is not None
         if kv == "recompute" and recorded and self._model.unforcible is not None:
@@ -182,14 +184,16 @@ class VllmBackend:
                 f"checkpoint ({', '.join(absent[:3])}, ...); export every tensor"
             )
 
-    async def stage(self, update: WeightUpdate) -> None:
+    async def stage(self, update: WeightUpdate) -> list[RankLoad]:
         self._check_names(update)
         await call_ranks(self.engine, "start_staging", str(update.path))
-        while not all(await call_ranks(self.engine, "is_staged")):  # noqa: ASYNC110 - vLLM has no event for it
+        while None in (reports := await call_ranks(self.engine, "staged")):  # noqa: ASYNC110 - vLLM has no event for it
             await asyncio.sleep(STAGED_AGAIN_S)
-        self._staged = update.weights
+        ranks = [RankLoad.of(report) for report in reports]
+        self._staged = update.weights, ranks
+        return ranks
 
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> EngineLoad:
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> list[RankLoad]:
         """Load a version, or exchange the weights if the version is staged.
 
         With kv="recompute", frozen requests leave the engine. After `resume` they are sent again with all tokens so
@@ -200,19 +204,16 @@ class VllmBackend:
         if kv == "recompute":
             await self._evict(requests)
         staged, self._staged = self._staged, None
-        if update.weights == staged:
-            ranks = await call_ranks(self.engine, "commit_staged")
+        if staged is not None and update.weights == staged[0]:
+            await call_ranks(self.engine, "commit_staged")
+            ranks = staged[1]
         else:
-            ranks = await call_ranks(self.engine, "load_update", str(update.path))
+            ranks = [RankLoad.of(report) for report in await call_ranks(self.engine, "load_update", str(update.path))]
         if kv == "keep":
             await self._pin_routing()
         elif not await self.engine.reset_prefix_cache():
             raise EngineError(f"{self._name}: the K/V of the previous version is still in use after a drain")
-        published = update.weights.digest
-        return EngineLoad(
-            next((digest for digest, _ in ranks if digest != published), published),
-            [checksums for _, checksums in ranks],
-        )
+        return ranks
 
     async def label(self, label: str) -> None:
         await self.engine.update_weight_version(label)

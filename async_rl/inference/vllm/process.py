@@ -36,14 +36,24 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
     return engine
 
 
+class RankError(Exception):
+    """A call failed on some ranks; names each with its error."""
+
+
 async def call_ranks(engine: AsyncLLM, method: str, *args: Any) -> list[Any]:
     """Call a method of the worker of every rank and return all answers.
 
     vLLM's own `collective_rpc` returns only the answers of the first group of data parallelism.
+
+    Raises:
+        RankError: it failed on a rank.
     """
     client: Any = engine.engine_core
-    groups = await client.call_utility_all_async("collective_rpc", method, None, args, None)
-    return [answer for group in groups for answer in group]
+    groups = await client.call_utility_all_async("collective_rpc", "outcome", None, (method, *args), None)
+    outcomes = [outcome for group in groups for outcome in group]
+    if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error]:
+        raise RankError("; ".join(failed))
+    return [answer for answer, _ in outcomes]
 
 
 async def stop_engine(engine: Any) -> None:

@@ -5,6 +5,8 @@ A load also returns checksums of the model's parameters, which prove that the lo
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,15 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from async_rl.weights.checksum import PACKED, model_checksums
-from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.transport import read_update
+from async_rl.weights.digest import load_share
+from async_rl.weights.transport import update_files
 from async_rl.weights.twin import Staging, Twin
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-Loaded: TypeAlias = tuple[str, dict[str, str]]
-"""Digest of the tensors that were read, and `LoadsUpdates.live_checksums` after the load."""
+_log = logging.getLogger(__name__)
+Report: TypeAlias = dict[str, Any]
+"""Fields of `async_rl.inference.loads.RankLoad` as JSON."""
 
 
 class LoadsUpdates:
@@ -29,35 +32,45 @@ class LoadsUpdates:
     `self` is the worker, whose other methods vLLM and `async_rl.compat.vllm` define.
     """
 
-    def load_update(self: Any, path: str) -> Loaded:
+    def outcome(self, method: str, *args: Any) -> tuple[Any, str]:
+        """Result of a method and "", or None and the error.
+
+        If one rank raised, vLLM would take the answers of later ranks for those of the next call.
+        """
+        try:
+            return getattr(self, method)(*args), ""
+        except Exception as error:  # noqa: BLE001 - `call_ranks` raises it
+            _log.exception("%s failed", method)
+            return None, f"{type(error).__name__}: {error}"
+
+    def load_update(self: Any, path: str) -> Report:
         """Load all tensors of a published version.
 
         The call runs between two engine steps, so no forward pass uses a partly loaded version.
         """
         from async_rl.compat.vllm_reload import pack_tied_head  # imports vLLM
 
-        digest = WeightsDigest()
-        self.reload_weights(weights_iterator=read_update(Path(path), seen=digest))
+        report = _load(Path(path), lambda tensors: self.reload_weights(weights_iterator=tensors))
         pack_tied_head(self.get_model(), self.vllm_config)
-        return digest.hexdigest(), self.live_checksums()
+        return report | {"checksums": self.live_checksums()}
 
     def start_staging(self: Any, path: str) -> None:
         """Start to load a published version into a twin of the model, in a thread."""
         if not hasattr(self, "staging"):
-            self.staging = Staging[Loaded]()
+            self.staging = Staging[Report]()
         self.staging.start(self.get_model(), partial(_load_twin, path=Path(path), config=self.vllm_config))
 
-    def is_staged(self: Any) -> bool:
-        """Whether the load of `start_staging` has ended.
+    def staged(self: Any) -> Report | None:
+        """Report of the load of `start_staging`; None until it has ended.
 
         Raises:
-            UpdateError: the version cannot be read whole; the model is unchanged.
+            Exception: the version cannot be read whole; the model is unchanged.
         """
-        return self.staging.done()
+        return self.staging.result()
 
-    def commit_staged(self: Any) -> Loaded:
+    def commit_staged(self: Any) -> None:
         """Exchange the weights between two engine steps."""
-        return self.staging.commit()
+        self.staging.commit()
 
     def live_checksums(self: Any) -> dict[str, str]:
         """Name -> checksum for each parameter and persistent buffer of this worker's model."""
@@ -72,13 +85,18 @@ class LoadsUpdates:
         self.model_runner.pin_routing(rows)
 
 
-def _load_twin(twin: Twin, *, path: Path, config: VllmConfig) -> Loaded:
+def _load(path: Path, load: Callable[[Iterator[tuple[str, torch.Tensor]]], object]) -> Report:
+    """Report without checksums of a load of a published version."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return load_share(update_files(path), load, rank=rank, ranks=ranks)
+
+
+def _load_twin(twin: Twin, *, path: Path, config: VllmConfig) -> Report:
     """Load a published version into a twin, while the model decodes."""
     from async_rl.compat.vllm_reload import reload_twin  # imports vLLM
 
-    digest = WeightsDigest()
-    reload_twin(twin, read_update(path, seen=digest), config=config)
-    return digest.hexdigest(), _checksums(twin.model)
+    report = _load(path, lambda tensors: reload_twin(twin, tensors, config=config))
+    return report | {"checksums": _checksums(twin.model)}
 
 
 def _checksums(model: torch.nn.Module) -> dict[str, str]:

@@ -10,7 +10,8 @@ import pytest
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checks import weight_label
-from async_rl.inference.replica import UNKNOWN_LABEL, EngineLoad, EngineReplica, until_finished
+from async_rl.inference.loads import RankLoad
+from async_rl.inference.replica import UNKNOWN_LABEL, EngineReplica, until_finished
 from async_rl.inference.vllm.config import VllmConfig
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.transport import UpdateError, WeightUpdate
@@ -18,7 +19,7 @@ from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightV
 
 CONFIG = VllmConfig(device="cpu", load_timeout_s=5)
 FIRST, SECOND = WeightVersion(0, "a"), WeightVersion(1, "b")
-UPDATE = WeightUpdate(Path("none"), SECOND)
+UPDATE = WeightUpdate(Path("none"), SECOND, buckets=(SECOND.digest,))
 
 
 class ScriptedBackend:
@@ -67,7 +68,10 @@ class ScriptedBackend:
             await asyncio.Event().wait()
         if self.fault:
             raise self.fault
-        return EngineLoad(self.loads, [{"w": self.loads}])
+        return [RankLoad({0: self.loads}, "names", {"w": self.loads})]
+
+    async def stage(self, update):
+        return [RankLoad({0: self.loads}, "names", {"w": self.loads})]
 
     async def label(self, label):
         self.calls.append(label)
@@ -117,6 +121,17 @@ async def test_failed_load_labels_tokens_as_unknown_and_keeps_the_gate_closed(fa
     assert await replica.load(UPDATE) == replica.weights == SECOND
     await replica.resume()
     assert replica.backend.calls == [UNKNOWN_LABEL, weight_label(SECOND), "resume"]
+
+
+async def test_a_version_that_is_not_staged_whole_leaves_the_replica_serving():
+    replica = started()
+    replica.backend.loads = "other"
+    with pytest.raises(EngineError, match=r"r: version 1 .*bucket-00000.*other.*b was published"):
+        await replica.stage(UPDATE)
+    replica.backend.go.set()
+    assert (await replica.generate(ask()))[0].weights == FIRST
+    replica.backend.loads = SECOND.digest
+    await replica.stage(UPDATE)
 
 
 class Store:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from agent_loop.engine import EngineError
-from async_rl.inference.replica import EngineLoad
+from async_rl.inference.loads import RankLoad
 from async_rl.inference.sglang.config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
 from async_rl.inference.sglang.engine import SglangConfig, start_sglang
 from async_rl.inference.sglang.server import check_version, interpreter
-from async_rl.inference.sglang.update import HOOKS, REPORTED, first_load, is_staged, reported_load
+from async_rl.inference.sglang.update import HOOKS, NOT_STAGED, REPORTED, first_load, reported_load, staged_load
 from message_queue.tokens import ContractError
 from tests.async_rl.inference.test_serving import QWEN, check, checkpoint
 
@@ -122,7 +122,7 @@ def ranks_with(*digests, checksums=({"w": "12"}, {"w": "34"})):
 
 def test_first_load_needs_the_plugin_its_hooks_and_one_digest():
     hooks = [f"sglang.srt.{hook}" for hook in HOOKS]
-    assert first_load({"hooks": hooks, "ranks": ranks_with("ab")}) == EngineLoad("ab", [{"w": "12"}])
+    assert first_load({"hooks": hooks, "ranks": ranks_with("ab")}) == ("ab", [{"w": "12"}])
     with pytest.raises(ContractError, match="SGLANG_PLUGINS"):
         first_load({})
     with pytest.raises(ContractError, match=r"hooks.*Scheduler\.send_abort_output"):
@@ -131,29 +131,35 @@ def test_first_load_needs_the_plugin_its_hooks_and_one_digest():
         first_load({"hooks": hooks, "ranks": ranks_with("ab", "cd")})
 
 
-def test_reported_load_has_one_digest_and_the_checksums_of_each_rank():
-    def message(ranks):
-        return f"Succeeded. {REPORTED}{json.dumps(ranks)} Weight version updated to 1-ab."
+LOADS = [
+    {"buckets": [[0, "ab"], [2, "cd"]], "names": "ef", "checksums": {"w": "12"}},
+    {"buckets": [[1, "gh"]], "names": "ef", "checksums": {"w": "34"}},
+]
+REPORT = f"{REPORTED}{json.dumps(LOADS)}"
+RANKS = [RankLoad({0: "ab", 2: "cd"}, "ef", {"w": "12"}), RankLoad({1: "gh"}, "ef", {"w": "34"})]
 
-    both = ranks_with("ab", "ab")
-    found = reported_load({"success": True, "message": message(both)})
-    assert found == EngineLoad("ab", [{"w": "12"}, {"w": "34"}])
+
+def test_reported_load_has_the_report_of_each_rank():
+    found = reported_load({"success": True, "message": f"Succeeded. {REPORT} Weight version updated to 1-ab."})
+    assert found == RANKS
     for answer in (
-        {"success": False, "message": message(both)},
+        {"success": False, "message": REPORT},
         {"success": True, "message": "Succeeded."},
         {"success": True, "message": None},
-        {"success": True, "message": message(ranks_with("ab", "cd"))},
-        {"success": True, "message": message(ranks_with("", ""))},
-        {"success": True, "message": message(ranks_with("ab", "ab", checksums=({"w": "12"}, {})))},
-        {"success": True, "message": message([])},
+        {"success": True, "message": f"{REPORTED}{json.dumps([LOADS[0], LOADS[1] | {'checksums': {}}])}"},
+        {"success": True, "message": f"{REPORTED}[]"},
     ):
         with pytest.raises(ContractError):
             reported_load(answer)
 
 
-def test_a_version_is_staged_when_every_scheduler_says_so():
-    assert is_staged({"message": "staged"}) and is_staged({"message": "staged | staged"})
-    assert not is_staged({"message": "not yet"}) and not is_staged({"message": "staged | not yet"})
+def test_a_version_is_staged_when_a_scheduler_reports_all_ranks():
+    for message in (REPORT, f"{REPORT} | {REPORT}"):
+        assert staged_load({"success": True, "message": message}) == RANKS
+    for message in (NOT_STAGED, f"{NOT_STAGED} | {NOT_STAGED}"):
+        assert staged_load({"success": True, "message": message}) is None
+    with pytest.raises(ContractError, match="rank 1: OSError"):
+        staged_load({"success": False, "message": "RuntimeError: rank 1: OSError: no file"})
 
 
 def test_sglang_plugin_is_found_by_its_path_and_names_the_hooks():
@@ -166,7 +172,7 @@ def test_sglang_plugin_is_found_by_its_path_and_names_the_hooks():
         "from async_rl_sglang import STOP_TOKENS, loading, routing, sampling\n"
         "print('\\n'.join([*loading.HOOKS, *routing.HOOKS, *sampling.HOOKS, STOP_TOKENS]))\n"
         "assert loading._weights_module('digest').WeightsDigest and loading._weights_module('checksum').checksum\n"
-        f"assert loading.LOADED == {REPORTED!r}\n"
+        f"assert (loading.LOADED, loading.NOT_STAGED) == {(REPORTED, NOT_STAGED)!r}\n"
         "assert 'async_rl' not in sys.modules\n"
     )
     done = subprocess.run(

@@ -236,19 +236,6 @@ def test_a_node_overwrites_the_files_of_removed_versions(memory, tmp_path, held_
     assert not (memory / "node").exists()
 
 
-def test_a_digest_lacks_the_tensors_that_a_reader_did_not_take(memory):
-    update = publish(memory, 0, model(0), keep_version=0)
-    whole, half = WeightsDigest(), WeightsDigest()
-    list(read_update(update.path, seen=whole))
-    assert whole.hexdigest() == update.weights.digest
-    assert whole.modules() == update.modules
-    reading = read_update(update.path, seen=half)
-    for _ in range(len(model(0)) - 1):
-        next(reading)
-    reading.close()
-    assert half.hexdigest() != update.weights.digest
-
-
 def test_a_file_system_without_leases_gets_new_files(memory, monkeypatch):
     def refuse(*args):
         raise OSError(22, "Invalid argument")

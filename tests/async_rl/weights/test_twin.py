@@ -114,11 +114,12 @@ def test_staging_loads_beside_the_model_and_commits_once():
         return "two"
 
     staging.start(model, load_two)
-    assert not staging.done() and output(model) == [7.0]
+    assert staging.result() is None and output(model) == [7.0]
     enter.set()
     until_ended(staging)
-    assert staging.done() and output(model) == [7.0]
-    assert staging.commit() == "two" and output(model) == [14.0]
+    assert staging.result() == "two" and output(model) == [7.0]
+    staging.commit()
+    assert output(model) == [14.0]
     with pytest.raises(RuntimeError, match="no staged version"):
         staging.commit()
 
@@ -133,9 +134,9 @@ def test_a_failed_load_leaves_the_model_and_the_next_one_starts_from_a_new_twin(
     staging.start(model, fail)
     until_ended(staging)
     with pytest.raises(OSError, match="damaged"):
-        staging.done()
+        staging.result()
     with pytest.raises(RuntimeError):
         staging.commit()
     staging.start(model, lambda twin: output(twin.model))
     until_ended(staging)
-    assert staging.commit() == [7.0], "a copy of the model's own weights"
+    assert staging.result() == [7.0], "a copy of the model's own weights"

@@ -1,4 +1,4 @@
-"""Reports each load: a digest of the tensors, and checksums of the parameters after the load. Stages versions.
+"""Reports each load: digests of the tensors, and checksums of the parameters after the load. Stages versions.
 
 SGLang silently skips tensors with unknown names. Therefore the first load is checked on the model: every parameter is
 set to NaN before the load, and a parameter that is still NaN after the load is an error.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized parameters are not checked
 REPORT = "async_rl"  # key of the report in /server_info
 LOADED = "loaded by rank: "  # precedes the JSON report in the message of an update
-STAGED = "staged"  # message when all ranks have loaded a version beside the model
+NOT_STAGED = "not yet"  # message until all ranks have loaded a version beside the model
 
 
 @cache
@@ -38,29 +38,54 @@ def _weights_module(name: str) -> Any:
 class _Loads:
     """State of this process."""
 
-    digest: str = ""
-    """Digest of the last load; empty before the first load."""
+    first: str = ""
+    """Digest of the load at the start; empty before it."""
     staging: Any = None
     """`async_rl.weights.twin.Staging`, whose loads return the report of this rank; None before the first."""
 
 
+class _Version(threading.local):
+    """The published version that a thread loads."""
+
+    folder: Path | None = None
+    """Of the version; None at the start, when a checkpoint is loaded."""
+    rank: int = 0
+    """Tensor-parallel rank of this process."""
+    ranks: int = 1
+    """Number of tensor-parallel ranks."""
+    report: dict[str, Any] | None = None
+    """Result of `async_rl.weights.digest.load_share`; None before the load."""
+
+
+_VERSION = _Version()
+
+
 def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: Any, target_device: Any) -> None:
-    """Hook around DefaultModelLoader.load_weights_only, which runs at the start and at every update."""
-    first = not _Loads.digest
-    if first:
-        _poison(model)
-    digest = _weights_module("digest").WeightsDigest()
+    """Hook around DefaultModelLoader.load_weights_only, which runs at the start and at every update.
+
+    In an update it loads the files of the version in place of SGLang's `weights`, which have no numbers of buckets.
+    """
+    digests = _weights_module("digest")
+    if _VERSION.folder is not None:
+        files = sorted(_VERSION.folder.glob("*.safetensors"))
+        _VERSION.report = digests.load_share(
+            files, lambda tensors: load(model, tensors, target_device), rank=_VERSION.rank, ranks=_VERSION.ranks
+        )
+        return
+    _poison(model)
+    digest = digests.WeightsDigest()
     load(model, _hashed(weights, digest), target_device)
-    if first:
-        _refuse_poison(model)
-    _Loads.digest = digest.hexdigest()
+    _refuse_poison(model)
+    _Loads.first = digest.hexdigest()
 
 
 def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """Hook after Scheduler.get_init_info: add the first load and the applied hooks to /server_info."""
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks = sorted(registry.HookRegistry._patched)
-    ranks = _load_by_rank(scheduler.tp_worker, group=scheduler.tp_group.cpu_group)
+    checksums = _checksums(scheduler.tp_worker.model_runner.model)
+    here = {"digest": _Loads.first, "checksums": checksums}
+    ranks = _on_all_ranks(lambda: here, group=scheduler.tp_group.cpu_group)
     return {**info, REPORT: {"ranks": ranks, "hooks": hooks}}
 
 
@@ -69,27 +94,43 @@ def pass_report(info: dict[str, Any], controller: Any) -> dict[str, Any]:
     return {**info, REPORT: controller._scheduler_init_infos[0][REPORT]}
 
 
-def report_update(answer: Any, updater: Any, request: Any) -> Any:
-    """Hook after SchedulerWeightUpdaterManager.update_weights_from_disk: add the report to the message."""
-    del request
-    if answer.success:
-        ranks = _load_by_rank(updater.tp_worker, group=updater.tp_cpu_group)
-        answer.message = f"{answer.message} {LOADED}{json.dumps(ranks)}"
-    return answer
+def update_and_report(update: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Hook around SchedulerWeightUpdaterManager.update_weights_from_disk: add the reports of all ranks to the message.
+
+    An update that fails on any rank fails on all, and its message names the rank.
+    """
+    answers: list[Any] = []
+
+    def load() -> dict[str, Any]:
+        answers.append(update(updater, request))
+        if not answers[0].success:
+            raise RuntimeError(answers[0].message)
+        return _checksums(updater.tp_worker.model_runner.model)
+
+    try:
+        ranks = _on_all_ranks(
+            lambda: _load_version(Path(request.model_path), load, group=updater.tp_cpu_group),
+            group=updater.tp_cpu_group,
+        )
+    except RuntimeError as error:
+        io: Any = importlib.import_module("sglang.srt.managers.io_struct")
+        return io.UpdateWeightFromDiskReqOutput(success=False, message=str(error))
+    answers[0].message = f"{answers[0].message} {LOADED}{json.dumps(ranks)}"
+    return answers[0]
 
 
 def stage(check: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Hook around SchedulerWeightUpdaterManager.check_weights, which runs beside requests: adds three actions.
 
-    `stage FOLDER` starts to load a version into a twin of the model. `staged` tells whether all ranks have loaded it.
-    `commit` exchanges the weights and reports the load in the message.
+    `stage FOLDER` starts to load a version into a twin of the model. `staged` returns the reports of all ranks in the
+    message when all have loaded it. `commit` exchanges the weights.
     """
     action, _, folder = request.action.partition(" ")
     if action not in ("stage", "staged", "commit"):
         return check(updater, request)
     io: Any = importlib.import_module("sglang.srt.managers.io_struct")
     try:
-        message = {"stage": _start, "staged": _is_staged, "commit": _commit}[action](updater, folder)
+        message = {"stage": _start, "staged": _staged, "commit": _commit}[action](updater, folder)
         return io.CheckWeightsReqOutput(success=True, message=message)
     except Exception as error:  # noqa: BLE001 - an error in the scheduler would end the server
         return io.CheckWeightsReqOutput(success=False, message=f"{type(error).__name__}: {error}")
@@ -102,35 +143,43 @@ def _start(updater: Any, folder: str) -> str:
     device = torch.device(runner.device)
 
     def load(twin: Any) -> dict[str, Any]:
-        loader.restore_weights_before_loading(twin.model, device)
-        loader.load_weights_and_postprocess(twin.model, _tensors(Path(folder)), device)
-        return {"digest": _Loads.digest, "checksums": _weights_module("checksum").model_checksums(twin.model)}
+        def load_twin() -> dict[str, Any]:
+            loader.restore_weights_before_loading(twin.model, device)
+            loader.load_weights_and_postprocess(twin.model, (), device)
+            return _checksums(twin.model)
+
+        return _load_version(Path(folder), load_twin, group=updater.tp_cpu_group)
 
     _Loads.staging.start(runner.model, load)
     return "started"
 
 
-def _is_staged(updater: Any, _: str) -> str:
-    """STAGED if all ranks have loaded. Collective; raises the error of any rank on all."""
-    try:
-        here = (_Loads.staging.done(), "")
-    except Exception as error:  # noqa: BLE001 - raised on all ranks
-        here = (True, f"{type(error).__name__}: {error}")
-    ranks = _gathered(here, group=updater.tp_cpu_group)
-    if errors := [error for _, error in ranks if error]:
-        raise RuntimeError(errors[0])
-    return STAGED if all(done for done, _ in ranks) else "not yet"
+def _staged(updater: Any, _: str) -> str:
+    """Reports of all ranks, or NOT_STAGED. Collective; raises the errors of all ranks on all."""
+    ranks = _on_all_ranks(lambda: _Loads.staging.result(), group=updater.tp_cpu_group)
+    return NOT_STAGED if None in ranks else f"{LOADED}{json.dumps(ranks)}"
 
 
 def _commit(updater: Any, _: str) -> str:
-    return f"{LOADED}{json.dumps(_gathered(_Loads.staging.commit(), group=updater.tp_cpu_group))}"
+    _on_all_ranks(lambda: _Loads.staging.commit(), group=updater.tp_cpu_group)
+    return "exchanged"
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield name, file.get_tensor(name)
+def _load_version(folder: Path, load: Callable[[], dict[str, Any]], *, group: Any) -> dict[str, Any]:
+    """Report of this rank on a load of a published version.
+
+    Args:
+        load: loads by `load_and_hash` and returns the checksums of the parameters.
+    """
+    _VERSION.folder, _VERSION.report = folder, None
+    _VERSION.rank, _VERSION.ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    try:
+        checksums = load()
+        if _VERSION.report is None:
+            raise RuntimeError("SGLang loaded no weights")
+        return {**_VERSION.report, "checksums": checksums}
+    finally:
+        _VERSION.folder = None
 
 
 def flush_pools_only(scheduler: Any, empty_cache: bool = True) -> tuple[tuple[Any, ...], dict[str, bool]]:
@@ -157,8 +206,8 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache": (flush_all, "AROUND"),
     "sglang.srt.managers.scheduler.Scheduler.flush_cache": (flush_pools_only, "BEFORE"),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk": (
-        report_update,
-        "AFTER",
+        update_and_report,
+        "AROUND",
     ),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights": (
         stage,
@@ -167,17 +216,25 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-def _load_by_rank(worker: Any, *, group: Any) -> list[dict[str, Any]]:
-    """For each tensor-parallel rank: digest of the last load, and checksums of its parameters. Collective."""
-    checksums = _weights_module("checksum").model_checksums(worker.model_runner.model)
-    return _gathered({"digest": _Loads.digest, "checksums": checksums}, group=group)
+def _checksums(model: torch.nn.Module) -> dict[str, Any]:
+    return _weights_module("checksum").model_checksums(model)
 
 
-def _gathered(value: Any, *, group: Any) -> list[Any]:
-    """Value of each tensor-parallel rank. Collective."""
-    ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(ranks, value, group=group)
-    return ranks
+def _on_all_ranks(work: Callable[[], Any], *, group: Any) -> list[Any]:
+    """Result of `work` on every tensor-parallel rank. Collective.
+
+    Raises:
+        RuntimeError: on all ranks, if `work` failed on any; names each with its error.
+    """
+    try:
+        here = (work(), "")
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        here = (None, f"{type(error).__name__}: {error}")
+    outcomes: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(outcomes, here, group=group)
+    if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error]:
+        raise RuntimeError("; ".join(failed))
+    return [result for result, _ in outcomes]
 
 
 def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: Any) -> Iterator[tuple[str, torch.Tensor]]:
