@@ -47,8 +47,8 @@ def nodes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(environment, nodes):
-    """Address of a cluster of four nodes."""
-    with start_cluster(2, 2, 2, 2, environment=environment, directory=nodes) as (address, _):
+    """Address of a cluster of five nodes."""
+    with start_cluster(2, 2, 2, 2, 2, environment=environment, directory=nodes) as (address, _):
         yield address
 
 
@@ -63,6 +63,8 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
         f"sync.directory=file://{tmp_path}/weights",
         "sync.delta=true",
         "sync.mode=staged",
+        "engine.tensor_parallel=2",
+        "engine.nodes=2",
         "+cluster.rank_env.ASYNC_RL_TEST=rank",
         "+cluster.replica_env.ASYNC_RL_TEST=replica",
         cwd=tmp_path,
@@ -82,6 +84,7 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
     assert not kept, "the last replica of a node removes its store"
     assert [path.name for path in nodes.iterdir()] == ["log"]
     assert (rank["ASYNC_RL_TEST"], replica["ASYNC_RL_TEST"]) == ("rank", "replica")
+    assert "VllmWorker-1" in (run / "logs" / "replica-0-node-1.log").read_text(), "the second rank is on another node"
 
 
 def test_shared_memory_over_nodes_is_refused_before_any_part_starts(address, environment, tmp_path):

@@ -13,6 +13,7 @@ import torch
 
 from async_rl.weights.checksum import PACKED, model_checksums
 from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.store import on_this_node
 from async_rl.weights.transport import read_update
 from async_rl.weights.twin import Staging, Twin
 
@@ -37,7 +38,7 @@ class LoadsUpdates:
         from async_rl.compat.vllm_reload import pack_tied_head  # imports vLLM
 
         digest = WeightsDigest()
-        self.reload_weights(weights_iterator=read_update(Path(path), seen=digest))
+        self.reload_weights(weights_iterator=read_update(on_this_node(Path(path)), seen=digest))
         pack_tied_head(self.get_model(), self.vllm_config)
         return digest.hexdigest(), self.live_checksums()
 
@@ -45,7 +46,9 @@ class LoadsUpdates:
         """Start to load a published version into a twin of the model, in a thread."""
         if not hasattr(self, "staging"):
             self.staging = Staging[Loaded]()
-        self.staging.start(self.get_model(), partial(_load_twin, path=Path(path), config=self.vllm_config))
+        self.staging.start(
+            self.get_model(), partial(_load_twin, path=on_this_node(Path(path)), config=self.vllm_config)
+        )
 
     def is_staged(self: Any) -> bool:
         """Whether the load of `start_staging` has ended.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import safe_open
 CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized parameters are not checked
 REPORT = "async_rl"  # key of the report in /server_info
 LOADED = "loaded by rank: "  # precedes the JSON report in the message of an update
+STORE_VARIABLE = "ASYNC_RL_STORE"  # see `async_rl.weights.store`
 STAGED = "staged"  # message when all ranks have loaded a version beside the model
 
 
@@ -69,9 +71,10 @@ def pass_report(info: dict[str, Any], controller: Any) -> dict[str, Any]:
     return {**info, REPORT: controller._scheduler_init_infos[0][REPORT]}
 
 
-def report_update(answer: Any, updater: Any, request: Any) -> Any:
-    """Hook after SchedulerWeightUpdaterManager.update_weights_from_disk: add the report to the message."""
-    del request
+def report_update(update: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Hook around SchedulerWeightUpdaterManager.update_weights_from_disk: add the report to the message."""
+    request.model_path = str(_on_this_node(Path(request.model_path)))
+    answer = update(updater, request)
     if answer.success:
         ranks = _load_by_rank(updater.tp_worker, group=updater.tp_cpu_group)
         answer.message = f"{answer.message} {LOADED}{json.dumps(ranks)}"
@@ -103,7 +106,7 @@ def _start(updater: Any, folder: str) -> str:
 
     def load(twin: Any) -> dict[str, Any]:
         loader.restore_weights_before_loading(twin.model, device)
-        loader.load_weights_and_postprocess(twin.model, _tensors(Path(folder)), device)
+        loader.load_weights_and_postprocess(twin.model, _tensors(_on_this_node(Path(folder))), device)
         return {"digest": _Loads.digest, "checksums": _weights_module("checksum").model_checksums(twin.model)}
 
     _Loads.staging.start(runner.model, load)
@@ -124,6 +127,12 @@ def _is_staged(updater: Any, _: str) -> str:
 
 def _commit(updater: Any, _: str) -> str:
     return f"{LOADED}{json.dumps(_gathered(_Loads.staging.commit(), group=updater.tp_cpu_group))}"
+
+
+def _on_this_node(folder: Path) -> Path:
+    """See `async_rl.weights.store.on_this_node`, whose module this virtualenv cannot import."""
+    store = os.environ.get(STORE_VARIABLE)
+    return folder if store is None else Path(store) / folder.name
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,7 +167,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "sglang.srt.managers.scheduler.Scheduler.flush_cache": (flush_pools_only, "BEFORE"),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk": (
         report_update,
-        "AFTER",
+        "AROUND",
     ),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights": (
         stage,
