@@ -23,7 +23,9 @@ from async_rl.config import ClusterConfig
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.select import EngineConfig
+from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
 from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.store import STORE_VARIABLE
 from async_rl.weights.transport import Source
 from message_queue.tokens import WeightVersion
 from tests.conformance import sglang_support
@@ -155,6 +157,9 @@ async def test_a_vllm_replica_over_nodes_agrees_loads_and_ends_with_a_rank(clust
         lost = asyncio.create_task(served.ask("lost", max_new_tokens=400))
         await asyncio.sleep(0.2)
         worker = next(p for p in processes_of(tmp_path) if "VllmWorker-1" in p.name() or "Worker_TP1" in p.name())
+        variables = worker.environ()
+        assert (variables[PLUGIN_VARIABLE], variables["OMP_NUM_THREADS"]) == ("1", str(config.threads))
+        assert Path(variables[STORE_VARIABLE]) in [path.parent for path in served.stores]
         worker.kill()
         with pytest.raises(ReplicaLostError, match="node 1") as raised:
             await lost

@@ -4,8 +4,9 @@ import asyncio
 import gc
 
 import numpy as np
+import pytest
 
-from agent_loop.engine import GenerateRequest
+from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.cluster import actors
 from async_rl.cluster.actors import Placement, ReplicaHost, make_collections_rare
 from async_rl.cluster.rpc import Call
@@ -36,6 +37,20 @@ def test_placement_has_adjacent_bundles_for_the_nodes_of_a_replica(monkeypatch):
     single = Placement(config, ranks=0, replicas=2, workers=1, gpus_per_replica=0.5)
     assert made[1] == [{"CPU": 5.0, "GPU": 0.5}] * 2 + [alone] * 2
     assert single._name(1) == "replica slot 1" and bundles(*single.replica(1)) == [1]
+
+
+async def test_start_of_a_replica_ends_when_another_of_its_nodes_does():
+    async def start():
+        await started.wait()
+        return "replica"
+
+    started, loop = asyncio.Event(), asyncio.get_running_loop()
+    ends = [loop.create_future(), loop.create_future()]
+    ends[1].set_result("node 2: engine process 7 died")
+    with pytest.raises(EngineError, match="node 2: engine process 7 died"):
+        await actors._unless_ended(start(), ends)
+    started.set()
+    assert await actors._unless_ended(start(), [loop.create_future()]) == "replica"
 
 
 async def test_replica_host_drops_the_requests_of_a_dead_client_alone():
